@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
+from jshadow.cache.shards import Shards, whole_shape
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.cache.write_units import write_units
 from jshadow.errors import ConfigError
@@ -115,18 +116,45 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
         prompt: the rows of the prompt. None: zeros.
     """
     shapes = tier_shapes(layout, spec)
-    sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory_of(spec.fetch))
+    if spec.shards is not None:
+        return place_on_devices(spec.shards, shapes, prompt)
+    sharding = SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory_of(spec.fetch))
 
     def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
         if shape is None:
             return None
         if shape.memory == "device" and isinstance(data, Array):
-            return HostArray(data, shape.memory)  # keep its sharding, which may span several devices
+            return HostArray(data, shape.memory)
         if data is None:
             data = np.zeros(shape.array.shape, shape.array.dtype)  # NumPy, so that no device memory is used
         return HostArray(jax.device_put(data, sharding), shape.memory)
 
     return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
+
+
+def place_on_devices(shards: Shards, shapes: HostTier, prompt: HostWrite | None) -> HostTier:
+    """Start to copy a layer's prompt rows to the memory beside each device of a mesh, as `place` does.
+
+    Args:
+        shards: the mesh.
+        shapes: the tier of one device, with ShapeDtypeStructs in place of arrays.
+        prompt: the rows of the prompt, a global array. None: zeros.
+    """
+
+    def put(shape: HostArray | None, data: Array | None, split: PartitionSpec) -> HostArray | None:
+        if shape is None:
+            return None
+        sharding = shards.sharding(split, shape.memory)
+        if data is not None:
+            return HostArray(jax.device_put(data, sharding), shape.memory)
+        whole, one = whole_shape(shards, split, shape.array.shape), shape.array
+        zeros = jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(one.shape, one.dtype))
+        return HostArray(zeros, shape.memory)
+
+    rows = shards.spec("data", "tp", "sp")
+    return HostTier(
+        put(shapes.prompt, prompt.data if prompt else None, rows), put(shapes.tail, None, PartitionSpec(*rows[:2]))
+    )
 
 
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
@@ -163,7 +191,8 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     by_kernel = functools.partial(fetch_by_kernel, spec, layout)
     by_gather = functools.partial(fetch_by_gather, spec, layout)
     keys: Array | None
-    kernel = selection.rebuild is not None and selection.rebuild.codec.compiled and tier.prompt is not None
+    rebuild = selection.rebuild
+    kernel = rebuild is not None and rebuild.split is None and rebuild.codec.compiled and tier.prompt is not None
     if kernel and spec.fetch == "zero_copy":
         keys, values = by_kernel(tier, selection, ids)
     elif kernel and spec.fetch == "resident" and (spec.keep or layout.bits is not None):

@@ -165,6 +165,8 @@ class Rebuild(struct.PyTreeNode):
         tail_unit: index of the tail's first unit, counted in units from the start of the sequence, int32 [B]; or None.
         codec: the KeyCodec that made the code.
         unit: tokens in a unit.
+        split: None, or the part of the code that this device of a mesh has. It rebuilds the keys (`split.keys`). The
+            ids then count from this device's first unit.
     """
 
     left: Array
@@ -174,6 +176,7 @@ class Rebuild(struct.PyTreeNode):
     tail_unit: Array | None = None
     codec: Any = struct.field(pytree_node=False, kw_only=True)
     unit: int = struct.field(pytree_node=False, kw_only=True)
+    split: Any = struct.field(pytree_node=False, kw_only=True, default=None)
 
     def keys(self, ids: Array) -> Array:
         """Rebuild the keys of the units `ids`.
@@ -184,7 +187,7 @@ class Rebuild(struct.PyTreeNode):
         Returns:
             Keys after RoPE [B, heads, n * unit, d], in float32 or the model's dtype.
         """
-        keys: Array = self.codec.reconstruct(self, ids)
+        keys: Array = (self.codec.reconstruct if self.split is None else self.split.keys)(self, ids)
         return keys
 
 

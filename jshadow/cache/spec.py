@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jshadow.cache.shards import Shards
 from jshadow.errors import ConfigError
 from jshadow.models.config import RopeConfig
 
@@ -30,6 +31,8 @@ class CacheSpec:
         policy: this layer's policy. It is resolved, so none of its settings is None.
         keep: whether the keys and values of units that stay selected remain on the device from step to step, so that
             only the others are fetched and rebuilt; see `offload.keeps`.
+        shards: the mesh over which the arrays are split, or None for one device. With a mesh, `batch`, `q_heads` and
+            `kv_heads` are those of one device, because the hooks run on each device.
     """
 
     layer: int | None
@@ -48,6 +51,7 @@ class CacheSpec:
     fetch: str
     policy: Any
     keep: bool = False
+    shards: Shards | None = None
 
     def __hash__(self) -> int:
         # jit hashes the spec of every layer in every step, so the hash is computed once and stored.

@@ -130,8 +130,9 @@ class KVState(struct.PyTreeNode):
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether all rows have one prompt half, as after `share`. Then `batch` of every spec is 1."""
-        return self.batch != self.specs[0].batch
+        """Whether all rows have one prompt half, as after `share`. Then the specs describe one row."""
+        shards = self.specs[0].shards
+        return self.batch != self.specs[0].batch * (shards.data if shards else 1)
 
     def split(self) -> tuple[Reads, Writes]:
         """Return the half that a step only reads, and the half that it replaces. The arrays are not copied."""

@@ -176,7 +176,8 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
         config.attention_kinds,
     )
     kinds = tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs)
-    got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, kinds)
+    tp = spec.shards.tp if spec.shards else 1  # a spec has the heads of one device
+    got = (spec.num_layers, spec.q_heads * tp, spec.kv_heads * tp, spec.head_dim, spec.model_dim, kinds)
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
     if policy is None:

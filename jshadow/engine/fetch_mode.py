@@ -1,6 +1,5 @@
 """The fetch mode of the states that a prefill makes."""
 
-from jshadow.engine.placement import replicated_sharding
 from jshadow.planner.fetch_choice import FetchChoice
 from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import Policy
@@ -19,6 +18,4 @@ def fetch_for(fetch: str, params: Params, policy: Policy, batch: Batch) -> Fetch
     Raises:
         ConfigError: `fetch` is neither "auto" nor a fetch mode.
     """
-    if fetch == "auto" and replicated_sharding(params.weights) is not None:
-        return FetchChoice("resident", "resident: the weights lie on several devices, where nothing is offloaded")
     return fetch_here(fetch, params.config, policy, batch)

@@ -4,29 +4,44 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jshadow.cache.shards import Shards
 from jshadow.cache.state import KVState
+from jshadow.weights.params import Params
 
 
-def replicated_sharding(weights: dict) -> Sharding | None:
-    """Return the sharding that copies an array to every device of the weights, or None if one device has them all."""
-    sharding = jax.tree.leaves(weights)[0].sharding
-    return NamedSharding(sharding.mesh, PartitionSpec()) if len(sharding.device_set) > 1 else None
+def shards_of(params: Params, rows: int) -> Shards | None:
+    """Return how the states of `rows` rows are split over the devices of the weights. None: one device has all.
+
+    If the number of rows is not a multiple of the mesh's axis `data`, every part of that axis has all rows.
+    """
+    sharding = jax.tree.leaves(params.weights)[0].sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return None
+    return Shards(sharding.mesh, params.left, rows % sharding.mesh.shape["data"] == 0)
 
 
-def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
+def commit(state: KVState) -> KVState:
     """Return the state with every array committed to its device and memory, like the arrays that a step returns.
 
     A new array is uncommitted. JAX compiles one program for committed arrays and another for uncommitted arrays.
-    Without this function, the first and the second step after a prefill would each be compiled. Nothing is copied,
-    unless `everywhere` is given: then an array that lies on one device is copied to all devices.
+    Without this function, the first and the second step after a prefill would each be compiled. Nothing is copied. On
+    a mesh, an array that lies on one device is copied to all devices.
     """
+    shards = state.specs[0].shards
 
     def bind(leaf: Any) -> Any:
         if not isinstance(leaf, Array):
             return leaf
-        alone = everywhere is not None and len(leaf.sharding.device_set) == 1
-        return jax.device_put(leaf, everywhere if alone else leaf.sharding)
+        if shards is not None:
+            return leaf if len(leaf.sharding.device_set) > 1 else to_all(leaf, shards)
+        return jax.device_put(leaf, leaf.sharding)
 
     return jax.tree.map(bind, state)
+
+
+def to_all(leaf: Array, shards: Shards) -> Array:
+    """Return an array with a copy on every device of the mesh. All processes must have equal arrays."""
+    sharding = shards.sharding(PartitionSpec())
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: jax.device_get(leaf)[index])

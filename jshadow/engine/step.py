@@ -18,6 +18,7 @@ from jshadow.cache.shared_rows import each_row
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
+from jshadow.engine.mesh.layer import everywhere, joined, on_devices
 from jshadow.engine.step_work import LayerWork as LayerWork
 from jshadow.engine.step_work import add_counted, count_step
 from jshadow.engine.turn import in_blocks
@@ -147,7 +148,8 @@ def step_state(
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
     if not (every or speculation):
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
-    out = model_logits(weights, config, x)
+    shards = specs[0].shards
+    out = everywhere(model_logits(weights, config, x), shards)
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     # XLA's GPU compiler of jax 0.10.2 fuses these comparisons into the product of the head. With one row that fusion is
     # invalid, and the step does not compile. The barrier keeps them apart.
@@ -158,7 +160,7 @@ def step_state(
     if works[0].counted is None:
         counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
     else:
-        counters = add_counted(writes.counters, works)
+        counters = add_counted(writes.counters, works, None if shards is None else functools.partial(joined, shards))
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = writes.shared
     if speculation is not None:
@@ -201,6 +203,8 @@ def run_layers(
     foreseen: Array | None = None
     if capability(state.policy, Speculates) is None and tokens.shape[1] > turn_piece(state, tokens.shape[1]):
         run_layer = functools.partial(in_blocks, run_layer)
+    if specs[0].shards is not None:
+        run_layer = functools.partial(on_devices, run_layer)
     for index, spec in enumerate(specs):
 
         def cache(

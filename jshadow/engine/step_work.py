@@ -5,7 +5,7 @@ B rows, T tokens of a step.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -98,11 +98,18 @@ def count_step(
     )
 
 
-def add_counted(counters: Counters, works: list[LayerWork]) -> Counters:
-    """Return the counters after a step whose layers have counted their work themselves (`LayerWork.counted`)."""
+def add_counted(
+    counters: Counters, works: list[LayerWork], join: Callable[[Counters], Counters] | None = None
+) -> Counters:
+    """Return the counters after a step whose layers have counted their work themselves (`LayerWork.counted`).
+
+    `join` adds up the counts of several devices. The layers are added first, so a step has one such sum.
+    """
     counts = [work.counted for work in works if work.counted is not None]
-    total = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), counters, *counts)
-    return total.replace(steps=counters.steps + counts[0].steps)  # every layer has counted the same queries
+    total: Counters = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *counts)
+    total = total.replace(steps=counts[0].steps)  # every layer has counted the same queries
+    both: Counters = jax.tree.map(jnp.add, counters, total if join is None else join(total))
+    return both
 
 
 def unit_counts(selection: Selection) -> tuple[Array, Array]:

@@ -6,6 +6,10 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+
+AXES = ("data", "sp", "tp")  # of a mesh: rows, units of a prompt, heads
+LEFT = ("split", "everywhere")  # how left rows of a key code lie on the devices of `tp`
 
 # (pattern of the weight's path, axis that is split). All other weights are replicated.
 SPLITS = (
@@ -18,24 +22,42 @@ SPLITS = (
 
 
 def check_mesh(mesh: Any) -> Mesh | None:
-    """Return a mesh of the same devices whose axes are of JAX's "auto" type, or None for None.
+    """Return a mesh of the same devices with the axes AXES of JAX's "auto" type, or None for None.
+
+    An axis that `mesh` does not have gets size 1.
 
     Raises:
-        ConfigError: mesh is neither a Mesh nor None.
+        ConfigError: mesh is neither a Mesh nor None, or it has an axis that is not one of AXES.
     """
-    if mesh is not None and not isinstance(mesh, Mesh):
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
-    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
+    if not set(mesh.axis_names) <= set(AXES):
+        raise ConfigError(f"mesh must have no axes but {AXES}, got {mesh.axis_names}")
+    order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
+    return Mesh(mesh.devices.transpose(order).reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
+
+
+def check_left(left: str) -> None:
+    """Raise ConfigError unless `left` is one of LEFT."""
+    if left not in LEFT:
+        raise ConfigError(f"left must be one of {LEFT}, got {left!r}")
+
+
+def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:
+    """Raise ConfigError unless the mesh's axis `tp` divides the KV heads of the model."""
+    if mesh is not None and config.kv_heads % mesh.shape["tp"]:
+        raise ConfigError(f"mesh axis tp must divide the {config.kv_heads} KV heads, got tp={mesh.shape['tp']}")
 
 
 def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of the weight at `path`.
 
-    A weight in SPLITS is split over the last axis of the mesh if the size of its split axis is a multiple of that axis.
-    All other weights are replicated.
+    A weight in SPLITS is split over `tp` if the size of its split axis is a multiple of that axis. All other weights
+    are replicated.
     """
-    name = mesh.axis_names[-1]
     for pattern, axis in SPLITS:
-        if re.fullmatch(pattern, path) and shape[axis] % mesh.shape[name] == 0:
-            return NamedSharding(mesh, PartitionSpec(*[None] * axis, name))
+        if re.fullmatch(pattern, path) and shape[axis] % mesh.shape["tp"] == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
     return NamedSharding(mesh, PartitionSpec())

@@ -89,9 +89,21 @@ class LayerCache(abc.ABC):
     Attributes:
         emptied: the fields of the live record that are only a cache, on which no result depends. They are not saved.
             Each field has the number that fills its arrays in an empty cache.
+        splits_heads: whether each KV head stores, selects and attends without the other heads. Only then can the axis
+            `tp` of a mesh split them.
     """
 
     emptied: ClassVar[Mapping[str, int]] = {}
+    splits_heads: ClassVar[bool] = True
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether the axis `sp` of a mesh can split the tokens of a prompt."""
+        return False
+
+    def splits_left(self, spec: CacheSpec) -> bool:
+        """Return whether the devices of the axis `tp` of a mesh each have a part of rows that serve all heads."""
+        return False
 
     @property
     def reads(self) -> HookInputs:

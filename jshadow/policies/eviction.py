@@ -14,10 +14,11 @@ from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.ops.attention import Piece, attend
+from jshadow.ops.attention import Piece
 from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.costs import Costs
+from jshadow.policies.parts import attend_parts, on_first, own_count, own_units, parts_of
 
 
 class KeptPrompt(struct.PyTreeNode):
@@ -90,6 +91,8 @@ def take_positions(x: Array, positions: Array) -> Array:
 class EvictingPolicy(UniformPolicy, Costs):
     """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
+    splits_tokens = True
+
     @property
     def reads(self) -> HookInputs:
         """The hooks of a step process a turn's new tokens in pieces of 16."""
@@ -124,7 +127,8 @@ class EvictingPolicy(UniformPolicy, Costs):
             rows = jnp.zeros((spec.batch, self.heads(spec), count, spec.head_dim), spec.dtype)
             return KeyValues(rows, rows)
 
-        return LayerState(KeptPrompt(zeros(self.slots(spec.capacity)), none, none), LaterTokens(zeros(spec.window)))
+        kept = zeros(parts_of(spec, self.slots(spec.capacity)))
+        return LayerState(KeptPrompt(kept, none, none), LaterTokens(zeros(spec.window)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -134,7 +138,8 @@ class EvictingPolicy(UniformPolicy, Costs):
         scores, reserved = self.score(spec, prompt)
         at = best_positions(scores, prompt.lengths, reserved, count)
         # `at` is the row's length in unused entries: they hold padding or zeros, and `count` masks them
-        k, v = (take_positions(x, at).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
+        own = own_units(spec, at, parts_of(spec, count))
+        k, v = (take_positions(x, own).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
         kept = KeptPrompt(KeyValues(k, v), jnp.minimum(prompt.lengths, count), prompt.lengths)
         return state.replace(frozen=kept), None
 
@@ -150,10 +155,12 @@ class EvictingPolicy(UniformPolicy, Costs):
     ) -> tuple[Array, LayerState]:
         """Compute exact attention over the kept prompt tokens and the window."""
         frozen, window = state.frozen, state.live.window
-        there = jnp.arange(frozen.kept.k.shape[2]) < frozen.count[:, None]
+        slots = frozen.kept.k.shape[2]
+        there = jnp.arange(slots) < own_count(spec, frozen.count, slots)[:, None]
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
         kept = Piece(frozen.kept.k, frozen.kept.v, there[:, None, None])
-        return attend(step.q_post, [kept, Piece(window.k, window.v, seen[:, None])], spec.scale), state
+        later = Piece(window.k, window.v, on_first(spec, seen)[:, None])
+        return attend_parts(spec, step.q_post, [kept, later]), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Return how many more tokens fit into both the capacity and the window."""

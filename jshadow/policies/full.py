@@ -11,11 +11,12 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, attend
+from jshadow.ops.attention import Piece
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.costs import Costs
+from jshadow.policies.parts import attend_parts, on_first, own_count, own_slots, own_units, parts_of
 from jshadow.policies.registry import register
 
 
@@ -36,6 +37,7 @@ class Full(UniformPolicy, Sized, Costs):
 
     name = "full"
     source = "the dense baseline"
+    splits_tokens = True
 
     @property
     def reads(self) -> HookInputs:
@@ -44,7 +46,7 @@ class Full(UniformPolicy, Sized, Costs):
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a cache of zeros, with a slot for each token up to the capacity."""
-        zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, parts_of(spec, spec.capacity), spec.head_dim), spec.dtype)
         return LayerState(live=FullLive(KeyValues(zeros, zeros)))
 
     def compress(
@@ -52,11 +54,12 @@ class Full(UniformPolicy, Sized, Costs):
     ) -> tuple[LayerState, HostWrite | None]:
         """Copy the prompt to the front of the cache."""
         k, v = (fit_tokens(x, spec.capacity).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
+        k, v = (own_units(spec, x, parts_of(spec, spec.capacity)) for x in (k, v))
         return state.replace(live=FullLive(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write each new token at its position."""
-        cache, q_post = state.live.cache.append(step, step.positions, spec.rope)
+        cache, q_post = state.live.cache.append(step, own_slots(spec, step.positions, spec.capacity), spec.rope)
         return state.replace(live=FullLive(cache), q_post=q_post), None
 
     def attend(
@@ -67,11 +70,13 @@ class Full(UniformPolicy, Sized, Costs):
         end = step.positions
         if rows > 1:
             end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
-        pieces = [Piece(cache.k, cache.v, (end + 1)[:, None, :, None])]
+        held = own_count(spec, end + 1, cache.k.shape[2])
+        pieces = [Piece(cache.k, cache.v, held[:, None, :, None])]
         if rows == 2:  # a guess is not stored in the cache, but its query attends to its own key
             k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
-            pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
-        return attend(step.q_post, pieces, spec.scale), state
+            guess = on_first(spec, jnp.eye(rows, dtype=bool) & ~step.valid[:, None])
+            pieces.append(Piece(k, v, guess[:, None]))
+        return attend_parts(spec, step.q_post, pieces), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count all tokens held, as the part "window"."""

@@ -18,12 +18,22 @@ from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, attend, group_queries
+from jshadow.ops.attention import Piece, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
+from jshadow.ops.split import among_best
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
 from jshadow.policies.costs import Costs
+from jshadow.policies.parts import (
+    attend_parts,
+    first_own,
+    is_split,
+    on_first,
+    own_count,
+    own_units,
+    parts_of,
+)
 from jshadow.policies.units import UnitFrozen, UnitLive, put_units, within_share
 
 
@@ -89,6 +99,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return spec.scale
 
     @property
+    def splits_tokens(self) -> bool:
+        """Whether the units of a prompt can be split. A share of the scores of all units cannot."""
+        return self.top_p == 1
+
+    @property
     def reads(self) -> HookInputs:
         """A step takes 8 new tokens of a turn. If top_p < 1, it takes 1, because it records the units of one query."""
         return HookInputs(piece=8 if self.top_p == 1 else 1)
@@ -131,7 +146,8 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
         tail = max(1, -(-spec.window // self.unit))
-        return HostLayout(spec.kv_heads, spec.capacity // self.unit, self.unit, planes=2, tail_units=tail)
+        units = parts_of(spec, spec.capacity // self.unit)
+        return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
 
     def first_recent(self, positions: Array) -> Array:
         """Return the first position that a query at `positions` reads from the ring. Units before it are candidates."""
@@ -176,8 +192,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
         rows = (self.stored(prompt.k_post, basis), prompt.v)
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
-        planes = [to_chunks(x, layout.units, self.unit) for x in rows]
-        there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
+        every, count = spec.capacity // self.unit, layout.units
+        planes = [own_units(spec, to_chunks(x, every, self.unit), count) for x in rows]
+        there = (jnp.arange(count) < own_count(spec, units, count)[:, None])[..., None] & jnp.ones(self.unit, bool)
         summaries = self.summarize(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
         width = 2 * self.unit * spec.head_dim
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
@@ -222,6 +239,8 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         unit = self.unit_of_place(spec, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
+        if is_split(spec):
+            candidate = among_best(jnp.where(candidate, scores, -jnp.inf), self.count(spec), "sp") & candidate
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
         good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
@@ -243,9 +262,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         """
         layout, start = self.host_layout(spec), units[:, None]
         assert layout is not None
-        places = jnp.arange(layout.units + layout.tail_units)
-        unit = jnp.where(places < layout.units, places, places - layout.units + start)
-        return jnp.where((places < start) | (places >= layout.units), unit, -1)
+        places, count = jnp.arange(layout.units + layout.tail_units), layout.units
+        own = places + first_own(spec, count)
+        unit = jnp.where(places < count, own, places - count + start)
+        tail = on_first(spec, places >= count)
+        return jnp.where(((own < start) & (places < count)) | tail, unit, -1)
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
         """Return the summaries of the prompt's units and of the tail's units."""
@@ -269,9 +290,10 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         recent = state.live.recent
         shape = (spec.batch, spec.kv_heads, queries, -1)
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
+        seen = on_first(spec, seen)
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
         query = self.stored(step.q_post, state.frozen.basis)
-        return attend(query, pieces, spec.scale), state
+        return attend_parts(spec, query, pieces), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the recent tokens, and the tokens of the selected units."""

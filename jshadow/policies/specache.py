@@ -76,6 +76,8 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         fetched: number of tokens that each KV head fetches for a step.
     """
 
+    splits_heads = False
+
     residual: int = 64
     fetched: int = 64
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from jshadow.engine.placement import replicated_sharding
+from jshadow.engine.placement import shards_of
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
@@ -54,7 +54,7 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self.params, self.options = params, options or EngineOptions()
-        if replicated_sharding(params.weights) is not None:
+        if shards_of(params, 1) is not None:
             raise ConfigError("params must be on one device for an engine, got weights on several devices")
         self.plans = plan_classes(params, policy, classes, self.options)
         self.admission = Admission((limits or Limits()).of_machine())

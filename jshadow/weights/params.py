@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.int8 import check_quantize, quantize_int8, quantized
-from jshadow.models.partition import check_mesh, sharding_of
+from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
 from jshadow.models.registry import FAMILIES
 from jshadow.weights.convert.files import check_path, read_json, readable, staged, write_json
 from jshadow.weights.convert.huggingface import (
@@ -48,11 +48,13 @@ class Params:
             dtype, except that an int8 `kernel` has a float32 `kernel_scale` beside it.
         config: sizes and switches. Two loads of one checkpoint have equal configs.
         tokenizer: a transformers tokenizer, or None if the checkpoint has none. Without it prompts must be token ids.
+        left: on a mesh, where the left rows of ShadowKV's key code lie; see `load`.
     """
 
     weights: dict[str, Any]
     config: ModelConfig
     tokenizer: Any = None
+    left: str = "split"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -80,6 +82,7 @@ def load(
     *,
     quantize: str | None = None,
     mesh: Mesh | None = None,
+    left: str = "split",
     verify: bool = True,
 ) -> Params:
     """Load a checkpoint: a Hugging Face directory, or a directory that `convert` or `save` wrote (also orbax).
@@ -90,9 +93,11 @@ def load(
             tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
         quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
-        mesh: devices to shard the weights over, along the last axis of the mesh. From an orbax checkpoint, each device
-            reads only its part. With a mesh, cached keys and values must stay on the devices (`fetch="resident"`). None
-            means the default device.
+        mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch), `tp`
+            (heads, MLP and vocabulary) and `sp` (chunks of a prompt); see docs/several_devices.md. From an orbax
+            checkpoint, each device reads only its part. None means the default device.
+        left: with a mesh, where the left rows of ShadowKV's key code lie, which serve all heads. "split": by chunk over
+            `tp`, so that a step sends the selected rows over links. "everywhere": whole on each device of `tp`.
         verify: whether to compare every file with the manifest, if there is one.
 
     Returns:
@@ -101,16 +106,18 @@ def load(
     Raises:
         CheckpointError: weights are missing, damaged, pickled or in GGUF, files differ from their manifest, or tensors
             do not match the config. The message lists all such tensors.
-        ConfigError: dtype, quantize or model_type is unknown, the model is quantized or needs remote code, or a value
-            of the config is out of range.
+        ConfigError: dtype, quantize, left or model_type is unknown, the model is quantized or needs remote code, a
+            value of the config is out of range, or the axes of the mesh do not fit.
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
     mesh = check_mesh(mesh)
+    check_left(left)
     check_path("path_or_hub_id", path_or_hub_id)
     directory = locate(path_or_hub_id)
     with readable(directory):
         _, family, config = read_config(directory)
+        check_heads(mesh, config)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         orbax = kind_of(directory) == "orbax"
         if not orbax:
@@ -129,9 +136,25 @@ def load(
         return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
 
     if not orbax:
-        return Params(read_weights(directory, family, config, put), config, tokenizer)
+        return Params(read_weights(directory, family, config, put), config, tokenizer, left)
     places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
-    return Params(read_orbax(directory, config, target, None if quantize is None else put, places), config, tokenizer)
+    weights = read_orbax(directory, config, target, None if quantize is None else put, places)
+    return Params(weights, config, tokenizer, left)
+
+
+def spread(params: Params, mesh: Mesh, left: str = "split") -> Params:
+    """Return a model with its weights on a mesh, as `load` places them. `mesh` and `left` are as in `load`.
+
+    Raises:
+        ConfigError: as in `load`.
+    """
+    checked = check_mesh(mesh)
+    assert checked is not None
+    check_heads(checked, params.config)
+    check_left(left)
+    flat = traverse_util.flatten_dict(params.weights, sep="/")
+    placed = {path: jax.device_put(leaf, sharding_of(checked, path, leaf.shape)) for path, leaf in flat.items()}
+    return dataclasses.replace(params, weights=traverse_util.unflatten_dict(placed, sep="/"), left=left)
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -59,7 +59,7 @@ def first_states(job: PrefillJob, layers: Sequence[Sequence[LayerState]]) -> lis
             specs=plan,
             policy=policy,
         )
-        states.append(commit(state, job.everywhere))
+        states.append(commit(state))
     return states
 
 

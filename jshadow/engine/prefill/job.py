@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Sharding
 
 from jshadow.cache import host_memory
 from jshadow.cache.row_room import check_room_size, with_room
+from jshadow.cache.shards import Shards, local_spec
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.placement import replicated_sharding
+from jshadow.engine.mesh.checks import check_shards
+from jshadow.engine.placement import shards_of
 from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
@@ -53,7 +54,7 @@ class PrefillJob:
         lengths: number of real tokens of each row, int32 [B].
         policies: the resolved policies.
         plans: for each policy, the CacheSpec of every layer.
-        everywhere: if the weights lie on several devices, the sharding that copies a state to all of them; else None.
+        shards: how the states are split over the devices of the weights. None: one device has all.
         attention: the attention that replaces exact attention, or None.
         learned: the settings of `attention` as arrays [L, ...], from `PrefillAttention.prepared`, or None.
         options: the settings that all policies share.
@@ -64,7 +65,7 @@ class PrefillJob:
     lengths: np.ndarray
     policies: list[Policy]
     plans: list[tuple[CacheSpec, ...]]
-    everywhere: Sharding | None
+    shards: Shards | None
     attention: PrefillAttention | None
     learned: Any
     options: PrefillOptions
@@ -84,7 +85,7 @@ class PrefillJob:
         needs_all = any(policy.reads.all_queries for policy in policies)
         tail = max(policy.reads.last_queries for policy in policies)
         plan = LayerPlan(config, kind, needs_all, tail, size, attention)
-        several, batch = self.everywhere is not None, len(self.lengths)
+        several, batch = self.shards is not None, len(self.lengths)
         exact = attention is None and not needs_all and not (several and count > 1)
         if not exact or not attends_whole(config, self.params.dtype, capability_here()):
             return plan
@@ -125,16 +126,16 @@ def check_job(
         with_room(cache_specs(config, policy, *sizes, fetch_for(mode, params, policy, batch).fetch), options.room)
         for policy, mode in zip(resolved, modes, strict=True)
     ]
-    everywhere = replicated_sharding(params.weights)
-    if everywhere is not None and any(spec.fetch != "resident" for plan in plans for spec in plan):
-        raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
+    shards = shards_of(params, batch.rows)
+    plans = [tuple(local_spec(spec, shards) for spec in plan) for plan in plans]
+    check_shards(plans)
     readers = [policy for policy in resolved if reads_fitted(policy)]
     for policy in readers or resolved[:1]:
         check_fitted(policy, config, fitted)
     host_memory.check_host_memory(plans)
     attention, learned = prepared_attention(resolved, options.attention, config)
     options = dataclasses.replace(options, capacity=capacity)
-    return PrefillJob(params, token_ids, row_lengths, resolved, plans, everywhere, attention, learned, options)
+    return PrefillJob(params, token_ids, row_lengths, resolved, plans, shards, attention, learned, options)
 
 
 def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:

@@ -19,6 +19,7 @@ from jax import Array
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
 from jshadow.cache.spec import CacheSpec
+from jshadow.engine.mesh.layer import compress_on_devices
 from jshadow.engine.prefill.layer_run import LayerPlan, LayerRun, put
 from jshadow.policies.capabilities import OwnPrefill
 from jshadow.policies.prefill_attention import PrefillPiece
@@ -165,5 +166,11 @@ def compress_layer(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[L
 
     `spec.layer` must be None, so that all layers share one compiled program.
     """
-    state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
-    return state.replace(host=HostTier()), write
+
+    def compress(prompt: PromptKV, fitted: Any) -> tuple[LayerState, Any]:
+        state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
+        return state.replace(host=HostTier()), write
+
+    if spec.shards is not None:
+        return compress_on_devices(compress, prompt, fitted, spec)
+    return compress(prompt, fitted)

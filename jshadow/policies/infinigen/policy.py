@@ -56,6 +56,8 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
             softmax over their scores. 1: no limit.
     """
 
+    splits_heads = False
+
     budget: int | None = None  # type: ignore[assignment]
     columns: int | None = None
     alpha: float = 5.0

@@ -35,6 +35,8 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         query_block: number of consecutive prompt tokens that share their blocks.
     """
 
+    splits_heads = False
+
     window: int = 4096
     sinks: int = 128
     budget: int = 2048

@@ -61,6 +61,8 @@ class LESS(H2O, Trains):
         hidden: width between the two layers of a kernel.
     """
 
+    splits_heads = False
+
     state_rank: int = 8
     hidden: int = 512
 

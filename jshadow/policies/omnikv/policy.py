@@ -234,6 +234,8 @@ class OmniKVSparse(LayerCache, Costs):
         budget: number of prompt tokens that are chosen.
     """
 
+    splits_heads = False
+
     budget: int = 2048
 
     def window_slots(self, capacity: int, shortest: int) -> int:

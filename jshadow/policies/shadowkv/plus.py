@@ -29,9 +29,10 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import ring_positions, take_span, write_rows
 from jshadow.policies.checks import check_range
+from jshadow.policies.parts import first_own, most_of_all, on_first, own_units
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.key_codecs import KeyCode, by_token
+from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
 from jshadow.policies.shadowkv.outliers import keep_exact, least_cosine, loses_more
@@ -105,6 +106,14 @@ class ShadowKVPlus(ShadowKV):
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity))
 
+    def selected(self, spec: CacheSpec) -> int:
+        """Return the number of chunks that a query can select on a device, later chunks included."""
+        return min(self.max_selected(spec.capacity), self.stored_chunks(spec) + self.later_chunks(spec))
+
+    def axis(self, spec: CacheSpec) -> str | None:
+        """Return the axis of a mesh that splits the heads, inside shard_map, or None."""
+        return "tp" if spec.shards is not None and self.codec.joint else None
+
     def later_chunks(self, spec: CacheSpec) -> int:
         """Return the number of later chunks m for which there is space."""
         return -(-spec.window // self.chunk_size)
@@ -156,12 +165,15 @@ class ShadowKVPlus(ShadowKV):
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
         """Compress as ShadowKV. Store the prompt's last tokens in the ring, and their left rows with later chunks."""
-        compressed, write = super().compress(spec, state, prompt, fitted)
+        compressed, write, lost = self.compressed(spec, state, prompt)
         frozen: ShadowFrozen = compressed.frozen
         weights = self.key_weights(spec, prompt)
-        slot = jnp.arange(self.landmark_outliers(spec.capacity))
-        used = slot < self.row_outliers(frozen.chunks)[:, None, None]
-        cut = least_cosine(frozen.outliers, used, self.chunk_size, self.landmark_parts)
+        slots = frozen.outliers.k.shape[2] // self.chunk_size
+        slot = first_own(spec, slots) + jnp.arange(slots)
+        used = (
+            slot < jnp.minimum(self.landmark_outliers(spec.capacity), self.row_outliers(frozen.chunks))[:, None, None]
+        )
+        cut = most_of_all(spec, least_cosine(frozen.outliers, used, self.chunk_size, self.landmark_parts))
         held = ring_positions(prompt.lengths, self.ring_slots)
         index = jnp.maximum(held, 0)[:, :, None, None]
         ring = (
@@ -170,26 +182,31 @@ class ShadowKVPlus(ShadowKV):
         span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
         rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
         real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
-        rows = self.codec.project(rest, frozen.right, weights)
+        rows = self.codec.project(rest, frozen.right, weights, self.axis(spec))
         rows = jnp.where(real[..., None, None], rows, 0).swapaxes(1, 2)
         left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
         )
-        most = self.most_lost(spec, frozen, prompt, weights)
+        most = self.most_lost(spec, frozen, lost)
         frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=most, key_weights=weights)
         return compressed.replace(frozen=frozen, live=live), write
 
-    def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV, weights: Array | None) -> Array | None:
-        """Return the limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
+    @property
+    def reads_losses(self) -> bool:
+        """Whether the coding errors of the prompt's chunks decide which later chunks stay exact."""
         assert self.outlier_chunks is not None
+        return self.choice.outlier_rule != "landmark" and self.outlier_chunks >= 2
+
+    def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, lost: Array | None) -> Array | None:
+        """Return the limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
         if self.choice.outlier_rule == "landmark":
             return None
-        if self.outlier_chunks < 2:  # a single outlier is chosen by its landmark, and none by its error
+        if not self.reads_losses:  # a single outlier is chosen by its landmark, and none by its error
             return jnp.full((spec.batch, spec.kv_heads), jnp.inf)
-        code = KeyCode(frozen.left, frozen.right)
-        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, weights)
-        return jnp.where(frozen.candidates, lost, -1.0).max(axis=2, initial=-1.0)
+        assert lost is not None
+        own = own_units(spec, lost, self.stored_chunks(spec))
+        return most_of_all(spec, jnp.where(frozen.candidates, own, -1.0).max(axis=2, initial=-1.0))
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Return how many more tokens fit into both the capacity and the space for later chunks."""
@@ -204,14 +221,14 @@ class ShadowKVPlus(ShadowKV):
         slots = step.positions % self.ring_slots
         k = write_rows(live.window.k, step.k_post, slots, step.valid)
         v = write_rows(live.window.v, step.v, slots, step.valid)
-        live = live.replace(window=KeyValues(k, v), left=self.write_left(state, step))
+        live = live.replace(window=KeyValues(k, v), left=self.write_left(spec, state, step))
         return self.join(spec, state.replace(live=live), step)
 
-    def write_left(self, state: LayerState, step: StepKV) -> Array:
+    def write_left(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Return the left rows of later chunks, with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights)
+        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights, self.axis(spec))
         return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
@@ -236,7 +253,7 @@ class ShadowKVPlus(ShadowKV):
         spread = self.write_marks(live.spread, spread, number, leaves)
         bad = worst < state.frozen.cut[..., None]
         if state.frozen.most is not None:
-            ids = jnp.broadcast_to(self.max_chunks(spec.capacity) + number[:, None], bad.shape)
+            ids = jnp.broadcast_to(self.stored_chunks(spec) + number[:, None], bad.shape)
             keys = self.rebuild(spec, state, step).keys(ids).reshape(k.shape)
             bad |= loses_more(keys, k, state.frozen.key_weights, state.frozen.most)
         live = keep_exact(live.replace(landmarks=landmarks, spread=spread), number, bad & leaves[:, None], k, v)
@@ -253,12 +270,12 @@ class ShadowKVPlus(ShadowKV):
 
         return jax.tree.map(write, marks, new)
 
-    def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
+    def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
         """Return the prompt's chunks, and the later chunks that have left each query's window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
-        return *super().marks(state, step), Marks(live.landmarks, live.spread, is_open)
+        return *super().marks(spec, state, step), Marks(live.landmarks, live.spread, on_first(spec, is_open))
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """Return the key code of the prompt's chunks and of later chunks."""
@@ -272,11 +289,12 @@ class ShadowKVPlus(ShadowKV):
         first = (state.frozen.chunks[:, None, None] + behind) * self.chunk_size
         held = ring_positions(step.lengths + step.valid.sum(axis=1, dtype=jnp.int32), self.ring_slots)[:, None]
         seen = (held >= first) & (held <= step.positions[..., None])
+        seen = on_first(spec, seen)
         pieces = [Piece(live.window.k, live.window.v, seen[:, None]), *super().exact_pieces(spec, state, step)[1:]]
         if self.extra_outlier_chunks:
             ids = live.extra_ids[:, :, None]
             used = jnp.repeat((ids >= 0) & (ids < behind[:, None]), self.chunk_size, axis=3)
-            pieces.append(Piece(live.extra.k, live.extra.v, used))
+            pieces.append(Piece(live.extra.k, live.extra.v, on_first(spec, used)))
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:

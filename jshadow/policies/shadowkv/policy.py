@@ -20,16 +20,20 @@ from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.ops.attention import Piece, attend
+from jshadow.ops.attention import Piece
 from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, quantize_chunks
+from jshadow.ops.split import best_of_all
 from jshadow.policies.capabilities import SplitsTurns
 from jshadow.policies.costs import Costs
+from jshadow.policies.parts import attend_parts, heads_axis, on_first, own_count, own_units, parts_of
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.kept import choose, empty_cache, kept_rows, own_piece, received
+from jshadow.policies.shadowkv.key_codecs import KeyCode
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
+from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
@@ -53,13 +57,13 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a state of zeros, without chunks and with an empty window."""
-        chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
-        code = self.codec.empty(spec.batch, chunks, self.chunk_size, sizes_of(spec))
+        chunks, heads, dim = self.stored_chunks(spec), spec.kv_heads, spec.head_dim
+        code = self.codec.empty(spec.batch, self.left_chunks(spec), self.chunk_size, sizes_of(spec))
 
         def zeros(*shape: int) -> Array:
             return jnp.zeros((spec.batch, *shape), spec.dtype)
 
-        exact = zeros(heads, self.max_outliers(spec.capacity) * self.chunk_size, dim)
+        exact = zeros(heads, parts_of(spec, self.max_outliers(spec.capacity)) * self.chunk_size, dim)
         landmarks, spread = self.empty_marks(spec, chunks)
         frozen = ShadowFrozen(
             left=code.left,
@@ -71,7 +75,7 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
             spread=spread,
         )
         window = zeros(heads, spec.window, dim)
-        count, places = self.max_selected(spec.capacity), self.max_places(spec.capacity)
+        count, places = self.selected(spec), self.places(spec)
         live = ShadowLive(KeyValues(window, window), *empty_cache((spec.batch, heads), places, aged=places > count))
         if self.quirks.exact_preload:
             none = jnp.full((spec.batch, heads, count), -1, jnp.int32)
@@ -93,7 +97,7 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         """Return the layout of the values of every chunk, outliers included, as in the published code."""
         return HostLayout(
             heads=spec.kv_heads,
-            units=self.max_chunks(spec.capacity),
+            units=self.stored_chunks(spec),
             unit=self.chunk_size,
             bits=ROW_BITS.get(self.values.dtype),
             no_kernel="" if self.codec.compiled else f"keys={self.keys.name!r}",
@@ -111,30 +115,38 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
         """Compute the prompt's key code, landmarks and outliers, and write its values to the host (algorithm 1)."""
+        return self.compressed(spec, state, prompt)[:2]
+
+    def compressed(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV
+    ) -> tuple[LayerState, HostWrite | None, Array | None]:
+        """Do what `compress` does. Return also the coding error of each chunk of the prompt, or None."""
         size, count, parts = self.chunk_size, self.max_chunks(spec.capacity), self.landmark_parts
         row_chunks, weights = self.prompt_chunks(prompt.lengths), self.key_weights(spec, prompt)
-        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
         landmarks, worst = prompt_landmarks(prompt.k_post, count, size, parts=parts)
         whole = jnp.broadcast_to((jnp.arange(count) < row_chunks[:, None])[:, None, :], worst.shape)
         first, outliers = self.landmark_outliers(spec.capacity), self.max_outliers(spec.capacity)
-        lost = self.codec.losses(code, prompt.k_pre, size, weights) if first < outliers else None
-        ids = outlier_chunks(whole, worst, lost, first, outliers)
+        code, lost = self.encode(spec, prompt, weights, losses=first < outliers or self.reads_losses)
+        ids = outlier_chunks(whole, worst, lost if first < outliers else None, first, outliers)
         used = jnp.arange(outliers) < self.row_outliers(row_chunks)[:, None, None]
 
-        def spread(parts: int) -> Array:
-            return jnp.where(
-                jnp.repeat(whole, parts, axis=2), prompt_spread(prompt.k_post, count, size, parts=parts), 0
-            )
+        def own(x: Array, rows: int = 1) -> Array:
+            return own_units(spec, x, self.stored_chunks(spec) * rows)
 
-        landmarks = jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0)
+        def spread(parts: int) -> Array:
+            wide = prompt_spread(prompt.k_post, count, size, parts=parts)
+            return own(jnp.where(jnp.repeat(whole, parts, axis=2), wide, 0), parts)
+
+        landmarks = own(jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0), parts)
+        kept, slots = (own_units(spec, x, parts_of(spec, outliers)) for x in (ids, used))
         frozen = ShadowFrozen(
             left=code.left,
             right=code.right,
             landmarks=stored_landmarks(landmarks, self.landmarks, parts, spec.dtype),
-            candidates=leave_out(whole, ids, used),
+            candidates=own(leave_out(whole, ids, used)),
             chunks=row_chunks,
             spread=stored_spread(spread, self.landmarks, parts, spec.dtype),
-            outliers=KeyValues(*(take_chunks(x, ids, used, size) for x in (prompt.k_post, prompt.v))),
+            outliers=KeyValues(*(take_chunks(x, kept, slots, size) for x in (prompt.k_post, prompt.v))),
         )
         window = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*window))
@@ -144,15 +156,37 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
             ids = preloaded_chunks(query, prompt_marks(frozen), self.max_selected(spec.capacity))
             frozen = frozen.replace(preload=Preload(ids, take_chunks(prompt.k_post, ids, ids >= 0, size)))
             live = live.replace(fresh=ids >= 0)
-        rows = self.host_rows(spec, to_chunks(prompt.v, count, size))
-        return LayerState(frozen, live), HostWrite(rows) if count else None
+        rows = self.host_rows(spec, own(to_chunks(prompt.v, count, size)))
+        return LayerState(frozen, live), HostWrite(rows) if count else None, lost
+
+    def encode(
+        self, spec: CacheSpec, prompt: PromptKV, weights: Array | None, *, losses: bool
+    ) -> tuple[KeyCode, Array | None]:
+        """Code the keys of a prompt. Return also the coding error of each chunk, or None without `losses`."""
+        count, size = self.max_chunks(spec.capacity), self.chunk_size
+        if spec.shards is not None and self.codec.joint:
+            split = dataclasses.replace(spec, shards=dataclasses.replace(spec.shards, left="split"))
+            parts = Parts(spec.shards, self.stored_chunks(spec), self.left_chunks(split), size)
+            code, lost = encode_parts(self.codec, prompt.k_pre, prompt.lengths, weights, parts, losses)
+            left = code.left[:, : self.left_chunks(spec)]
+            return code.replace(left=left), None if lost is None else lost[:, :, :count]
+        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
+        lost = self.codec.losses(code, prompt.k_pre, size, weights) if losses else None
+        return code.replace(left=own_units(spec, code.left, self.stored_chunks(spec), axis=code.left.ndim - 2)), lost
+
+    @property
+    def reads_losses(self) -> bool:
+        """Whether the coding errors of the prompt's chunks are needed beyond the choice of its outliers."""
+        return False
 
     def key_weights(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
         """Return the weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
         if weights_of(self.keys) == "none":
             return None
         assert prompt.q_tail is not None
-        return query_weights(prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim))
+        return query_weights(
+            prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim), heads_axis(spec)
+        )
 
     # One step
 
@@ -168,13 +202,16 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the chunks with the most softmax mass on their landmarks, per KV head and query (algorithm 2)."""
-        count = self.max_selected(spec.capacity)
+        count, axis = self.selected(spec), self.scoring(spec).axis
         if count == 0:
             return None, state
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
         live: ShadowLive = state.live
         with jax.named_scope("select"):
-            chosen = choose(self.finalists(spec, state, step, count), asked, count, live.resident, live.ages)
+            found = self.finalists(spec, state, step, self.max_selected(spec.capacity))
+            if axis is not None:
+                found = found._replace(scores=best_of_all(found.scores, self.max_selected(spec.capacity), axis))
+            chosen = choose(found, asked, count, live.resident, live.ages)
         ids, valid = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid))
         selection = Selection(
             ids,
@@ -190,24 +227,26 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         query, keys_of = Query(step.q_post, step.valid, self.scoring(spec)), None
         if self.choice.rounds == 2:
             keys_of = lambda ids: self.rebuild(spec, state, step).keys(ids).astype(spec.dtype)  # noqa: E731
-        return finalists(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
+        return finalists(query, self.marks(spec, state, step), self.scores(spec, state, step), count, keys_of)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Score all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `finalists`."""
-        return landmark_scores(Query(step.q_post, step.valid, self.scoring(spec)), self.marks(state, step))
+        return landmark_scores(Query(step.q_post, step.valid, self.scoring(spec)), self.marks(spec, state, step))
 
-    def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
+    def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
         """Return the chunks from which queries select, as `selection` reads them."""
         return (prompt_marks(state.frozen),)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """Return the key code of all chunks that may be selected."""
         frozen = state.frozen
-        return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
+        return Rebuild(
+            frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size, split=self.key_parts(spec)
+        )
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
         """Store the cache after a fetch, if its chunks have keys and values on the device."""
-        queries = selection.ids.shape[2] // self.max_selected(spec.capacity)
+        queries = selection.ids.shape[2] // self.selected(spec)
         return state.replace(live=received(state.live, selection, fetched, queries))
 
     def attend(
@@ -218,7 +257,7 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         if fetched is not None:
             piece, state = self.selected_piece(spec, state, step, fetched)
             pieces.append(piece)
-        return attend(step.q_post, pieces, spec.scale), state
+        return attend_parts(spec, step.q_post, pieces), state
 
     @property
     def splits_turns(self) -> bool:
@@ -240,10 +279,11 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
-        pieces = [Piece(window.k, window.v, (step.positions - first + 1)[:, None, :, None])]
+        seen = on_first(spec, step.positions - first + 1)
+        pieces = [Piece(window.k, window.v, seen[:, None, :, None])]
         slots = frozen.outliers.k.shape[2]
         if slots:
-            used = self.row_outliers(frozen.chunks) * self.chunk_size
+            used = own_count(spec, self.row_outliers(frozen.chunks) * self.chunk_size, slots)
             pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None, None]))
         return pieces
 

@@ -60,16 +60,30 @@ class Sizes(NamedTuple):
         return self.heads * self.dim
 
 
+class Spread(NamedTuple):
+    """The devices over which the tokens of a prompt are spread while they are coded; see `split.py`.
+
+    Attributes:
+        axes: the axes of the mesh. Sums over them are sums over all tokens.
+        lengths: number of tokens of each row on all devices, int32 [B].
+    """
+
+    axes: tuple[str, ...]
+    lengths: Array
+
+
 class KeyCodec(abc.ABC):
     """A code of keys: pure functions of arrays, with static settings. The rows of a batch may differ in length.
 
     Class attributes:
         name: the name of the code's settings record, `ShadowKV.keys.name`.
+        joint: whether the heads of a token are coded together, so that `left` serves all heads.
         compiled: whether `pallas_kernels` has a GPU kernel that rebuilds keys from this code, and one that also fetches
             values. Both take `operands`.
     """
 
     name = ""
+    joint = True
     compiled = False
 
     @abc.abstractmethod
@@ -84,6 +98,7 @@ class KeyCodec(abc.ABC):
         units: int,
         chunk: int,
         weights: Float[Array, "B h_kv d"] | None = None,
+        spread: Spread | None = None,
     ) -> KeyCode:
         """Code the first `units` chunks of a prompt. Statistics are computed over all tokens of the prompt.
 
@@ -94,11 +109,17 @@ class KeyCodec(abc.ABC):
             chunk: tokens in a chunk.
             weights: weights on the errors of a key's numbers, float32 [B, h_kv, d]. A lossy codec minimizes the error
                 of keys times these weights. None: all errors count equally.
+            spread: None, or the devices that have the other tokens of the prompt. `k_pre`, `lengths` and `left` are
+                then those of this device, and `right` is the same on all. Inside shard_map only.
         """
 
     @abc.abstractmethod
     def project(
-        self, k_pre: Float[Array, "B T h_kv d"], right: Any, weights: Float[Array, "B h_kv d"] | None = None
+        self,
+        k_pre: Float[Array, "B T h_kv d"],
+        right: Any,
+        weights: Float[Array, "B h_kv d"] | None = None,
+        axis: str | None = None,
     ) -> Shaped[Array, "B T heads w"]:
         """Return the left rows of later tokens [B, T, 1 or h_kv, w] (section 7.1).
 
@@ -106,6 +127,7 @@ class KeyCodec(abc.ABC):
             k_pre: keys before RoPE of the tokens [B, T, h_kv, d].
             right: the shared part of the prompt's code.
             weights: the weights that `encode` had, or None.
+            axis: the axis of a mesh that splits the heads, inside shard_map, or None.
         """
 
     @abc.abstractmethod

@@ -6,10 +6,14 @@ of small matrices. Its columns are no exact eigenvectors if variances are close 
 This costs little: a code needs the subspace, and columns that share close variances need the same number of bits.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
+
+from jshadow.policies.shadowkv.key_codecs.base import Spread
 
 ITERATIONS = 16  # the lost variance is then within 1 % of the least possible for all spectra of the tests
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
@@ -21,16 +25,24 @@ LEAF = 128  # most columns of a Cholesky factor that a library computes
 SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
-def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
+def leading_columns(
+    gram: Float[Array, "B m m"], count: int, spread: Spread | None = None
+) -> Float[Array, "B m {count}"]:
     """Return an orthonormal basis of the directions with the most variance, by falling variance.
 
     Args:
         gram: symmetric positive semidefinite matrices, float32 [B, m, m].
         count: number of columns r, at most m.
+        spread: None, or the devices that have the same matrices. All get the columns of the first device, because two
+            devices may round them differently.
 
     Returns:
         float32 [B, m, r]. On a GPU, the basis of a matrix of zeros is zero.
     """
+    if spread is not None:
+        columns = leading_columns(gram, count)
+        first = functools.reduce(jnp.logical_and, (lax.axis_index(axis) == 0 for axis in spread.axes))
+        return lax.psum(jnp.where(first, columns, 0), spread.axes)
     if not by_products(gram.shape[-1], count):
         return eigenvectors(gram, count)
     return lax.platform_dependent(

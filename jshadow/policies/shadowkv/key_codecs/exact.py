@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.ops.layout import to_chunks
-from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
+from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes, Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +16,7 @@ class ExactCodec(KeyCodec):
     """Store the keys themselves. left is [B, h_kv, n, c * d] in the model's dtype, and right is None."""
 
     name = "exact"
+    joint = False
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
         """Return a `left` with the shape of the keys in chunks, and no `right`."""
@@ -23,13 +24,21 @@ class ExactCodec(KeyCodec):
         left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
         return KeyCode(left, None)
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
         """Cut the keys into chunks."""
         real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
         chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
         return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
 
-    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
         """Return the keys unchanged."""
         return k_pre
 

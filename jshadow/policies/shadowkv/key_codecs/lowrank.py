@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread
 from jshadow.policies.shadowkv.key_codecs.basis import basis_operations, leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
@@ -47,15 +47,23 @@ class LowRankCodec(KeyCodec):
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * self.rank), dtype)
         return KeyCode(left, jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype))
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
         """Factor the keys, using the eigenvectors of their Gram matrix."""
-        left, right = key_factors(k_pre, lengths, self.rank, weights)
+        left, right = key_factors(k_pre, lengths, self.rank, weights, spread)
         left = fit_tokens(left, units * chunk).reshape(left.shape[0], units, chunk * self.rank)
         return KeyCode(left, right.astype(k_pre.dtype))
 
-    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
         """Multiply keys with the prompt's basis."""
-        return project_keys(k_pre, right, weights)[:, :, None]
+        return project_keys(k_pre, right, weights, axis)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
         """Multiply the two factors."""
@@ -99,6 +107,7 @@ def key_factors(
     lengths: Int[Array, " B"],
     rank: int,
     weights: Float[Array, "B h_kv d"] | None = None,
+    spread: Spread | None = None,
     block: int = BLOCK,
 ) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:
     """Factor each row's keys before RoPE, with all KV heads side by side.
@@ -110,6 +119,7 @@ def key_factors(
             are kept. Then `right` is a complete basis, in which every key is exact.
         weights: weights on the errors of a key's numbers, float32 [B, h_kv, d]. None: all errors count equally, and the
             columns of `right` are orthonormal.
+        spread: as in `KeyCodec.encode`.
         block: number of tokens that have a float32 copy at once.
 
     Returns:
@@ -118,10 +128,10 @@ def key_factors(
     batch, length, heads, dim = k_pre.shape
     width, block = heads * dim, min(block, length)
 
-    keys = PromptKeys(k_pre, lengths, block, weights)
-    basis = leading_columns(keys.gram(), rank)
+    keys = PromptKeys(k_pre, lengths, block, weights, spread=spread)
+    basis = leading_columns(keys.gram(), rank, spread)
     if rank < width:
-        basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
+        basis = jnp.where(jnp.arange(rank) < keys.tokens[:, None, None], basis, 0.0)
     coefficients = keys.coefficients(basis)
 
     def project(index: Array, left: Array) -> Array:
@@ -145,9 +155,13 @@ def project_keys(
     k_pre: Float[Array, "B T h_kv d"],
     right: Float[Array, "B h_kv r d"],
     weights: Float[Array, "B h_kv d"] | None = None,
+    axis: str | None = None,
 ) -> Float[Array, "B T r"]:
-    """Return the left rows [B, T, r] of later keys before RoPE, in right's dtype (ShadowKV, section 7.1)."""
+    """Return the left rows [B, T, r] of later keys before RoPE, in right's dtype (ShadowKV, section 7.1).
+
+    `axis` is as in `KeyCodec.project`.
+    """
     if weights is not None:  # squared: once for the weighted keys, and once because right is divided by the weights
         k_pre = k_pre.astype(jnp.float32) * weights[:, None] ** 2
     rows = jnp.einsum("bthd,bhrd->btr", k_pre, right, precision=EXACT, preferred_element_type=jnp.float32)
-    return rows.astype(right.dtype)
+    return (rows if axis is None else lax.psum(rows, axis)).astype(right.dtype)

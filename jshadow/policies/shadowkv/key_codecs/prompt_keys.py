@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jshadow.policies.shadowkv.key_codecs.base import EXACT
+from jshadow.policies.shadowkv.key_codecs.base import EXACT, Spread
 from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, token_block
 
 
@@ -30,6 +30,8 @@ class PromptKeys:
         block: number of tokens in a block, at most S.
         weights: weights on the numbers of a key, float32 [B, h_kv, d], or None.
         mean: the mean that is subtracted [B, h_kv, d] in k_pre's dtype, or None.
+        spread: the devices that have the other tokens, or None if all tokens are here. Then `lengths` counts the
+            tokens that are here.
     """
 
     k_pre: Array
@@ -37,6 +39,16 @@ class PromptKeys:
     block: int
     weights: Array | None = None
     mean: Array | None = None
+    spread: Spread | None = None
+
+    @property
+    def tokens(self) -> Array:
+        """Number of tokens of each row, on all devices, int32 [B]."""
+        return self.lengths if self.spread is None else self.spread.lengths
+
+    def summed(self, x: Array) -> Array:
+        """Add up an array over the devices that have the tokens."""
+        return x if self.spread is None else lax.psum(x, self.spread.axes)
 
     @property
     def blocks(self) -> int:
@@ -84,10 +96,10 @@ class PromptKeys:
         if self.narrow and self.weights is not None:
             weights = side_by_side(self.weights)
             gram = gram * weights[:, :, None] * weights[:, None, :]
-        return gram
+        return self.summed(gram)
 
     def total(self) -> Float[Array, "B m"]:
-        """Return the sum of each row's keys, without weights and with the mean, float32 [B, m]."""
+        """Return the sum of each row's keys that are here, without weights and with the mean, float32 [B, m]."""
 
         def add(index: Array, total: Array) -> Array:
             rows, _ = token_block(self.k_pre, self.lengths, index, self.block)
@@ -99,8 +111,8 @@ class PromptKeys:
     def mean_key(self) -> Float[Array, "B h_kv d"]:
         """Return the mean of each row's keys, rounded to their dtype, in which it is stored."""
         batch, _, heads, dim = self.k_pre.shape
-        mean = (self.total() / jnp.maximum(self.lengths, 1)[:, None]).reshape(batch, heads, dim)
-        return rounded(mean, self.k_pre.dtype).astype(self.k_pre.dtype)
+        mean = self.summed(self.total()) / jnp.maximum(self.tokens, 1)[:, None]
+        return rounded(mean.reshape(batch, heads, dim), self.k_pre.dtype).astype(self.k_pre.dtype)
 
     def coefficients(self, basis: Float[Array, "B m r"]) -> Callable[[Array], tuple[Array, Array]]:
         """Return a function of a block's number: the block times the basis, float32 [B, block, r], and its first token.

@@ -8,6 +8,7 @@ code minimizes the error of the products if it codes keys times the root of that
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jshadow.ops.attention import group_queries
@@ -17,7 +18,7 @@ LEAST = 0.01  # added to each relative mean square, because later queries may be
 
 
 def query_weights(
-    q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, " B"], kv_heads: int, rotated: int
+    q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, " B"], kv_heads: int, rotated: int, axis: str | None = None
 ) -> Float[Array, "B {kv_heads} d"]:
     """Return the factors by which a code multiplies the numbers of a key before it quantizes or truncates them.
 
@@ -26,6 +27,7 @@ def query_weights(
         lengths: number of tokens in each row, int32 [B].
         kv_heads: number of KV heads.
         rotated: how many of the d numbers RoPE rotates. Number i is paired with number i + rotated / 2.
+        axis: the axis of a mesh that splits the heads, inside shard_map, or None.
 
     Returns:
         float32 [B, h_kv, d], equal within a pair. The mean square over all heads of a row is near 1.
@@ -38,4 +40,5 @@ def query_weights(
     pairs = (turned[..., :half] + turned[..., half:]) / 2
     energy = jnp.concatenate([pairs, pairs, energy[..., rotated:]], axis=-1)
     mean = energy.mean(axis=(1, 2), keepdims=True)
+    mean = mean if axis is None else lax.pmean(mean, axis)
     return jnp.sqrt(energy / jnp.where(mean > 0, mean, 1) + LEAST)

@@ -17,7 +17,7 @@ from flax import struct
 from jax import Array, lax
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread
 from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import encode_operations, head_columns, usual_rank
@@ -77,13 +77,21 @@ class TransformCodec(KeyCodec):
         mean: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), dtype)
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
         """Code the keys in four passes over the prompt: for the mean, the basis, the steps and the codes."""
         batch, length, heads, _ = k_pre.shape
-        keys = PromptKeys(k_pre, lengths, min(BLOCK, length), weights)
+        keys = PromptKeys(k_pre, lengths, min(BLOCK, length), weights, spread=spread)
         mean = keys.mean_key()
         keys = dataclasses.replace(keys, mean=mean)
-        basis = leading_columns(keys.gram(), self.rank)
+        basis = leading_columns(keys.gram(), self.rank, spread)
         coefficients = keys.coefficients(basis)
 
         def code(index: Array, left: Array) -> Array:
@@ -91,20 +99,21 @@ class TransformCodec(KeyCodec):
             packed = jnp.where(keys.new(index, start), quantize(rows, step[:, None], self.profile), 0)
             return put_block(left, packed, index, start)
 
-        step = steps(*column_sizes(lambda index: coefficients(index)[0], lengths, keys.blocks, self.rank), self.profile)
+        step = steps(*column_sizes(lambda index: coefficients(index)[0], keys, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, keys.blocks, code, left), units * chunk)
         columns = (head_columns(basis, weights, heads) * step[:, None, :, None]).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
-    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
         """Code keys with the prompt's basis, mean and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
         if weights is not None:  # squared: once for the weighted keys, and once because columns are divided by them
             rows *= weights[:, None] ** 2
         columns, step = right.columns.astype(jnp.float32), right.step[:, None]
-        coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT) / jnp.where(step > 0, step, 1)
-        return quantize(coefficients, step, self.profile)[:, :, None]
+        products = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
+        products = products if axis is None else lax.psum(products, axis)
+        return quantize(products / jnp.where(step > 0, step, 1), step, self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
         """Multiply the codes by the columns, in their dtype, and add the mean."""
@@ -134,13 +143,12 @@ class TransformCodec(KeyCodec):
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
 
 
-def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int) -> tuple[Array, Array]:
+def column_sizes(block_of: Callable[[Array], Array], keys: PromptKeys, columns: int) -> tuple[Array, Array]:
     """Return the standard deviation and the largest magnitude of each column, float32 [B, columns] each.
 
     Args:
         block_of: maps the number of a block to its centered rows [B, tokens, columns], zero where there is no token.
-        lengths: number of tokens in each row, int32 [B].
-        blocks: number of blocks.
+        keys: the keys, for their number of blocks and of tokens.
         columns: number of columns.
     """
 
@@ -148,6 +156,8 @@ def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int
         rows = block_of(index)
         return total[0] + (rows**2).sum(axis=1), jnp.maximum(total[1], jnp.abs(rows).max(axis=1))
 
-    nothing = jnp.zeros((lengths.shape[0], columns), jnp.float32)
-    squares, largest = lax.fori_loop(0, blocks, add, (nothing, nothing))
-    return jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest
+    nothing = jnp.zeros((keys.lengths.shape[0], columns), jnp.float32)
+    squares, largest = lax.fori_loop(0, keys.blocks, add, (nothing, nothing))
+    if keys.spread is not None:
+        squares, largest = keys.summed(squares), lax.pmax(largest, keys.spread.axes)
+    return jnp.sqrt(squares / jnp.maximum(keys.tokens, 1)[:, None]), largest

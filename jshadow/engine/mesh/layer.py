@@ -1,0 +1,148 @@
+"""The hooks of a layer on every device of a mesh. The model's matrix products stay with the compiler.
+
+`jax.shard_map` gives each device its rows, heads and units, so the hooks run there as they do on one device. The
+compiler cannot split the kernels of this project. It would also gather the scores of all chunks in every layer.
+
+B rows, T tokens of a step, h_q query heads, h_kv KV heads, d head width.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jshadow.cache.counters import Counters
+from jshadow.cache.offload import tier_shapes
+from jshadow.cache.records import HostTier, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.shards import Shards, splits
+from jshadow.cache.spec import CacheSpec
+from jshadow.engine.step_work import LayerWork, count_step
+
+RunLayer = Callable[..., tuple[Array, LayerState, LayerWork]]
+
+
+def layer_shapes(spec: CacheSpec) -> LayerState:
+    """Return the state of a layer on one device, with ShapeDtypeStructs in place of arrays."""
+    state = jax.eval_shape(functools.partial(spec.policy.init, spec))
+    return state.replace(host=tier_shapes(spec.policy.host_layout(spec), spec))
+
+
+def layer_splits(spec: CacheSpec) -> LayerState:
+    """Return the PartitionSpec of every array of a layer's state, in a LayerState."""
+    return splits(dataclasses.replace(spec, layer=None), layer_shapes)
+
+
+def step_splits(shards: Shards, step: StepKV) -> StepKV:
+    """Return the PartitionSpecs of the arrays of a step."""
+    rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
+    names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen")
+    by_name = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
+    by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec()}
+    return StepKV(**{name: None if getattr(step, name) is None else split for name, split in by_name.items()})
+
+
+def on_devices(
+    run_layer: RunLayer, spec: CacheSpec, state: LayerState, step: StepKV, everyone: Any
+) -> tuple[Array, LayerState, LayerWork]:
+    """Run one layer of one step on every device of the mesh.
+
+    Args:
+        run_layer: runs the layer on one device, as in `step_state`.
+        spec: the spec of the layer on one device.
+        state, step: the global arrays.
+        everyone: specs and host tiers of all layers. The layers of a mesh do not use each other's.
+
+    Returns:
+        The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters. Each
+        device has counted its own heads and units: axis 0 of the counters is the device.
+    """
+    shards: Shards = spec.shards
+    assert shards is not None
+
+    def one(state: LayerState, step: StepKV) -> tuple[Array, Any, HostTier, Counters]:
+        out, after, work = run_layer(spec, state, step, everyone)
+        assert not work.later, "a layer that plans ahead runs on one device"
+        counters = work.counted
+        if counters is None:
+            visible = step.positions + 1
+            counters = count_step(Counters.zeros(spec.batch), (spec,), [after], [work], visible, step.valid)
+        return out, after.live, after.host.tail, jax.tree.map(lambda x: x[None], counters)
+
+    where = layer_splits(spec)
+    inputs = LayerState(where.frozen, where.live, where.host)
+    outputs = (
+        shards.spec("data", None, "tp"),
+        where.live,
+        where.host.tail,
+        PartitionSpec(("sp", "tp"), *shards.spec("data")),
+    )
+    run = jax.shard_map(
+        one,
+        mesh=shards.mesh,
+        in_specs=(inputs, step_splits(shards, step)),
+        out_specs=outputs,
+        check_vma=False,
+    )
+    out, live, tail, counters = run(state, step)
+    return out, state.replace(live=live, host=state.host.replace(tail=tail)), LayerWork(counted=counters)
+
+
+def joined(shards: Shards, counters: Counters) -> Counters:
+    """Return the counters of all devices together, from those of each device [devices, B].
+
+    The numbers of tokens attended to are means over heads, so the mean over the devices is taken. All others are sums.
+    """
+    sums = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), counters)
+    steps = counters.steps[0]
+    total: Counters = sums.replace(steps=steps, attended=sums.attended / (shards.sp * shards.tp))
+    return total
+
+
+def compress_on_devices(
+    compress: Callable[..., tuple[LayerState, HostWrite | None]],
+    prompt: PromptKV,
+    fitted: Any,
+    spec: CacheSpec,
+) -> tuple[LayerState, HostWrite | None]:
+    """Compress the prompt of one layer on every device of the mesh.
+
+    Args:
+        compress: compresses the prompt on one device. It maps a prompt and learned arrays to a state and a write.
+        prompt: the global arrays of the prompt.
+        fitted: arrays that the policy learned for this layer, or None.
+        spec: the spec of the layer on one device.
+    """
+    shards: Shards = spec.shards
+    assert shards is not None
+    rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
+    by_name = {name: heads for name in ("k_pre", "k_post", "v", "q_tail", "q_post")}
+    by_name |= {"lengths": rows, "positions": rows, "lse": shards.spec("data", "tp"), "extra": rows}
+    inputs = PromptKV(**{name: None if getattr(prompt, name) is None else split for name, split in by_name.items()})
+    where, wrote = layer_splits(spec), shards.spec("data", "tp", "sp")
+    has_rows = where.host.prompt is not None
+    run = jax.shard_map(
+        compress,
+        mesh=shards.mesh,
+        in_specs=(inputs, PartitionSpec()),
+        out_specs=(where.replace(host=HostTier()), HostWrite(wrote) if has_rows else None),
+        check_vma=False,
+    )
+    result: tuple[LayerState, HostWrite | None] = run(prompt, fitted)
+    return result
+
+
+def everywhere(x: Any, shards: Shards | None) -> Any:
+    """Return a pytree of arrays with a copy on every device of the mesh. Inside jit."""
+    if shards is None:
+        return x
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shards.sharding(PartitionSpec())), x)
+
+
+def counted_zeros(shards: Shards, rows: int) -> Counters:
+    """Return counters of zeros for every device, [devices, rows]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (shards.sp * shards.tp, *x.shape)), Counters.zeros(rows))
