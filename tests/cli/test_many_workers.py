@@ -77,6 +77,7 @@ def test_a_killed_part_is_run_again_alone(
     assert (tmp_path / "merged" / "report.html").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the extra `workers` is for Linux")
 def test_two_workers_of_ray(
     words: list[str],
     whole: tuple[str, str],
