@@ -235,10 +235,9 @@ def run_merge(args: argparse.Namespace) -> int:
         ):
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigError(f"--merge must come without {given}, because the parts have decided it")
-    rows = merge_parts(args.merge, out=args.out)
     if args.plot is not None:
-        check_plot(args.plot, [row["task"] for row in rows], TASK_TURNS)
-    return tell(args, rows)
+        check_plot(args.plot, [row["task"] for row in merge_parts(args.merge)], TASK_TURNS)
+    return tell(args, merge_parts(args.merge, out=args.out))
 
 
 def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
