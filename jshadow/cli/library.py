@@ -16,6 +16,7 @@ from jshadow.cli.options import (
     policy_of,
     sampler_of,
 )
+from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     one.set_defaults(run=run_add)
     add_place(one, model_required=True)
     one.add_argument("files", nargs="+", metavar="FILE", help="a .txt, .md or .pdf file")
+    add_process_options(one)
 
     one = actions.add_parser("list", help="list the documents", description=ABOUT_LIST)
     one.set_defaults(run=run_list)
@@ -104,7 +106,10 @@ def run_add(args: argparse.Namespace) -> int:
     for path in paths:
         read_document(path)  # A wrong file raises an error here, before the model is loaded.
     added = []
-    with open_library(args, [one.record for one in found_in(args.place)]) as library:
+    found = found_in(args.place)
+    with joined(args), open_library(args, [one.record for one in found]) as library:
+        keys = "".join(sorted(one.path.stem for one in found)).encode()
+        check_same(args, library.params, {"files": paths, "fitted": args.fitted, "stored keys": keys})
         for path in paths:
             with SlowProgress(path.name) as progress:
                 added.append(library.add(path, progress=progress.prefill))

@@ -60,8 +60,8 @@ class Membership:
             except OSError as error:  # also a name that is not known: it may be soon
                 if time.monotonic() + RETRY_SECONDS > self.end:
                     raise DistributedError(
-                        f"coordinator must be the address of process 0, which has to run, but {self.place} could not be "
-                        f"reached within join_timeout, {self.timeout:g} s: {error}"
+                        f"coordinator must be the address of process 0, which has to run, but {self.place} could not "
+                        f"be reached within join_timeout, {self.timeout:g} s: {error}"
                     ) from error
                 time.sleep(RETRY_SECONDS)
                 continue

@@ -130,9 +130,8 @@ def join(options: ProcessOptions) -> Processes:
         DistributedError: JAX has started a backend already; process 0 cannot be reached, or its port cannot be opened;
             a process did not come in time, came twice, or has another number of processes.
     """
-    from jax._src import xla_bridge
-
     import jax
+    from jax._src import xla_bridge
 
     place = found(options)
     if place is None:
@@ -197,7 +196,8 @@ def found(options: ProcessOptions) -> Place | None:
         )
     except Exception as error:
         raise DistributedError(
-            f"coordinator, processes and process must be given, because JAX could not find them in this cluster: {error}"
+            "coordinator, processes and process must be given, because JAX could not find them in this cluster: "
+            f"{error}"
         ) from error
     address, processes, process, devices = values
     if address is None or processes is None or process is None or processes == 1:

@@ -59,8 +59,8 @@ class Hub:
             self.door = listen(address)
         except OSError as error:
             raise DistributedError(
-                f"coordinator must be an address of this host with a free port, since this is process 0, got {address}: "
-                f"{error}. Another program may have the port, or process 0 runs twice"
+                f"coordinator must have a port that is free on the host of process 0, got {address}: {error}. Another "
+                "program may have it, or process 0 joined twice"
             ) from error
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.door, selectors.EVENT_READ)
@@ -134,8 +134,8 @@ class Hub:
         if type(number) is not int or count != self.processes or not 0 <= number < self.processes:
             member.process = -1
             return (
-                f"processes must be the same in all processes: process {number} at {member.peer} has {count}, process 0 "
-                f"has {self.processes}"
+                f"processes must be the same in all processes: process {number} at {member.peer} has {count}, process "
+                f"0 has {self.processes}"
             )
         twin = next((one.peer for one in self.members.values() if one.process == number), None)
         member.process = number
