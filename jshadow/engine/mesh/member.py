@@ -114,6 +114,12 @@ class Membership:
             yield from self.lines.take(content)
 
     def _watch(self) -> None:
+        try:
+            self._read_on()
+        finally:
+            self.connection.close()
+
+    def _read_on(self) -> None:
         with contextlib.suppress(ValueError):
             for message in self._messages():
                 if "lost" in message:
@@ -136,7 +142,6 @@ class Membership:
         """Say that this process has done its work, and wait until all have. A peer that is lost ends this process."""
         send(self.connection, {"done": True})
         self.goodbye.wait()
-        self.connection.close()
 
     def fail(self, why: str) -> None:
         """Tell the other processes that this one ends with an error, so that they end too.

@@ -45,11 +45,12 @@ class ProcessOptions:
     search: bool = False
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("coordinator", "processes", "process")}
-        absent = [name for name, value in given.items() if value is None]
+        names = ("coordinator", "processes", "process")
+        absent = [name for name in names if getattr(self, name) is None]
         if 0 < len(absent) < 3 and not (self.processes == 1 and len(absent) == 2):
             raise ConfigError(
-                f"{absent[0]} must be given with {' and '.join(given.keys() - absent)}, or none of the three, got None"
+                f"{absent[0]} must be given with {' and '.join(name for name in names if name not in absent)}, or none "
+                "of the three, got None"
             )
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes must be at least 1, got {self.processes}")
