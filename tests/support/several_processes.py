@@ -30,16 +30,19 @@ def start(arguments, **variables):
     )
 
 
-def start_all(count, arguments, each=None):
+def start_all(count, arguments, each=None, **variables):
     """Start processes that join each other.
 
     Args:
         count: how many.
         arguments: the arguments of each before the options of joining.
         each: more arguments by the number of a process.
+        **variables: variables of their environment.
     """
     joining = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", count, "--process"]
-    return [start([*arguments, *(each or {}).get(number, ()), *joining, number]) for number in range(count)]
+    return [
+        start([*arguments, *(each or {}).get(number, ()), *joining, number], **variables) for number in range(count)
+    ]
 
 
 def ended(process):

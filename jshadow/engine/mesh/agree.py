@@ -97,7 +97,7 @@ def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
         raise DistributedError("; ".join(differences))
 
 
-def run_facts(params: Params, policy: Policy | None, **settings: Any) -> dict[str, str]:
+def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict[str, str]:
     """Return the facts of a run: SHA-256s of its config, tokenizer, weights and policy, and of other values.
 
     Args:
