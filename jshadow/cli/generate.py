@@ -98,9 +98,7 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     several = len(policies) > 1
     questions = [Question(prompt, policy, sampler, prefill, None, labeled=several) for policy in policies]
-    with joined(args) as processes:
-        if not processes.first:
-            args.save_state = None
+    with joined(args):
         params = load_model(args)
         check_same(args, params, {"prompt": text.encode(), "fitted": args.fitted})
         return answer_all(args, params, questions)

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +41,9 @@ def add_process_options(add: argparse.ArgumentParser) -> None:
 def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     """Join the other processes that the options name, and leave them at the end. Call it before JAX has a backend.
 
-    Only process 0 prints in the block. The other processes print errors alone. With --mesh and without these options,
-    JAX may find the processes in the environment.
+    In the block, only process 0 prints and writes. The others print errors alone. Their --save-state and --plot are
+    None, and their --out is a temporary copy of it: so they continue the same evaluation. With --mesh and without these
+    options, JAX may find the processes in the environment.
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
@@ -53,8 +56,20 @@ def joined(args: argparse.Namespace) -> Iterator["Processes"]:
         yield Processes(1, 0)
         return
     options = ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout, search)
-    with join(options) as processes, output_of(processes):
+    with join(options) as processes, output_of(processes), tempfile.TemporaryDirectory() as folder:
+        if not processes.first:
+            args.save_state = args.plot = None
+            if getattr(args, "out", None) is not None:
+                args.out = copy_of(args.out, folder)
         yield processes
+
+
+def copy_of(out: str, folder: str) -> str:
+    """Copy a directory into a folder if it is there, and return the place of the copy."""
+    target = Path(folder) / "out"
+    if Path(out).is_dir():
+        shutil.copytree(out, target)
+    return str(target)
 
 
 @contextlib.contextmanager
@@ -87,6 +102,8 @@ def output_of(processes: "Processes") -> Iterator[None]:
 def check_same(args: argparse.Namespace, params: Any, files: Mapping[str, Any]) -> None:
     """Compare the weights, the options and the files of all processes. With one process, do nothing.
 
+    If there is an --out, the finished samples in it are compared too.
+
     Args:
         args: the parsed command. Its options must be the same, except those of `OWN`.
         params: the loaded model.
@@ -105,7 +122,9 @@ def check_same(args: argparse.Namespace, params: Any, files: Mapping[str, Any]) 
 
     options = {name: value for name, value in vars(args).items() if name not in OWN}
     facts = run_facts(params, None, **options)
-    for name, content in files.items():
+    out = getattr(args, "out", None)
+    finished = [] if out is None else sorted(Path(out).rglob("*.jsonl"))
+    for name, content in (dict(files) | {"out": finished}).items():
         if isinstance(content, bytes):
             facts[name] = sha256(content)
         elif content is not None:

@@ -1,14 +1,18 @@
 """Commands that two real processes run together: one prints, and both say what differs."""
 
+import argparse
 import json
 import os
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 from several_processes import ended, start_all
 
 from jshadow.cli.main import main
-from jshadow.engine.mesh import agree
+from jshadow.cli.processes import joined
+from jshadow.engine.mesh import agree, processes
 
 SHORT = ("--max-new-tokens", "3", "--dtype", "float32", "--policy", "quest", "--set", "budget=32", "--json")
 
@@ -75,12 +79,45 @@ def test_what_must_be_the_same_to_add_documents(field, tiny_model, prompt, twin,
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("field", ["out", "data", "tasks"])
+def test_what_must_be_the_same_to_evaluate(field, tiny_model, twin, tmp_path, capsys):
+    """Finished samples too: process 0 would not run them again."""
+    twin(**{field: "other"})
+    arguments = ["eval", tiny_model, "--tasks", "agreement", "--lengths", "64", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert f"DistributedError: {field} must be the same in all processes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
+    """They work on a copy of --out, so that they also find the samples that are finished."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "samples.jsonl").write_text("{}")
+    monkeypatch.setattr(processes, "join", lambda options: processes.Processes(2, options.process))
+    for number in range(2):
+        args = argparse.Namespace(coordinator="a:1", processes=2, process=number, join_timeout=1.0)
+        args.out, args.plot, args.save_state = str(out), "plot.svg", "state"
+        with joined(args) as found:
+            assert found.index == number
+            print("a line")
+            print("a note", file=sys.stderr)
+            os.write(1, b"from gloo\n")
+            if number:
+                assert args.out != str(out)
+                assert (args.plot, args.save_state) == (None, None)
+                (Path(args.out) / "more").write_text((Path(args.out) / "samples.jsonl").read_text())
+        print(f"end {number}", flush=True)
+    assert capfd.readouterr() == ("a line\nend 0\nend 1\n", "a note\n")
+    assert os.listdir(out) == ["samples.jsonl"]
+
+
 def test_a_missing_process_is_named(tiny_model, prompt):
     """Within --join-timeout, and without an answer."""
-    processes = run(3, tiny_model, "--prompt-file", prompt, "--join-timeout", "1")
-    processes[1].kill()
-    processes[2].kill()
-    (status, out, err), *_ = map(ended, processes)
+    three = run(3, tiny_model, "--prompt-file", prompt, "--join-timeout", "1")
+    three[1].kill()
+    three[2].kill()
+    (status, out, err), *_ = map(ended, three)
     assert (status, out) == (2, "")
     assert "DistributedError: process 1 and 2 of 3 did not join within join_timeout, 1 s" in err
 
