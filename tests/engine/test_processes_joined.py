@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from several_processes import SUPPORT, ended, free_port, start, start_all
+from several_processes import SUPPORT, ended, free_port, no_survivors, start, start_all  # noqa: F401
 
 FAILING = """
 import sys

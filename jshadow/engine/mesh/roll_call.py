@@ -123,13 +123,11 @@ class Hub:
     def _greet(self, member: Member) -> str | None:
         """Read the first message of a connection. Return what is wrong with it, or None."""
         messages = received(member)
-        if messages is None or (member.process is None and messages and messages[0].get("jshadow") != PROTOCOL):
+        if messages is None or (messages and messages[0].get("jshadow") != PROTOCOL):
             self._close(member)  # a program that is not jshadow, or a process that has ended; it may come again
             return None
         if not messages:
             return None
-        if "failed" in messages[-1]:
-            return f"process {member.process} of {self.processes} failed: {messages[-1]['failed']}"
         number, count = messages[0].get("process"), messages[0].get("processes")
         if type(number) is not int or count != self.processes or not 0 <= number < self.processes:
             member.process = -1
