@@ -133,3 +133,4 @@ def test_alone_everything_agrees():
     assert agree.exchange("name", "value", 1.0) == ["value"]
     assert int(agree.run_together(jax.jit(lambda x, n: x * n, static_argnums=1), 3, 2)) == 6
     assert not agree.seen
+    assert agree.processes_here() == 1

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from jshadow.engine.mesh.member import Membership
-from jshadow.engine.mesh.roll_call import Hub
+from jshadow.engine.mesh.roll_call import REPORT_SECONDS, Hub
 from jshadow.engine.mesh.wire import bind_address, split_address
 from jshadow.errors import ConfigError, DistributedError
 
@@ -24,7 +24,7 @@ JOIN_SECONDS = 300.0
 LEAST_CONNECT_SECONDS = 20  # for JAX, after all have met
 HEARTBEAT_SECONDS = 30  # JAX ends a process by an abort if a peer does not run for so long, though it is connected
 SHUTDOWN_SECONDS = 10
-HUB_SECONDS = 10.0  # until the last messages of process 0 are read
+HUB_SECONDS = REPORT_SECONDS + 5  # until the others have read the last messages of process 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from jshadow.engine.mesh.wire import PROTOCOL, Lines, keep_alive, listen, send
 from jshadow.errors import DistributedError
 
-REPORT_SECONDS = 5.0  # how long a hub that has failed waits for its members to read why
+REPORT_SECONDS = 20.0  # how long process 0 waits for the others to end, after an error
 
 
 @dataclasses.dataclass
@@ -54,7 +54,6 @@ class Hub:
         """
         self.processes, self.timeout = processes, timeout
         self.members: dict[socket.socket, Member] = {}
-        self.begun = False  # whether all have come
         try:
             self.door = listen(address)
         except OSError as error:
