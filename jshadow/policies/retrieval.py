@@ -129,7 +129,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
 
     def count(self, spec: CacheSpec) -> int:
         """Return the maximum number of units that a query selects."""
-        return min(self.budget // self.unit, -(-spec.capacity // self.unit))
+        return parts.each_of(spec, min(self.budget // self.unit, -(-spec.capacity // self.unit)))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Return the maximum number of tokens after the whole units of the shortest prompt."""

@@ -5,7 +5,7 @@ import pytest
 from forced_devices import FOUR
 from mesh_cases import MESHES, POLICIES
 
-from jshadow.policies import H2O, OmniKV, ShadowKV, StreamingLLM
+from jshadow.policies import H2O, InfLLM, ShadowKV, StreamingLLM
 from jshadow.policies.shadowkv import Quirks
 
 pytestmark = pytest.mark.xdist_group("mesh")
@@ -68,7 +68,7 @@ def test_a_long_turn_takes_blocks(mesh):
     [
         ([("tp", 3)], ShadowKV(), "ConfigError: mesh axis tp must divide the 4 KV heads, got tp=3"),
         ([("model", 2)], ShadowKV(), "ConfigError: mesh must have no axes but ('data', 'sp', 'tp'), got ('model',)"),
-        ([("tp", 2)], OmniKV(), "ConfigError: mesh must be None for omnikv, which is not split over devices"),
+        ([("tp", 2)], InfLLM(), "ConfigError: mesh must be None for infllm, which is not split over devices"),
         ([("sp", 2)], H2O(), "ConfigError: mesh must have sp=1 for h2o, which cannot split a prompt"),
         ([("sp", 2)], StreamingLLM(), "ConfigError: mesh must have sp=1 for streaming_llm, which cannot split"),
         (

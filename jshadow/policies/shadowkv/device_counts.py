@@ -5,6 +5,7 @@ import math
 
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.base import LayerCache
+from jshadow.policies.parts import each_of
 from jshadow.policies.shadowkv.key_codecs import KeyCodec
 from jshadow.policies.shadowkv.key_codecs.split import Parts
 from jshadow.policies.shadowkv.landmark_levels import GROUP
@@ -73,8 +74,8 @@ class DeviceCounts(LayerCache):
 
     def selected(self, spec: CacheSpec) -> int:
         """Return the number of chunks that a query can select on a device."""
-        return min(self.max_selected(spec.capacity), self.stored_chunks(spec))
+        return each_of(spec, min(self.max_selected(spec.capacity), self.stored_chunks(spec)))
 
     def places(self, spec: CacheSpec) -> int:
         """Return the number of places of the cache of recently selected chunks on a device."""
-        return max(self.selected(spec), min(self.max_places(spec.capacity), self.stored_chunks(spec)))
+        return max(self.selected(spec), each_of(spec, min(self.max_places(spec.capacity), self.stored_chunks(spec))))

@@ -29,7 +29,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import ring_positions, take_span, write_rows
 from jshadow.policies.checks import check_range
-from jshadow.policies.parts import heads_axis, on_first
+from jshadow.policies.parts import each_of, heads_axis, on_first
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import by_token
@@ -109,7 +109,8 @@ class ShadowKVPlus(ShadowKV):
 
     def selected(self, spec: CacheSpec) -> int:
         """Return the number of chunks that a query can select on a device, later chunks included."""
-        return min(self.max_selected(spec.capacity), self.stored_chunks(spec) + self.later_chunks(spec))
+        most = self.stored_chunks(spec) + self.later_chunks(spec)
+        return each_of(spec, min(self.max_selected(spec.capacity), most))
 
     def later_chunks(self, spec: CacheSpec) -> int:
         """Return the number of later chunks m for which there is space."""
