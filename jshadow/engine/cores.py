@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jshadow.cache.shards import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import step_state, step_writes
@@ -95,13 +96,14 @@ def scan_tokens(
     shape = (batch, config.vocab_size) if want == "last" else (0,)
     start = (writes, jnp.zeros(shape, jnp.float32))
     (writes, last), outs = lax.scan(body, start, (tokens, wrong, jnp.arange(pieces)))
+    shards = reads.specs[0].shards
     if want == "last":
-        return last, writes
+        return everywhere(last, shards), writes
     # [pieces, B, size, ...] -> [B, count, ...]
     joined = jax.tree.map(
         lambda part: part.swapaxes(0, 1).reshape(batch, pieces * size, *part.shape[3:])[:, :count], outs
     )
-    return joined, writes
+    return everywhere(joined, shards), writes
 
 
 def generate_steps(
@@ -143,4 +145,4 @@ def generate_steps(
         return (writes, jnp.where(active, new, token), active & ~ended), emitted
 
     (writes, _, _), tokens = lax.scan(body, (writes, token, active), jnp.arange(n))
-    return tokens.T, state.join(writes)
+    return everywhere(tokens.T, reads.specs[0].shards), state.join(writes)

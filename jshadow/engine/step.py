@@ -162,6 +162,7 @@ def step_state(
         counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
     else:
         counters = add_counted(writes.counters, works, None if shards is None else functools.partial(joined, shards))
+    held, last = everywhere((held, last), shards)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = writes.shared
     if speculation is not None:
