@@ -19,22 +19,24 @@ import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
-from jshadow.engine.saved.file import header_digest
+from jshadow.engine.placement import shards_of
+from jshadow.engine.saved.layout import Split, filled, on_devices, spans_processes
 from jshadow.engine.saved.leaves import bare as bare
 from jshadow.engine.saved.leaves import cache_fills as cache_fills
+from jshadow.engine.saved.leaves import own_fills, token_names
 from jshadow.engine.saved.leaves import places as places
-from jshadow.engine.saved.leaves import token_names
-from jshadow.engine.saved.read import FORMAT, VERSION, place_state, read_state
+from jshadow.engine.saved.parts import replacing, write_parts
+from jshadow.engine.saved.read import FORMAT, VERSION, check_placed, place_arrays, place_state, read_state
 from jshadow.engine.saved.read import read_state_info as read_state_info
 from jshadow.engine.saved.record import StateRecord
+from jshadow.engine.saved.slices import whole
+from jshadow.engine.saved.together import together
+from jshadow.engine.saved.write import write_hashed
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
-from jshadow.weights.convert.safetensors_file import TAGS, Layout, encode_header, write_payload
-from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
-
-UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 
 
 def save_state(
@@ -73,7 +75,13 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
         ConfigError: this machine does not support the fetch mode for this state.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
-    return place_state(read_state(Path(path).expanduser(), params, policy))
+    source = Path(path).expanduser()
+    if not spans_processes(shards_of(params, 1)):
+        return place_state(read_state(source, params, policy))
+    params.digest  # noqa: B018, all processes compute it together
+    placed: list[KVState] = []
+    together(f"loading {source.name}", lambda: placed.append(place_arrays(read_state(source, params, policy))))
+    return check_placed(placed.pop(), source)
 
 
 def write_state(
@@ -95,11 +103,15 @@ class StateContent:
         record: the record of the state.
         leaves: arrays by their names in the file, in the order of the file.
         note: texts by name.
+        index: the names of the arrays that the index of a state in parts holds.
+        spans: whether the arrays lie on devices of several processes. Then each process writes its part.
     """
 
     record: StateRecord
     leaves: dict[str, Any]
     note: Mapping[str, str]
+    index: frozenset[str] = frozenset()
+    spans: bool = False
 
     @classmethod
     def of(
@@ -110,14 +122,18 @@ class StateContent:
         if state.shares_prompt:
             raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each")
         record = StateRecord.of(state, params)
-        check_loadable(record, state, params)
-        fills = cache_fills(state)
-        leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items() if name not in fills}
+        single = places(check_loadable(record, state, params))
+        fills, own = cache_fills(state), own_fills(state)
+        leaves: dict[str, Any] = {}
+        for name, leaf in places(state).items():
+            if name not in fills:
+                leaves[name] = as_stored(state, bare(leaf), bare(single[name]), own.get(name))
+        leaves["lengths"] = np.asarray(state.lengths)
         ids = token_arrays(state, params, tokens)
         assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
-        leaves |= ids
         # Wide numbers first: readers that map a file need each tensor aligned.
-        return cls(record, dict(sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)), note)
+        ordered = dict(sorted((leaves | ids).items(), key=lambda item: -item[1].dtype.itemsize))
+        return cls(record, ordered, note, frozenset({"lengths", *ids}), spans_processes(state.specs[0].shards))
 
     def copied(self) -> "StateContent":
         """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.
@@ -132,39 +148,57 @@ class StateContent:
         Raises:
             CheckpointError: the file cannot be written (such as on a full disk).
         """
+        texts = self.record.texts()
+        if self.note:
+            texts["note"] = canonical(dict(self.note)).decode()
+        if self.spans:
+            return write_parts(target, texts, self.leaves, self.index)
+        texts |= {"format": FORMAT, "version": str(VERSION)}
         layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in self.leaves.items()}
-        digests = dict.fromkeys(layout, UNKNOWN)
-
-        def read(name: str) -> np.ndarray:
-            value = host_array(self.leaves[name])
-            digests[name] = sha256(raw_bytes(value))
-            return value
-
-        def header() -> bytes:
-            return encode_header(layout, header_texts(self.record, layout, digests, self.note))
-
-        with staged_file(target) as fresh, fresh.open("wb") as file:
-            file.write(header())
-            write_payload(file, layout, read)
-            size = file.tell()
-            file.seek(0)
-            file.write(header())  # as long as before
+        with replacing(target), staged_file(target) as fresh:
+            size, _ = write_hashed(fresh, layout, texts, lambda name: on_host(self.leaves[name]))
         return size
+
+
+def as_stored(state: KVState, leaf: Any, single: Any, fill: int | None) -> Any:
+    """Return an array of a state as its file has it: as one device has it.
+
+    Args:
+        state: the state.
+        leaf: the array.
+        single: its ShapeDtypeStruct on one device.
+        fill: None, or the number that is stored in place of all its numbers.
+    """
+    if fill is not None:
+        return filled(single.shape, single.dtype, fill)(whole(single.shape))
+    return leaf if state.specs[0].shards is None else Split.of(leaf, single.shape)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """Copy an array, which may be split over devices of this process, to a NumPy array in C order."""
+    return leaf.on_host() if isinstance(leaf, Split) else host_array(leaf)
 
 
 def off_device(leaf: Any) -> Any:
     """Copy an array in device memory to a NumPy array. Return any other array as it is."""
+    if isinstance(leaf, Split):
+        return leaf.copied(off_device)
     if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == "pinned_host":
         return leaf
     value = host_array(leaf)
     return value.copy() if jax.default_backend() == "cpu" else value  # there, it is a view of the device's memory
 
 
-def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
-    """Raise CheckpointError if a state that is loaded by this record would have another structure than `state`."""
+def check_loadable(record: StateRecord, state: KVState, params: Params) -> KVState:
+    """Return the state that this record describes on one device, with ShapeDtypeStructs in place of arrays.
+
+    Raises:
+        CheckpointError: a state that is loaded by this record would have another structure than `state`.
+    """
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
-        expected = record.abstract(params.config, policy, state.specs[0].keep)
+        single = record.abstract(params.config, policy, state.specs[0].keep)
+        expected = on_devices(single, state.specs[0].shards)
     except ValueError as error:
         raise CheckpointError(f"state cannot be stored: {error}") from error
     structure: Any = jax.tree.structure(expected)  # static fields are part of it: specs, policy, memory kinds
@@ -176,6 +210,7 @@ def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
         raise CheckpointError(
             f"state must have the structure that {state.policy} makes for these params, got another one"
         )
+    return single
 
 
 def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
@@ -191,14 +226,3 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
         name: check_ids(params.config, np.asarray(row, np.int64 if not len(row) else None), (None,), name)
         for name, row in zip(token_names(state.batch), tokens, strict=True)
     }
-
-
-def header_texts(
-    record: StateRecord, layout: Layout, digests: Mapping[str, str], note: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the metadata of a file, including the digest of its header."""
-    texts = record.texts() | {"format": FORMAT, "version": str(VERSION), "sha256": canonical(dict(digests)).decode()}
-    if note:
-        texts["note"] = canonical(dict(note)).decode()
-    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
-    return texts | {"header_sha256": header_digest(texts, table)}
