@@ -118,6 +118,26 @@ def test_one_run_takes_up_what_was_merged(
     assert (tmp_path / "merged" / SAMPLES_FILE).stat().st_size == size
 
 
+def test_each_sample_keeps_its_place(parts: Path) -> None:
+    """Full attention answers the first sample of a task, and ShadowKV the second, at another depth."""
+    for file in parts.glob(f"*/{SAMPLES_FILE}"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["task"] == "needle_docs":
+                right = line["sample"] == {"full": 0, "shadowkv": 1}.get(line["policy"].partition(":")[0])
+                line |= {"hits": [right], "score": 100.0 * right}
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    rows = [row for row in merge_parts([parts]) if row["task"] == "needle_docs"]
+    assert [(row["name"], row["length"]) for row in rows] == [
+        (name, length) for length in (240, 300) for name in ("full", "shadowkv", "streaming_llm")
+    ]
+    for row in rows:
+        assert row["depths"] == [0.25, 0.75]
+        assert row["depth_scores"] == {"full": [100, 0], "shadowkv": [0, 100]}.get(row["name"], [0, 0])
+        assert row["found_by_full"] == 1
+        assert row["found_by_both"] == (row["name"] == "full")
+
+
 @pytest.mark.parametrize("left", [0, 2], ids=["nothing", "two_lines"])
 def test_a_part_that_was_killed_goes_on(whole: Any, parts: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last line is incomplete. Before it has gone on, the merge says what to do."""
