@@ -12,8 +12,8 @@ from jshadow.cache.records import HostArray, LayerState
 from jshadow.cache.shards import Shards, local_spec, whole_shape
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
+from jshadow.cache.state_splits import layer_shapes, layer_splits
 from jshadow.engine.mesh.checks import check_shards
-from jshadow.engine.mesh.layer import layer_shapes, layer_splits
 from jshadow.engine.saved.leaves import is_place
 from jshadow.engine.saved.slices import Place, cut, padded, place_of, sizes, whole, within
 from jshadow.weights.digest import host_array
