@@ -28,7 +28,7 @@ from jshadow.engine.saved.record import read_json_text
 from jshadow.engine.saved.slices import Place, common, sizes, whole, within
 from jshadow.engine.saved.together import together
 from jshadow.engine.saved.write import write_hashed
-from jshadow.errors import CheckpointError
+from jshadow.errors import CheckpointError, DistributedError
 from jshadow.weights.convert.files import remove_for_good, staged_file, sync, workspace
 from jshadow.weights.convert.safetensors_file import DTYPES_OF_TAGS, TAGS, TensorFile
 from jshadow.weights.digest import canonical, host_array
@@ -59,44 +59,59 @@ def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any
             the target stays as it was.
         DistributedError: another process did not come.
     """
-    with contextlib.ExitStack() as stack:
+    doing = f"saving {target.name}"
+    try:
+        with contextlib.ExitStack() as stack:
 
-        def begin() -> list[str]:
-            if jax.process_index() != 0:
-                return []
-            folder = stack.enter_context(workspace(target.parent, f".{target.name}.partial-"))
-            return [secrets.token_hex(16), folder.name]
+            def begin() -> list[str]:
+                if jax.process_index() != 0:
+                    return []
+                folder = stack.enter_context(workspace(target.parent, f".{target.name}.partial-"))
+                return [secrets.token_hex(16), folder.name]
 
-        def write() -> dict[str, Any]:
-            name = f"{jax.process_index()}-of-{jax.process_count()}.safetensors"
-            return write_part(target.parent / folder / name, run, leaves, named)
+            def write() -> dict[str, Any]:
+                name = f"{jax.process_index()}-of-{jax.process_count()}.safetensors"
+                return write_part(target.parent / folder / name, run, leaves, named)
 
-        def commit() -> int:
-            if jax.process_index() != 0:
-                return 0
-            final = target.with_name(f"{target.name}{PARTS}{run}")
-            table = [{**part, "file": f"{final.name}/{part['file']}"} for part in parts]
-            known = {name: [np.dtype(leaf.dtype).name, list(leaf.shape)] for name, leaf in leaves.items()}
-            own = {"run": run, "parts": table, "leaves": known, "format": INDEX_FORMAT}
-            index = {**texts, **{name: canonical(value).decode() for name, value in own.items()}}
-            index |= {"format": INDEX_FORMAT, "version": str(INDEX_VERSION)}
-            layout = {name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in leaves.items()}
-            layout = {name: layout[name] for name in layout if name in named}
-            sync(target.parent / folder)
-            (target.parent / folder).rename(final)
-            try:
-                with replacing(target), staged_file(target) as fresh:
-                    size, _ = write_hashed(fresh, layout, index, lambda name: host_array(leaves[name]))
-            except BaseException:
-                remove_for_good(final)
-                raise
-            return size
+            def commit() -> int:
+                if jax.process_index() != 0:
+                    return 0
+                final = target.with_name(f"{target.name}{PARTS}{run}")
+                table = [{**part, "file": f"{final.name}/{part['file']}"} for part in parts]
+                sync(target.parent / folder)
+                (target.parent / folder).rename(final)
+                try:
+                    with replacing(target), staged_file(target) as fresh:
+                        return write_index(fresh, {**texts, **part_texts(run, table, leaves)}, leaves, named)
+                except BaseException:
+                    remove_for_good(final)
+                    raise
 
-        doing = f"saving {target.name}"
-        run, folder = together(doing, written(target, begin))[0]
-        parts = together(doing, written(target, write))
-        size: int = together(doing, written(target, commit))[0]
-        return size + sum(part["bytes"] for part in parts)
+            run, folder = together(doing, written(target, begin))[0]
+            parts = together(doing, written(target, write))
+            size: int = together(doing, written(target, commit))[0]
+    except DistributedError:
+        raise
+    except Exception:
+        together(f"{doing}: removing the parts", lambda: None)  # no process goes on before they are removed
+        raise
+    return size + sum(part["bytes"] for part in parts)
+
+
+def part_texts(run: str, table: Any, leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata that only an index has."""
+    known = {name: [np.dtype(leaf.dtype).name, list(leaf.shape)] for name, leaf in leaves.items()}
+    own = {"run": run, "parts": table, "leaves": known}
+    texts = {name: canonical(value).decode() for name, value in own.items()}
+    return texts | {"format": INDEX_FORMAT, "version": str(INDEX_VERSION)}
+
+
+def write_index(path: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
+    """Write the index of a state, and return its bytes. Raises OSError if it cannot be written."""
+    layout = {
+        name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in leaves.items() if name in named
+    }
+    return write_hashed(path, layout, texts, lambda name: host_array(leaves[name]))[0]
 
 
 def written(target: Path, work: Any) -> Any:

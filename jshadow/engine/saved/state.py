@@ -128,7 +128,7 @@ class StateContent:
         for name, leaf in places(state).items():
             if name not in fills:
                 leaves[name] = as_stored(state, bare(leaf), bare(single[name]), own.get(name))
-        leaves["lengths"] = np.asarray(state.lengths)
+        leaves["lengths"] = host_array(state.lengths)
         ids = token_arrays(state, params, tokens)
         assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
         # Wide numbers first: readers that map a file need each tensor aligned.
@@ -217,7 +217,7 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
     """Return the token ids of each row, int32 [length], by their names in the file."""
     if tokens is None:
         return {}
-    lengths = np.asarray(state.lengths).tolist()
+    lengths = host_array(state.lengths).tolist()
     if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
         raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
     if [len(row) for row in tokens] != lengths:
