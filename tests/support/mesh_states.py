@@ -72,7 +72,7 @@ def difference(mine, theirs):
 
 
 def canonical_difference(mine, single):
-    """The first difference between a state of a mesh and one of one device, or "none". Padding and caches are left out."""
+    """The first difference between a state of a mesh and one of one device, or "none". Caches are left out."""
     others, free = places(single), cache_fills(mine) | own_fills(mine)
     for name, leaf in places(mine).items():
         one, other = np.asarray(bare(leaf)), np.asarray(bare(others[name]))

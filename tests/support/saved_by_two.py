@@ -54,7 +54,7 @@ def main():
         sys.stdin.readline()
         loaded = {name: load_state(folder / f"{name}.alone", models[name]) for name in BY_TWO}
         alone = {name: difference(loaded[name], load_state(folder / name, models[name])) for name in BY_TWO}
-        report(alone | {"damaged": text_of(lambda: load_state(folder / "damaged", params))})
+        report(alone | {"damaged": text_of(lambda: load_state(folder / "hurt" / "quest", params))})
 
 
 main()

@@ -1,6 +1,7 @@
 """Where the arrays of a saved state lie on devices, and their parts on the devices of this process."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def put(leaf: Any, shape: tuple[int, ...], memory: str, read: Callable[[Place], 
         return jax.device_put(read(whole(shape)), SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory))
     parts: dict[Place, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         place = place_of(index, leaf.shape)
         if place not in parts:
             parts[place] = padded(place, shape, leaf.dtype, read)
@@ -127,14 +128,11 @@ class Split:
 
     def pieces(self) -> list[tuple[Place, Callable[[], np.ndarray]]]:
         """Return the slices that this process writes, and for each a function that copies it to the host."""
+        return [(cut(outer, self.shape), functools.partial(self.read, outer, data)) for outer, data in self.parts]
 
-        def read(outer: Place, data: Any) -> np.ndarray:
-            inside = host_array(data)[within(cut(outer, self.shape), outer)]
-            return np.asarray(inside, order="C")
-
-        return [
-            (cut(outer, self.shape), lambda outer=outer, data=data: read(outer, data)) for outer, data in self.parts
-        ]
+    def read(self, outer: Place, data: Any) -> np.ndarray:
+        """Copy one of `parts` to the host, in C order, without what follows the end of the array."""
+        return np.asarray(host_array(data)[within(cut(outer, self.shape), outer)], order="C")
 
     def on_host(self) -> np.ndarray:
         """Copy the whole array to the host. This process must have all slices."""

@@ -12,6 +12,7 @@ All slices together are the state as one device has it. So it can be loaded on o
 """
 
 import contextlib
+import functools
 import math
 import secrets
 from collections.abc import Iterator, Mapping
@@ -108,9 +109,7 @@ def part_texts(run: str, table: Any, leaves: Mapping[str, Any]) -> dict[str, str
 
 def write_index(path: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
     """Write the index of a state, and return its bytes. Raises OSError if it cannot be written."""
-    layout = {
-        name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in leaves.items() if name in named
-    }
+    layout = {name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in leaves.items() if name in named}
     return write_hashed(path, layout, texts, lambda name: host_array(leaves[name]))[0]
 
 
@@ -142,7 +141,7 @@ def write_part(path: Path, run: str, leaves: Mapping[str, Any], named: frozenset
         elif name in named or jax.process_index() != 0:
             slices = []
         else:
-            slices = [(whole(leaf.shape), lambda leaf=leaf: host_array(leaf))]
+            slices = [(whole(leaf.shape), functools.partial(host_array, leaf))]
         for place, read in slices:
             dtype = np.dtype(leaf.dtype).name
             pieces[f"{name}@{'.'.join(str(first) for first, _ in place)}"] = (dtype, sizes(place), read)
