@@ -102,7 +102,7 @@ def edited(path, **texts):
 
 def test_a_state_of_any_mesh_is_the_same_on_any_other(meshes):
     """Its file has the bits of one device. Loaded and saved again on any mesh, it is the same file."""
-    assert len(meshes) >= 16
+    assert len(meshes) == 10
     for case in (case for case in meshes if not case.endswith("of two")):
         found = meshes[case]
         assert found["one device"] == found["itself"] == "none", (case, found)
@@ -139,7 +139,8 @@ def test_each_process_writes_what_lies_beside_its_devices(pair):
         index = TensorFile(pair[2] / name)
         leaves = json.loads(index.metadata["leaves"])
         assert sum(numbers) == sum(math.prod(shape) for key, (_, shape) in leaves.items() if key not in index.shapes)
-        assert min(numbers) > 0.2 * sum(numbers)
+        rows = [sum(math.prod(part.shapes[key]) for key in part.shapes if ".host.prompt@" in key) for part in parts]
+        assert min(rows) >= (0.5 if name == "quest" else 0.3) * sum(rows)
 
 
 def test_the_index_tells_of_the_state_without_the_parts(pair, tmp_path):
@@ -223,7 +224,7 @@ def test_a_part_of_another_run_or_of_another_process(pair, tmp_path):
     with pytest.raises(CheckpointError, match=rf"part 0 of 2: .* must be of run '{run}', got '"):
         load_state(index, model())
     shutil.copy(second, first)
-    with pytest.raises(CheckpointError, match=r"part 0 of 2: .* must have the header_sha256 of the index"):
+    with pytest.raises(CheckpointError, match=r"part 0 of 2: .* must have the header_sha256 that the index gives"):
         load_state(index, model())
     first.write_bytes(data)
     load_state(index, model())
@@ -237,7 +238,8 @@ def test_a_part_of_another_run_or_of_another_process(pair, tmp_path):
         ({"parts": '[{"file":"../x/y","bytes":1,"header_sha256":""}]'}, "parts must be a list of files"),
         ({"parts": '[{"file":"/y","bytes":1,"header_sha256":""}]'}, "parts must be a list of files"),
         ({"run": '"another"'}, "must be of run 'another', got '"),
-        ({"leaves": "{}"}, "must be .*, got metadata that does not fit"),
+        ({"leaves": "{}"}, "must be a slice of a tensor of the state"),
+        ({"leaves": '{"last":["int32",[-1]]}'}, "leaves must have a dtype and a shape for each tensor"),
         ({"format": "something else"}, "got a safetensors file of format 'something else'"),
     ],
 )

@@ -15,6 +15,7 @@ from mesh_states import TOKENS, difference, file_size_limit, model, prefilled, t
 from jshadow import load_state, save_state
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import add_process_options, joined
+from jshadow.engine.mesh.agree import exchange
 from jshadow.weights.params import spread
 
 BY_TWO = {"shadowkv": "tp=2,sp=2", "quest": "tp=4"}  # the second mesh splits the weights over both processes
@@ -46,6 +47,7 @@ def main():
                 save_state(folder / name, state, params, tokens=TOKENS)
             found[name] = difference(load_state(folder / name, params), state)
         before = listing(folder)
+        exchange("listed", "", 60)
         with file_size_limit(2000) if processes.index == 1 else contextlib.nullcontext():
             found["old"] = text_of(lambda: save_state(folder / "quest", state, params))
             found["new"] = text_of(lambda: save_state(folder / "new", state, params))

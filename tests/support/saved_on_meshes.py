@@ -15,12 +15,11 @@ from jshadow.engine import decode
 
 MESHES = ("tp=2", "tp=4", "sp=4", "data=2", "tp=2,sp=2")
 CASES = {
-    "full": ("tp=2", "sp=4"),
-    "snapkv": ("tp=2,sp=2",),
-    "quest": ("sp=4", "data=2"),
-    "shadowkv": MESHES,
-    "packed": ("tp=4", "tp=2,sp=2"),
-    "shadowkv_plus": ("sp=4", "tp=2,sp=2"),
+    "full": ("sp=4",),
+    "quest": ("data=2",),
+    "shadowkv": ("tp=2", "tp=2,sp=2"),
+    "packed": ("tp=4",),
+    "shadowkv_plus": ("tp=2,sp=2",),
 }
 
 

@@ -11,161 +11,24 @@ first index of each axis ("layers.3.frozen.left@0.64.0"). Its metadata has the r
 All slices together are the state as one device has it. So it can be loaded on one device and on any mesh.
 """
 
-import contextlib
-import functools
 import math
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from jshadow.engine.saved.blocks import BLOCK, read_slice
+from jshadow.engine.saved.blocks import read_slice
 from jshadow.engine.saved.file import described, open_described
-from jshadow.engine.saved.layout import Split
 from jshadow.engine.saved.record import read_json_text
 from jshadow.engine.saved.slices import Place, common, sizes, whole, within
-from jshadow.engine.saved.together import together
-from jshadow.engine.saved.write import write_hashed
-from jshadow.errors import CheckpointError, DistributedError
-from jshadow.weights.convert.files import remove_for_good, staged_file, sync, workspace
+from jshadow.errors import CheckpointError
 from jshadow.weights.convert.safetensors_file import DTYPES_OF_TAGS, TAGS, TensorFile
-from jshadow.weights.digest import canonical, host_array
 
 INDEX_FORMAT, INDEX_VERSION = "jshadow KV state in parts", 1
 PART_FORMAT, PART_VERSION = "jshadow part of a KV state", 1
 PART_KIND = "a part of a saved KV state (safetensors)"
 PARTS = ".parts-"  # between the name of an index and its run id in the name of the folder
-
-
-# Writing
-
-
-def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
-    """Write the part of this process, and as process 0 the index. All processes must call this.
-
-    Args:
-        target: the index, in a directory that all processes share.
-        texts: metadata of the index.
-        leaves: tensors by name, in the order of the files: a `Split`, or an array that all processes have.
-        named: names of tensors that the index holds.
-
-    Returns:
-        The bytes of the index and of all parts.
-
-    Raises:
-        CheckpointError: a file cannot be written, in this process or in another. No file is left, and an old state at
-            the target stays as it was.
-        DistributedError: another process did not come.
-    """
-    doing = f"saving {target.name}"
-    try:
-        with contextlib.ExitStack() as stack:
-
-            def begin() -> list[str]:
-                if jax.process_index() != 0:
-                    return []
-                folder = stack.enter_context(workspace(target.parent, f".{target.name}.partial-"))
-                return [secrets.token_hex(16), folder.name]
-
-            def write() -> dict[str, Any]:
-                name = f"{jax.process_index()}-of-{jax.process_count()}.safetensors"
-                return write_part(target.parent / folder / name, run, leaves, named)
-
-            def commit() -> int:
-                if jax.process_index() != 0:
-                    return 0
-                final = target.with_name(f"{target.name}{PARTS}{run}")
-                table = [{**part, "file": f"{final.name}/{part['file']}"} for part in parts]
-                sync(target.parent / folder)
-                (target.parent / folder).rename(final)
-                try:
-                    with replacing(target), staged_file(target) as fresh:
-                        return write_index(fresh, {**texts, **part_texts(run, table, leaves)}, leaves, named)
-                except BaseException:
-                    remove_for_good(final)
-                    raise
-
-            run, folder = together(doing, written(target, begin))[0]
-            parts = together(doing, written(target, write))
-            size: int = together(doing, written(target, commit))[0]
-    except DistributedError:
-        raise
-    except Exception:
-        together(f"{doing}: removing the parts", lambda: None)  # no process goes on before they are removed
-        raise
-    return size + sum(part["bytes"] for part in parts)
-
-
-def part_texts(run: str, table: Any, leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata that only an index has."""
-    known = {name: [np.dtype(leaf.dtype).name, list(leaf.shape)] for name, leaf in leaves.items()}
-    own = {"run": run, "parts": table, "leaves": known}
-    texts = {name: canonical(value).decode() for name, value in own.items()}
-    return texts | {"format": INDEX_FORMAT, "version": str(INDEX_VERSION)}
-
-
-def write_index(path: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
-    """Write the index of a state, and return its bytes. Raises OSError if it cannot be written."""
-    layout = {name: (np.dtype(leaf.dtype).name, tuple(leaf.shape)) for name, leaf in leaves.items() if name in named}
-    return write_hashed(path, layout, texts, lambda name: host_array(leaves[name]))[0]
-
-
-def written(target: Path, work: Any) -> Any:
-    """Return `work` with errors of the operating system turned into a CheckpointError."""
-
-    def checked() -> Any:
-        try:
-            return work()
-        except OSError as error:  # most often a full disk, or a directory that only one process has
-            raise CheckpointError(
-                f"file {target} cannot be written in parts by {jax.process_count()} processes, which must share its "
-                f"directory: {error}"
-            ) from error
-
-    return checked
-
-
-def write_part(path: Path, run: str, leaves: Mapping[str, Any], named: frozenset[str]) -> dict[str, Any]:
-    """Write the slices of this process to a file, and return the entry of the index for it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    pieces = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, Split):
-            slices = leaf.pieces()
-        elif name in named or jax.process_index() != 0:
-            slices = []
-        else:
-            slices = [(whole(leaf.shape), functools.partial(host_array, leaf))]
-        for place, read in slices:
-            dtype = np.dtype(leaf.dtype).name
-            pieces[f"{name}@{'.'.join(str(first) for first, _ in place)}"] = (dtype, sizes(place), read)
-    layout = {name: (dtype, shape) for name, (dtype, shape, _) in pieces.items()}
-    texts = {"format": PART_FORMAT, "version": str(PART_VERSION), "run": canonical(run).decode(), "block": str(BLOCK)}
-    size, digest = write_hashed(path, layout, texts, lambda name: pieces[name][2](), BLOCK)
-    sync(path)
-    return {"file": path.name, "bytes": size, "header_sha256": digest}
-
-
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[None]:
-    """A context manager that replaces a saved state. At its end, the parts of the old one are removed."""
-    old: list[Path] = []
-    if target.is_file():
-        with contextlib.suppress(CheckpointError):
-            old = part_paths(TensorFile(target))
-    yield
-    for folder in {path.parent for path in old}:
-        if folder.parent == target.parent and PARTS in folder.name:
-            remove_for_good(folder)
-
-
-# Reading
 
 
 def part_paths(index: TensorFile) -> list[Path]:
@@ -196,6 +59,47 @@ def read_entries(index: TensorFile) -> list[dict[str, Any]]:
     return entries
 
 
+def read_leaves(index: TensorFile) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the format's dtype name and the shape of every tensor of a state in parts.
+
+    Raises:
+        ValueError: the index does not have them as jshadow writes them.
+    """
+    leaves = read_json_text(index.metadata, "leaves")
+    good = isinstance(leaves, dict) and all(
+        isinstance(leaf, list)
+        and len(leaf) == 2
+        and leaf[0] in TAGS
+        and isinstance(leaf[1], list)
+        and all(type(size) is int and 0 <= size < 2**31 for size in leaf[1])
+        for leaf in leaves.values()
+    )
+    if not good:
+        raise ValueError(f"leaves must have a dtype and a shape for each tensor, got {leaves!r:.80}")
+    return {name: (TAGS[dtype], tuple(shape)) for name, (dtype, shape) in leaves.items()}
+
+
+class Slice(NamedTuple):
+    """A slice of a tensor of a state, as a part has it.
+
+    Attributes:
+        file: the part.
+        name: its tensor.
+        digests: the SHA-256 of each of its blocks.
+        block: bytes of a block.
+    """
+
+    file: TensorFile
+    name: str
+    digests: list[str]
+    block: int
+
+    def read(self, place: Place, outer: Place) -> np.ndarray:
+        """Read a slice of the state's tensor, which lies in this slice `outer` of it."""
+        inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(place, outer, strict=True))
+        return read_slice(self.file, self.name, inside, self.digests, self.block)
+
+
 class Parts:
     """The tensors of a state in parts. The headers of all parts are read and checked.
 
@@ -212,40 +116,41 @@ class Parts:
         self.path = index.path
         with described(index.path, "an index of parts"):
             entries, run = read_entries(index), read_json_text(index.metadata, "run")
-            leaves = read_json_text(index.metadata, "leaves")
-            self.shapes = {name: tuple(shape) for name, (_, shape) in leaves.items()}
-            self.tags = {name: TAGS[dtype] for name, (dtype, _) in leaves.items()}
-        self.slices: dict[str, list[tuple[Place, TensorFile, str, list[str], int]]] = {name: [] for name in leaves}
+            leaves = read_leaves(index)
+        self.shapes = {name: shape for name, (_, shape) in leaves.items()}
+        self.tags = {name: tag for name, (tag, _) in leaves.items()}
+        self.slices: dict[str, list[tuple[Place, Slice]]] = {name: [] for name in leaves}
         for number, entry in enumerate(entries):
-            self._open(index.path.parent / entry["file"], entry, run, f"part {number} of {len(entries)}")
+            self._open(index.path.parent / entry["file"], entry, run, f"{index.path}: part {number} of {len(entries)}")
         for name, shape in self.shapes.items():
-            numbers = sum(math.prod(sizes(place)) for place, *_ in self.slices[name])
+            numbers = sum(math.prod(sizes(place)) for place, _ in self.slices[name])
             if numbers != math.prod(shape) and name not in index.shapes:
                 raise CheckpointError(f"{self.path}: the parts must have {math.prod(shape)} of {name}, got {numbers}")
 
     def _open(self, path: Path, entry: Mapping[str, Any], run: str, which: str) -> None:
+        """Open a part and check its header. `which` names it in error messages."""
         try:
             file, texts, digests = open_described(path, PART_KIND, {PART_FORMAT: PART_VERSION})
         except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {which}: {error}") from error
+            raise CheckpointError(f"{which}: {error}") from error
         with described(path, PART_KIND):
             theirs, block = read_json_text(texts, "run"), read_json_text(texts, "block")
             if theirs != run:
-                raise CheckpointError(
-                    f"{self.path}: {which}: {path} must be of run {run!r:.40}, got run {theirs!r:.40}"
-                )
+                raise CheckpointError(f"{which}: {path} must be of run {run!r:.40}, got {theirs!r:.40}")
             if file.metadata["header_sha256"] != entry["header_sha256"]:
-                raise CheckpointError(f"{self.path}: {which}: {path} must have the header_sha256 of the index")
+                raise CheckpointError(f"{which}: {path} must have the header_sha256 that the index gives")
             if type(block) is not int or block < 1:
                 raise ValueError(f"block must be a number of bytes, got {block!r:.40}")
             for piece, shape in file.shapes.items():
-                name, firsts = piece.rsplit("@", 1)
+                name, _, firsts = piece.rpartition("@")
                 starts = [int(first) for first in firsts.split(".") if first]
                 place = tuple((first, first + size) for first, size in zip(starts, shape, strict=True))
-                outside = common(place, whole(self.shapes[name])) != place
-                if outside or file.tags[piece] != self.tags[name]:
-                    raise ValueError(f"{piece} must lie in {name}")
-                self.slices[name].append((place, file, piece, digests[piece], block))
+                outer, nbytes = self.shapes.get(name), math.prod(shape) * DTYPES_OF_TAGS[file.tags[piece]].itemsize
+                if outer is None or file.tags[piece] != self.tags[name] or common(place, whole(outer)) != place:
+                    raise ValueError(f"{piece} must be a slice of a tensor of the state")
+                if not isinstance(digests[piece], list) or len(digests[piece]) != -(-nbytes // block):
+                    raise ValueError(f"sha256 must have a digest for each block of {piece}")
+                self.slices[name].append((place, Slice(file, piece, digests[piece], block)))
 
     def read(self, name: str, place: Place) -> np.ndarray:
         """Read a slice of a tensor of the state, and check the blocks in which it lies.
@@ -253,20 +158,11 @@ class Parts:
         Raises:
             CheckpointError: a part cannot be read, or a block is damaged.
         """
-        parts = []
-        for outer, *where in self.slices[name]:
-            inside = common(place, outer)
-            if all(sizes(inside)):
-                parts.append((inside, outer, where))
+        parts = [(common(place, outer), outer, held) for outer, held in self.slices[name]]
+        parts = [(inside, outer, held) for inside, outer, held in parts if all(sizes(inside))]
         if len(parts) == 1 and parts[0][0] == place:
-            return self._read_part(*parts[0])
+            return parts[0][2].read(place, parts[0][1])
         out = np.empty(sizes(place), DTYPES_OF_TAGS[self.tags[name]])
-        for inside, outer, where in parts:
-            out[within(inside, place)] = self._read_part(inside, outer, where)
+        for inside, outer, held in parts:
+            out[within(inside, place)] = held.read(inside, outer)
         return out
-
-    @staticmethod
-    def _read_part(inside: Place, outer: Place, where: Any) -> np.ndarray:
-        file, piece, digests, block = where
-        first = tuple((a - c, b - c) for (a, b), (c, _) in zip(inside, outer, strict=True))
-        return read_slice(file, piece, first, digests, block)

@@ -1,11 +1,12 @@
 """Saving and loading KV states. A file is loaded only for its own model and policy.
 
-A state is stored in one safetensors file, which is written completely or not at all. The tensors are the leaves of the
-state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them
-("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It is empty after loading. The
-metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
-header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a file in which any bit
-has changed is refused. Only white space in the header, which the parser skips, is not checked.
+A state is stored in one safetensors file, which is written completely or not at all. If it lies on devices of several
+processes, it is stored in parts (`parts.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
+The tensors are the leaves of the state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token
+ids if the caller passed them ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It
+is empty after loading. The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the
+SHA-256 of the parsed header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a
+file in which any bit has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
 import dataclasses
@@ -25,13 +26,13 @@ from jshadow.engine.saved.leaves import bare as bare
 from jshadow.engine.saved.leaves import cache_fills as cache_fills
 from jshadow.engine.saved.leaves import own_fills, token_names
 from jshadow.engine.saved.leaves import places as places
-from jshadow.engine.saved.parts import replacing, write_parts
 from jshadow.engine.saved.read import FORMAT, VERSION, check_placed, place_arrays, place_state, read_state
 from jshadow.engine.saved.read import read_state_info as read_state_info
 from jshadow.engine.saved.record import StateRecord
 from jshadow.engine.saved.slices import whole
 from jshadow.engine.saved.together import together
 from jshadow.engine.saved.write import write_hashed
+from jshadow.engine.saved.write_parts import replacing, write_parts
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
@@ -44,8 +45,11 @@ def save_state(
 ) -> None:
     """Write a state to one file, tensor by tensor. The state does not change.
 
+    If its mesh goes over several processes, all of them must call this together. Each writes its part into a folder
+    beside `path`, and process 0 writes the index to `path`.
+
     Args:
-        path: file to create or to replace. It is written completely or not at all.
+        path: file to create or to replace. It is written completely or not at all. Processes must share its directory.
         state: a state that was not consumed yet.
         params: the Params that made it.
         tokens: the token ids that each row holds, to be stored with the state. None: they are not stored.
@@ -54,7 +58,9 @@ def save_state(
         StateMismatch: the state was consumed, is of another model, holds another number of tokens than `tokens`, or has
             several rows that share a prompt half.
         PromptError: a token id is out of range.
-        CheckpointError: the file cannot be written (such as on a full disk), or JSON cannot express a setting.
+        CheckpointError: the file cannot be written (such as on a full disk), in this process or in another, or JSON
+            cannot express a setting.
+        DistributedError: another process did not come.
     """
     write_state(Path(path).expanduser(), state, params, tokens, {})
 
@@ -62,7 +68,9 @@ def save_state(
 def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
     """Load a state. It has the fetch mode that it was saved with.
 
-    The whole file is checked before anything is put on a device.
+    It lies on the devices of the weights, whatever devices it was saved from. A single file is checked as a whole
+    before anything is put on a device. Of a state in parts, each process reads and checks the blocks that its devices
+    need. If the mesh goes over several processes, all of them must call this together.
 
     Args:
         path: file that `save_state` wrote.
@@ -71,8 +79,10 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
     Raises:
         StateMismatch: the file is for another model, tokenizer, dtype or policy. The message lists every difference.
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or of another format version.
-        ConfigError: this machine does not support the fetch mode for this state.
+        CheckpointError: the file or a part is missing, truncated, damaged, of another kind, run or format version, or
+            another process could not load its slices.
+        ConfigError: this machine does not support the fetch mode for this state, or its policy cannot run on the mesh.
+        DistributedError: another process did not come.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     source = Path(path).expanduser()
