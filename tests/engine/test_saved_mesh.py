@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -19,8 +20,10 @@ from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError
 from jshadow.weights.convert.safetensors_file import TAGS, TensorFile, encode_header, write_payload
 
+HANGS = 400  # seconds after which a process hangs
 PAIR = ("shadowkv", "quest")
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# Without the second flag, independent collectives may take all threads of XLA's CPU client, and none ends.
+FLAGS = "--xla_force_host_platform_device_count={} --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def reported(process):
@@ -36,7 +39,10 @@ def reported(process):
 def pair(tmp_path_factory):
     """What two processes found when they saved and loaded, and the folder with their states."""
     folder = tmp_path_factory.mktemp("pair")
-    processes = start_all(2, [SUPPORT / "saved_by_two.py", folder])
+    processes = start_all(2, [SUPPORT / "saved_by_two.py", folder], XLA_FLAGS=FLAGS.format(2))
+    timers = [threading.Timer(HANGS, process.kill) for process in processes]
+    for timer in timers:
+        timer.start()
     first = [reported(process) for process in processes]
     for name in PAIR:
         save_state(folder / f"{name}.alone", load_state(folder / name, model()), model(), tokens=TOKENS)
@@ -47,6 +53,8 @@ def pair(tmp_path_factory):
         process.stdin.flush()
     second = [reported(process) for process in processes]
     assert [ended(process)[0] for process in processes] == [0, 0]
+    for timer in timers:
+        timer.cancel()
     return first, second, folder
 
 
@@ -55,9 +63,10 @@ def meshes(pair, tmp_path_factory):
     """What one process with four devices found."""
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "saved_on_meshes.py"), str(tmp_path_factory.mktemp("meshes")), str(pair[2])],
-        env=os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT.parents[1])},
+        env=os.environ | {"XLA_FLAGS": FLAGS.format(4), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT.parents[1])},
         capture_output=True,
         text=True,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

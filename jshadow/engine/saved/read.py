@@ -242,9 +242,12 @@ def spare_bytes(expected: KVState) -> int:
     """Return the bytes of host memory that tensors may take while a file is checked.
 
     It is half of the memory that the state's host rows leave free, or 0 if the system does not report its memory.
+    Several processes may share a host, so each takes its share of that.
     """
-    free = host_memory.available_memory()
-    return 0 if free is None else max(0, free - offload.host_bytes(expected.specs)) // 2
+    free, shards = host_memory.available_memory(), expected.specs[0].shards
+    devices = 1 if shards is None else len(shards.mesh.local_devices)
+    rows = devices * offload.host_bytes(expected.specs)
+    return 0 if free is None else max(0, free - rows) // (2 * jax.process_count())
 
 
 def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> None:
