@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from several_processes import ended, start_all
+from several_processes import ended, no_survivors, start_all  # noqa: F401
 
 from jshadow.cli.main import main
 from jshadow.cli.processes import joined

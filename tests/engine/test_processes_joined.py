@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from several_processes import SUPPORT, ended, free_port, start, start_all
+from several_processes import SUPPORT, ended, free_port, no_survivors, start, start_all  # noqa: F401
 
 FAILING = """
 import sys
@@ -48,6 +48,7 @@ def test_tp_lies_within_a_process(pair):
     for found in pair[0]:
         assert found["axes"] == {"data": 1, "sp": 2, "tp": 2}
         assert found["hosts of tp"] == [[0, 0], [1, 1]]
+        assert found["here"] == 2
         assert "got data=1 * sp=1 * tp=8 = 8; there are 4, fewer than it needs" in found["too large"]
         assert "processes: 2, devices of each: 2" in found["too large"]
 

@@ -116,9 +116,21 @@ def test_join_comes_before_the_first_array():
         join(ProcessOptions("127.0.0.1:1", 2, 1, 0.1))
 
 
+def test_errors_of_collectives_are_typed():
+    """And others stay as they are."""
+    message = "processes must all answer in a collective, got UNKNOWN: Gloo context failed"
+    with pytest.raises(DistributedError, match=message), join(ProcessOptions()):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context\n failed")
+    for other in (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), ValueError("gloo")):
+        with pytest.raises(type(other)) as caught, join(ProcessOptions()):
+            raise other
+        assert caught.value is other
+
+
 def test_alone_everything_agrees():
     agree.agree({"seed": "1"})
     agree.compiled_everywhere("step")
     assert agree.exchange("name", "value", 1.0) == ["value"]
     assert int(agree.run_together(jax.jit(lambda x, n: x * n, static_argnums=1), 3, 2)) == 6
     assert not agree.seen
+    assert agree.processes_here() == 1

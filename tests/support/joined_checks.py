@@ -90,6 +90,7 @@ def main():
             "late": text_of(lambda: agreement.exchange(f"only {processes.index}", "", 0.2)),
             "again": text_of(lambda: join(ProcessOptions("127.0.0.1:1", 2, 0))),
             "weights": digests(mesh),
+            "here": agreement.processes_here(),
         }
         print("only process 0 prints this", flush=True)
         os.write(2, (json.dumps(found) + "\n").encode())

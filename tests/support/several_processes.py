@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SUPPORT = Path(__file__).resolve().parent
+STARTED = []
 END_SECONDS = 120  # a process that has not ended by then hangs
 DEVICES = "--xla_force_host_platform_device_count=2"
 
@@ -19,8 +22,9 @@ def free_port():
 
 def start(arguments, **variables):
     """Start Python with these arguments. Its output can be read as text."""
+    STARTED[:] = [process for process in STARTED if process.poll() is None]
     environment = os.environ | {"XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT.parents[1])}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -28,6 +32,18 @@ def start(arguments, **variables):
         text=True,
         env=environment | variables,
     )
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def no_survivors():
+    """End the processes that a failed test leaves. A file that imports this has it for each of its tests."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.communicate()
+    STARTED.clear()
 
 
 def start_all(count, arguments, each=None, **variables):

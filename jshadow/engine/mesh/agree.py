@@ -7,6 +7,7 @@ same order. With one process, they do nothing.
 import collections
 import hashlib
 import json
+import platform
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +49,10 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     place, end = f"jshadow/{name}/{rounds[name]}", time.monotonic() + seconds
     rounds[name] += 1
     own.client.key_value_set(f"{place}/{own.process_id}", value)
-    values = [wait_for(own.client, f"{place}/{number}", end) for number in range(own.num_processes)]
+    values = [
+        value if number == own.process_id else wait_for(own.client, f"{place}/{number}", end)
+        for number in range(own.num_processes)
+    ]
     late = [number for number, found in enumerate(values) if found is None]
     if late:
         raise DistributedError(
@@ -95,6 +99,15 @@ def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
             differences.append(f"{field} must be the same in all processes: {', '.join(parts)}")
     if differences:
         raise DistributedError("; ".join(differences))
+
+
+def processes_here() -> int:
+    """Return how many processes of the run are on this host, by its name. They share its memory.
+
+    Raises:
+        DistributedError: a process did not call it in time.
+    """
+    return exchange("host", platform.node(), AGREE_SECONDS).count(platform.node())
 
 
 def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict[str, str]:

@@ -11,11 +11,12 @@ import ctypes
 import dataclasses
 import math
 import os
+import re
 import time
 from typing import Any
 
 from jshadow.engine.mesh.member import Membership
-from jshadow.engine.mesh.roll_call import Hub
+from jshadow.engine.mesh.roll_call import REPORT_SECONDS, Hub
 from jshadow.engine.mesh.wire import bind_address, split_address
 from jshadow.errors import ConfigError, DistributedError
 
@@ -23,7 +24,7 @@ JOIN_SECONDS = 300.0
 LEAST_CONNECT_SECONDS = 20  # for JAX, after all have met
 HEARTBEAT_SECONDS = 30  # JAX ends a process by an abort if a peer does not run for so long, though it is connected
 SHUTDOWN_SECONDS = 10
-HUB_SECONDS = 10.0  # until the last messages of process 0 are read
+HUB_SECONDS = REPORT_SECONDS + 5  # until the others have read the last messages of process 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,8 @@ class ProcessOptions:
 
 class Processes:
     """The processes of a run, as one of them sees them. As a context manager it leaves the run at the end.
+
+    If the block raises an error, the other processes end with it. An error of gloo or NCCL becomes a DistributedError.
 
     Attributes:
         count: how many there are.
@@ -110,8 +113,11 @@ class Processes:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.leave()
-        else:
-            self.fail(error)
+            return
+        typed = collective_error(error)
+        self.fail(typed or error)
+        if typed is not None:
+            raise typed from error
 
 
 def join(options: ProcessOptions) -> Processes:
@@ -204,6 +210,14 @@ def found(options: ProcessOptions) -> Place | None:
     if address is None or processes is None or process is None or processes == 1:
         return None
     return Place(address, processes, process, None if devices is None else list(devices))
+
+
+def collective_error(error: BaseException) -> DistributedError | None:
+    """Return the typed error for an error of gloo or NCCL, such as a peer that does not answer, or None for another."""
+    text = str(error)
+    if type(error).__name__ != "JaxRuntimeError" or not re.search("gloo|nccl", text, flags=re.IGNORECASE):
+        return None
+    return DistributedError(f"processes must all answer in a collective, got {' '.join(text.split())[:500]}")
 
 
 def forget_jax() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from jshadow.engine.mesh.wire import PROTOCOL, Lines, keep_alive, listen, send
 from jshadow.errors import DistributedError
 
-REPORT_SECONDS = 5.0  # how long a hub that has failed waits for its members to read why
+REPORT_SECONDS = 20.0  # how long process 0 waits for the others to end, after an error
 
 
 @dataclasses.dataclass
@@ -54,7 +54,6 @@ class Hub:
         """
         self.processes, self.timeout = processes, timeout
         self.members: dict[socket.socket, Member] = {}
-        self.begun = False  # whether all have come
         try:
             self.door = listen(address)
         except OSError as error:
@@ -123,13 +122,11 @@ class Hub:
     def _greet(self, member: Member) -> str | None:
         """Read the first message of a connection. Return what is wrong with it, or None."""
         messages = received(member)
-        if messages is None or (member.process is None and messages and messages[0].get("jshadow") != PROTOCOL):
+        if messages is None or (messages and messages[0].get("jshadow") != PROTOCOL):
             self._close(member)  # a program that is not jshadow, or a process that has ended; it may come again
             return None
         if not messages:
             return None
-        if "failed" in messages[-1]:
-            return f"process {member.process} of {self.processes} failed: {messages[-1]['failed']}"
         number, count = messages[0].get("process"), messages[0].get("processes")
         if type(number) is not int or count != self.processes or not 0 <= number < self.processes:
             member.process = -1
