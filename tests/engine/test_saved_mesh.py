@@ -4,15 +4,17 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import jax
 import numpy as np
 import pytest
-from mesh_states import TOKENS, file_size_limit, model
+import saved_cases
+from forced_devices import FLAGS, FOUR
+from mesh_cases import MESHES, POLICIES, model
+from saved_cases import TOKENS
 from several_processes import SUPPORT, ended, start_all
+from small_state import file_size_limit
 
 from jshadow import load_state, save_state
 from jshadow.engine.saved.file import header_digest
@@ -20,10 +22,28 @@ from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError
 from jshadow.weights.convert.safetensors_file import TAGS, TensorFile, encode_header, write_payload
 
+pytestmark = pytest.mark.xdist_group("mesh")
 HANGS = 400  # seconds after which a process hangs
 PAIR = ("shadowkv", "quest")
-# Without the second flag, independent collectives may take all threads of XLA's CPU client, and none ends.
-FLAGS = "--xla_force_host_platform_device_count={} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
+QUICK = {
+    ("full", "sp4", "resident", False),
+    ("snapkv", "tp2", "device_put", False),
+    ("exact", "tp2", "device_put", False),
+}
+QUICK |= {("shadowkv", mesh, "device_put", False) for mesh in ("tp4", "data2")}
+QUICK |= {(name, "tp2_sp2", "device_put", True) for name in ("quest", "shadowkv", "packed", "shadowkv_plus")}
+QUICK |= {("shadowkv", "tp2_sp2", "zero_copy", False)}
+
+
+def cases():
+    """Some policies on some meshes; `whole` has all of them."""
+    every = {(name, mesh, "device_put", stepped) for name in POLICIES for mesh in MESHES for stepped in (False, True)}
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(map(str, case)))
+        for case in sorted(every | QUICK)
+    ]
 
 
 def reported(process):
@@ -56,20 +76,6 @@ def pair(tmp_path_factory):
     for timer in timers:
         timer.cancel()
     return first, second, folder
-
-
-@pytest.fixture(scope="module")
-def meshes(pair, tmp_path_factory):
-    """What one process with four devices found."""
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "saved_on_meshes.py"), str(tmp_path_factory.mktemp("meshes")), str(pair[2])],
-        env=os.environ | {"XLA_FLAGS": FLAGS.format(4), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def parts_of(index):
@@ -109,23 +115,23 @@ def edited(path, **texts):
 # The same bits everywhere
 
 
-def test_a_state_of_any_mesh_is_the_same_on_any_other(meshes):
-    """Its file has the bits of one device. Loaded and saved again on any mesh, it is the same file."""
-    assert len(meshes) == 10
-    for case in (case for case in meshes if not case.endswith("of two")):
-        found = meshes[case]
-        assert found["one device"] == found["itself"] == "none", (case, found)
-        assert found["others"] == [], (case, found)
+@pytest.mark.parametrize(("name", "mesh", "fetch", "stepped"), cases())
+def test_a_state_of_any_mesh_is_the_same_on_any_other(tmp_path, name, mesh, fetch, stepped):
+    """Its file has the bits of one device. Loaded and saved again on any mesh, it is the same file.
+
+    It goes on as the saved state does, and no step is compiled again.
+    """
+    found = FOUR.call(saved_cases.one_case, str(tmp_path), name, mesh, fetch, stepped)
+    assert found["one device"] == found["itself"] == "none"
+    assert found["others"] == []
+    assert found["logits"]
+    assert found["compiled"] == 0
 
 
-def test_a_loaded_state_goes_on_alike_and_nothing_is_compiled_again(meshes):
-    for case in (case for case in meshes if not case.endswith("of two")):
-        assert meshes[case]["logits"], case
-        assert meshes[case]["compiled"] == 0, case
-
-
-def test_a_state_of_two_processes_is_the_same_on_four_devices(meshes):
-    assert {name: meshes[f"{name} of two"] for name in PAIR} == dict.fromkeys(PAIR, True)
+@pytest.mark.parametrize("name", PAIR)
+def test_a_state_of_two_processes_is_the_same_on_four_devices(pair, tmp_path, name):
+    FOUR.call(saved_cases.as_one_file, str(pair[2] / name), "tp4", str(tmp_path / "state"))
+    assert (tmp_path / "state").read_bytes() == (pair[2] / f"{name}.alone").read_bytes()
 
 
 def test_two_processes_load_what_they_saved(pair):

@@ -10,7 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from mesh_states import TOKENS, difference, file_size_limit, model, prefilled, text_of
+from mesh_cases import POLICIES, model, start
+from saved_cases import TOKENS, difference, text_of
+from small_state import file_size_limit
 
 from jshadow import load_state, save_state
 from jshadow.cli.mesh import mesh_of, parse_mesh
@@ -39,10 +41,10 @@ def main():
     args = parser.parse_args()
     folder = args.folder
     with joined(args) as processes:
-        found, states, models = {}, {}, {}
+        found, models = {}, {}
         for name, sizes in BY_TWO.items():
             params = models[name] = spread(model(), mesh_of(parse_mesh(sizes)))
-            state = states[name] = prefilled(params, name)
+            state = start(params, POLICIES[name], "device_put")[1]
             for _ in range(2):  # the second replaces the first
                 save_state(folder / name, state, params, tokens=TOKENS)
             found[name] = difference(load_state(folder / name, params), state)
