@@ -83,9 +83,20 @@ class Shards:
         return PartitionSpec(*(None if axis == "data" and not self.rows else axis for axis in axes))
 
     def sharding(self, spec: PartitionSpec, memory: str = "device") -> NamedSharding:
-        """Return the sharding of an array in a memory. The mesh must be a real one."""
+        """Return the sharding of an array in a memory. The mesh must be a real one.
+
+        Axes of size 1 are left out, as in what a compiled step returns. So no step is compiled a second time.
+        """
         assert isinstance(self.mesh, Mesh)
-        return NamedSharding(self.mesh, spec, memory_kind=memory)
+        axes: list[Any] = []
+        for axis in spec:
+            names = tuple(
+                name for name in (axis if isinstance(axis, tuple) else (axis,)) if name and self.mesh.shape[name] > 1
+            )
+            axes.append(names if len(names) > 1 else names[0] if names else None)
+        while axes and axes[-1] is None:
+            axes.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*axes), memory_kind=memory)
 
     # On one device, inside shard_map
 

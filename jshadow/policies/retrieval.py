@@ -44,6 +44,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     unit: int
     top_p: float
     budget_fields = ("budget",)
+    emptied_by_parts = {"selected": -1}  # noqa: RUF012, the base has its type
 
     # Hooks of a retrieval policy
 

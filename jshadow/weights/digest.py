@@ -1,11 +1,14 @@
 """SHA-256 digests of trees of arrays, tokenizers and records. A saved state stores those of its model and tokenizer."""
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def canonical(value: Any) -> bytes:
@@ -23,10 +26,34 @@ def host_array(leaf: Any) -> np.ndarray:
 
     A jax.Array caches the NumPy copy that is made of it. This function copies an alias of the array instead, whose
     cache is freed with the alias. So reading a whole tree never holds more than one leaf on the host.
+
+    If the devices of this process do not have the whole array, those of other processes send the rest. Then all
+    processes must call this function.
     """
-    if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
-        leaf = leaf.addressable_data(0)
+    if isinstance(leaf, jax.Array):
+        if len(leaf.devices()) == 1 or (leaf.is_fully_replicated and not leaf.is_fully_addressable):
+            leaf = leaf.addressable_data(0)
+        elif not leaf.is_fully_addressable:
+            return gathered(leaf)
     return np.asarray(leaf, order="C")
+
+
+def gathered(leaf: jax.Array) -> np.ndarray:
+    """Copy an array that lies on devices of several processes to a NumPy array in C order."""
+    shards = {str(shard.index): shard for shard in leaf.addressable_shards}
+    if sum(shard.data.size for shard in shards.values()) < leaf.size:
+        assert isinstance(leaf.sharding, NamedSharding)
+        return np.asarray(copy_to_all(leaf.sharding.mesh)(leaf).addressable_data(0), order="C")
+    out = np.empty(leaf.shape, leaf.dtype)
+    for shard in shards.values():
+        out[shard.index] = np.asarray(shard.data)
+    return out
+
+
+@functools.cache
+def copy_to_all(mesh: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return a program that copies an array to every device of a mesh."""
+    return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def raw_bytes(value: np.ndarray) -> memoryview:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,24 +26,26 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
     return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
 
 
-def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
+def open_described(
+    path: Path, kind: str, versions: Mapping[str, int]
+) -> tuple[TensorFile, dict[str, str], dict[str, Any]]:
     """Open a file that jshadow wrote, and check its header.
 
     Args:
         path: the file.
         kind: description of the kind of file, for error messages.
-        form: the required format name in the metadata.
-        version: the required format version.
+        versions: the format names that the metadata may have, each with its required format version.
 
     Returns:
-        The file, its metadata texts, and the SHA-256 of each tensor.
+        The file, its metadata texts, and the SHA-256 of each tensor, or a list of one for each block of it.
 
     Raises:
         CheckpointError: the file is missing, damaged, not of this kind, or of another format version.
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
-    if texts.get("format") != form:
+    version = versions.get(texts.get("format", ""))
+    if version is None:
         raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
     with described(path, kind):
         number = read_json_text(texts, "version")

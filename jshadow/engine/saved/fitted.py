@@ -142,7 +142,7 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
     Raises:
         CheckpointError: as in `load_fitted`.
     """
-    file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
+    file, texts, digests = open_described(path, KIND, {FORMAT: VERSION})
     with described(path, KIND):
         record = {name: read_json_text(texts, name) for name in FIELDS}
         policy = record["policy"]

@@ -1,11 +1,12 @@
 """Saving and loading KV states. A file is loaded only for its own model and policy.
 
-A state is stored in one safetensors file, which is written completely or not at all. The tensors are the leaves of the
-state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them
-("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It is empty after loading. The
-metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
-header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a file in which any bit
-has changed is refused. Only white space in the header, which the parser skips, is not checked.
+A state is stored in one safetensors file, which is written completely or not at all. If it lies on devices of several
+processes, it is stored in parts (`parts.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
+The tensors are the leaves of the state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token
+ids if the caller passed them ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It
+is empty after loading. The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the
+SHA-256 of the parsed header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a
+file in which any bit has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
 import dataclasses
@@ -19,22 +20,24 @@ import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
-from jshadow.engine.saved.file import header_digest
+from jshadow.engine.placement import shards_of
+from jshadow.engine.saved.layout import Split, filled, on_devices, spans_processes
 from jshadow.engine.saved.leaves import bare as bare
 from jshadow.engine.saved.leaves import cache_fills as cache_fills
+from jshadow.engine.saved.leaves import own_fills, token_names
 from jshadow.engine.saved.leaves import places as places
-from jshadow.engine.saved.leaves import token_names
-from jshadow.engine.saved.read import FORMAT, VERSION, place_state, read_state
+from jshadow.engine.saved.read import FORMAT, VERSION, check_placed, place_arrays, place_state, read_state
 from jshadow.engine.saved.read import read_state_info as read_state_info
 from jshadow.engine.saved.record import StateRecord
+from jshadow.engine.saved.slices import whole
+from jshadow.engine.saved.together import together
+from jshadow.engine.saved.write import write_hashed
+from jshadow.engine.saved.write_parts import replacing, write_parts
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
-from jshadow.weights.convert.safetensors_file import TAGS, Layout, encode_header, write_payload
-from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
-
-UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 
 
 def save_state(
@@ -42,8 +45,11 @@ def save_state(
 ) -> None:
     """Write a state to one file, tensor by tensor. The state does not change.
 
+    If its mesh goes over several processes, all of them must call this together. Each writes its part into a folder
+    beside `path`, and process 0 writes the index to `path`.
+
     Args:
-        path: file to create or to replace. It is written completely or not at all.
+        path: file to create or to replace. It is written completely or not at all. Processes must share its directory.
         state: a state that was not consumed yet.
         params: the Params that made it.
         tokens: the token ids that each row holds, to be stored with the state. None: they are not stored.
@@ -52,7 +58,9 @@ def save_state(
         StateMismatch: the state was consumed, is of another model, holds another number of tokens than `tokens`, or has
             several rows that share a prompt half.
         PromptError: a token id is out of range.
-        CheckpointError: the file cannot be written (such as on a full disk), or JSON cannot express a setting.
+        CheckpointError: the file cannot be written (such as on a full disk), in this process or in another, or JSON
+            cannot express a setting.
+        DistributedError: another process did not come.
     """
     write_state(Path(path).expanduser(), state, params, tokens, {})
 
@@ -60,7 +68,9 @@ def save_state(
 def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
     """Load a state. It has the fetch mode that it was saved with.
 
-    The whole file is checked before anything is put on a device.
+    It lies on the devices of the weights, whatever devices it was saved from. A single file is checked as a whole
+    before anything is put on a device. Of a state in parts, each process reads and checks the blocks that its devices
+    need. If the mesh goes over several processes, all of them must call this together.
 
     Args:
         path: file that `save_state` wrote.
@@ -69,11 +79,19 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
     Raises:
         StateMismatch: the file is for another model, tokenizer, dtype or policy. The message lists every difference.
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or of another format version.
-        ConfigError: this machine does not support the fetch mode for this state.
+        CheckpointError: the file or a part is missing, truncated, damaged, of another kind, run or format version, or
+            another process could not load its slices.
+        ConfigError: this machine does not support the fetch mode for this state, or its policy cannot run on the mesh.
+        DistributedError: another process did not come.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
-    return place_state(read_state(Path(path).expanduser(), params, policy))
+    source = Path(path).expanduser()
+    if not spans_processes(shards_of(params, 1)):
+        return place_state(read_state(source, params, policy))
+    params.digest  # noqa: B018, all processes compute it together
+    placed: list[KVState] = []
+    together(f"loading {source.name}", lambda: placed.append(place_arrays(read_state(source, params, policy))))
+    return check_placed(placed.pop(), source)
 
 
 def write_state(
@@ -95,11 +113,15 @@ class StateContent:
         record: the record of the state.
         leaves: arrays by their names in the file, in the order of the file.
         note: texts by name.
+        index: the names of the arrays that the index of a state in parts holds.
+        spans: whether the arrays lie on devices of several processes. Then each process writes its part.
     """
 
     record: StateRecord
     leaves: dict[str, Any]
     note: Mapping[str, str]
+    index: frozenset[str] = frozenset()
+    spans: bool = False
 
     @classmethod
     def of(
@@ -110,14 +132,18 @@ class StateContent:
         if state.shares_prompt:
             raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each")
         record = StateRecord.of(state, params)
-        check_loadable(record, state, params)
-        fills = cache_fills(state)
-        leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items() if name not in fills}
+        single = places(check_loadable(record, state, params))
+        fills, own = cache_fills(state), own_fills(state)
+        leaves: dict[str, Any] = {}
+        for name, leaf in places(state).items():
+            if name not in fills:
+                leaves[name] = as_stored(state, bare(leaf), bare(single[name]), own.get(name))
+        leaves["lengths"] = host_array(state.lengths)
         ids = token_arrays(state, params, tokens)
         assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
-        leaves |= ids
         # Wide numbers first: readers that map a file need each tensor aligned.
-        return cls(record, dict(sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)), note)
+        ordered = dict(sorted((leaves | ids).items(), key=lambda item: -item[1].dtype.itemsize))
+        return cls(record, ordered, note, frozenset({"lengths", *ids}), spans_processes(state.specs[0].shards))
 
     def copied(self) -> "StateContent":
         """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.
@@ -132,39 +158,57 @@ class StateContent:
         Raises:
             CheckpointError: the file cannot be written (such as on a full disk).
         """
+        texts = self.record.texts()
+        if self.note:
+            texts["note"] = canonical(dict(self.note)).decode()
+        if self.spans:
+            return write_parts(target, texts, self.leaves, self.index)
+        texts |= {"format": FORMAT, "version": str(VERSION)}
         layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in self.leaves.items()}
-        digests = dict.fromkeys(layout, UNKNOWN)
-
-        def read(name: str) -> np.ndarray:
-            value = host_array(self.leaves[name])
-            digests[name] = sha256(raw_bytes(value))
-            return value
-
-        def header() -> bytes:
-            return encode_header(layout, header_texts(self.record, layout, digests, self.note))
-
-        with staged_file(target) as fresh, fresh.open("wb") as file:
-            file.write(header())
-            write_payload(file, layout, read)
-            size = file.tell()
-            file.seek(0)
-            file.write(header())  # as long as before
+        with replacing(target), staged_file(target) as fresh:
+            size, _ = write_hashed(fresh, layout, texts, lambda name: on_host(self.leaves[name]))
         return size
+
+
+def as_stored(state: KVState, leaf: Any, single: Any, fill: int | None) -> Any:
+    """Return an array of a state as its file has it: as one device has it.
+
+    Args:
+        state: the state.
+        leaf: the array.
+        single: its ShapeDtypeStruct on one device.
+        fill: None, or the number that is stored in place of all its numbers.
+    """
+    if fill is not None:
+        return filled(single.shape, single.dtype, fill)(whole(single.shape))
+    return leaf if state.specs[0].shards is None else Split.of(leaf, single.shape)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """Copy an array, which may be split over devices of this process, to a NumPy array in C order."""
+    return leaf.on_host() if isinstance(leaf, Split) else host_array(leaf)
 
 
 def off_device(leaf: Any) -> Any:
     """Copy an array in device memory to a NumPy array. Return any other array as it is."""
+    if isinstance(leaf, Split):
+        return leaf.copied(off_device)
     if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == "pinned_host":
         return leaf
     value = host_array(leaf)
     return value.copy() if jax.default_backend() == "cpu" else value  # there, it is a view of the device's memory
 
 
-def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
-    """Raise CheckpointError if a state that is loaded by this record would have another structure than `state`."""
+def check_loadable(record: StateRecord, state: KVState, params: Params) -> KVState:
+    """Return the state that this record describes on one device, with ShapeDtypeStructs in place of arrays.
+
+    Raises:
+        CheckpointError: a state that is loaded by this record would have another structure than `state`.
+    """
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
-        expected = record.abstract(params.config, policy, state.specs[0].keep)
+        single = record.abstract(params.config, policy, state.specs[0].keep)
+        expected = on_devices(single, state.specs[0].shards)
     except ValueError as error:
         raise CheckpointError(f"state cannot be stored: {error}") from error
     structure: Any = jax.tree.structure(expected)  # static fields are part of it: specs, policy, memory kinds
@@ -176,13 +220,14 @@ def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
         raise CheckpointError(
             f"state must have the structure that {state.policy} makes for these params, got another one"
         )
+    return single
 
 
 def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
     """Return the token ids of each row, int32 [length], by their names in the file."""
     if tokens is None:
         return {}
-    lengths = np.asarray(state.lengths).tolist()
+    lengths = host_array(state.lengths).tolist()
     if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
         raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
     if [len(row) for row in tokens] != lengths:
@@ -191,14 +236,3 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
         name: check_ids(params.config, np.asarray(row, np.int64 if not len(row) else None), (None,), name)
         for name, row in zip(token_names(state.batch), tokens, strict=True)
     }
-
-
-def header_texts(
-    record: StateRecord, layout: Layout, digests: Mapping[str, str], note: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the metadata of a file, including the digest of its header."""
-    texts = record.texts() | {"format": FORMAT, "version": str(VERSION), "sha256": canonical(dict(digests)).decode()}
-    if note:
-        texts["note"] = canonical(dict(note)).decode()
-    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
-    return texts | {"header_sha256": header_digest(texts, table)}

@@ -5,10 +5,11 @@ raw bytes of the tensors. The package `safetensors` parses and validates the hea
 that say what to do, and a writer that holds one tensor at a time.
 """
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,6 +97,27 @@ class TensorFile:
                 value = np.fromfile(file, dtype, math.prod(shape))
             return value.reshape(shape)
         except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
+
+    @contextlib.contextmanager
+    def bytes_of(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
+        """A context manager that yields a function, which reads the bytes `start` to `end` of tensor `name` alone.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+
+                def read(start: int, end: int) -> bytes:
+                    file.seek(self._starts[name] + start)
+                    content = file.read(end - start)
+                    if len(content) != end - start:
+                        raise OSError(f"the file ends before byte {end} of it")
+                    return content
+
+                yield read
+        except OSError as error:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
 
 
