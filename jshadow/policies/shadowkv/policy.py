@@ -26,6 +26,7 @@ from jshadow.ops.packing import ROW_BITS, quantize_chunks
 from jshadow.ops.split import best_of_all
 from jshadow.policies.capabilities import SplitsTurns
 from jshadow.policies.costs import Costs
+from jshadow.policies.links import Links
 from jshadow.policies.parts import attend_parts, heads_axis, on_first, own_count, own_units, parts_of
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
@@ -36,6 +37,7 @@ from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
+from jshadow.policies.shadowkv.link_costs import step_links
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
@@ -320,6 +322,10 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
     def step_kept(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
         """Count what chunks save that stay on the device."""
         return costs.step_kept(self, spec)
+
+    def step_links(self, spec: CacheSpec) -> Links:
+        """Count the default, the left rows along `tp`, and the scores of the best chunks along `sp`."""
+        return super().step_links(spec) | step_links(self, spec)
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Count the default, the rebuilding of the selected keys, and their scores."""

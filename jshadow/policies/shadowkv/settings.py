@@ -202,11 +202,6 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         scoring = self.quirks.scoring(spec.scale)
         return scoring._replace(axis="sp") if spec.shards is not None and spec.shards.sp > 1 else scoring
 
-    def max_near(self, capacity: int, later: int) -> int:
-        """Return the maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
-        named = self.max_selected(capacity) * self.choice.wider
-        return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
-
     def max_chunks(self, capacity: int) -> int:
         """Return the number of chunks n of the longest prompt that fits."""
         return self.quirks.rounded(max(0, capacity // self.chunk_size - self.local_chunks))
