@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jshadow.cache.mesh_rows import resize_on_devices
 from jshadow.cache.offload import tier_shapes
-from jshadow.cache.rows import fit
+from jshadow.cache.row_fit import fit
 from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state_splits import layer_shapes, moves_of, write_splits
 from jshadow.errors import CapacityError
 
 
@@ -56,6 +58,8 @@ def roomy(state: Any, room: Any) -> Any:
 def with_windows(state: Any, specs: tuple[CacheSpec, ...]) -> Any:
     """Return a state with the windows of `specs`, as `KVState.with_room` does. The tokens that it holds must fit."""
     _, writes = state.split()
+    if specs[0].shards is not None:
+        return on_mesh(state, writes, specs)
     layers = []
     for index, ((live, tail), spec) in enumerate(zip(writes.layers, specs, strict=True)):
         like, like_tail = live_shapes(spec, jax.tree.map(lambda leaf, index=index: leaf[index], state.fitted))
@@ -63,6 +67,18 @@ def with_windows(state: Any, specs: tuple[CacheSpec, ...]) -> Any:
         layers.append((resized(live, like), tail))
     rest = jax.tree.map(lambda leaf: leaf.copy(), writes.replace(layers=()))
     return state.join(rest.replace(layers=tuple(layers))).replace(specs=specs)
+
+
+def on_mesh(state: Any, writes: Any, specs: tuple[CacheSpec, ...]) -> Any:
+    """Return the result of `with_windows` for a state on a mesh."""
+    moves = moves_of(writes, specs, None, write_splits)
+    assert moves is not None
+    shapes = [(like.live, like.host.tail) for like in map(layer_shapes, specs)]
+    rest = [
+        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(writes.replace(layers=()))
+    ]
+    resized = resize_on_devices(writes, (shapes, rest), moves)
+    return state.join(resized).replace(specs=specs)
 
 
 def windows_for(state: Any, room: Any) -> tuple[CacheSpec, ...]:

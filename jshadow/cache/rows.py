@@ -13,13 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.offload import Space, to_host
+from jshadow.cache.mesh_rows import insert_on_devices, take_on_devices
+from jshadow.cache.offload import to_host
+from jshadow.cache.row_fit import fit, in_host
+from jshadow.cache.state_splits import Moves
 from jshadow.errors import StateMismatch
 from pallas_kernels import on_host
 
 
-def take_rows(tree: Any, rows: Sequence[int]) -> Any:
-    """Return new arrays that consist of the given rows of each array of a pytree."""
+def take_rows(tree: Any, rows: Sequence[int], moves: Moves | None = None) -> Any:
+    """Return new arrays that consist of the given rows of each array of a pytree. `moves` is given on a mesh."""
+    if moves is not None:
+        return take_on_devices(tree, rows, moves)
     return taken_from(tree, jnp.asarray(rows, jnp.int32))
 
 
@@ -50,7 +55,7 @@ def taken_from(tree: Any, rows: Array) -> Any:
     return jax.tree.map(lambda leaf: on_host(pick)(leaf, to_host(rows)) if in_host(leaf) else pick(leaf, rows), tree)
 
 
-def insert_row(tree: Any, row: int, other: Any) -> Any:
+def insert_row(tree: Any, row: int, other: Any, moves: Moves | None = None) -> Any:
     """Return the arrays of a pytree with row `row` replaced by the only row of another. This consumes `tree`.
 
     A row that is longer than that of `tree` is cut, and a shorter one is filled with zeros. The result reuses the
@@ -60,6 +65,7 @@ def insert_row(tree: Any, row: int, other: Any) -> Any:
         tree: the arrays, [B, ...] each.
         row: the number of the row.
         other: a pytree of the same structure, with arrays [1, ...].
+        moves: how the arrays of `tree` are split on a mesh, or None.
     """
     leaves, structure = jax.tree.flatten(tree)
     # A buffer can be donated only once, and may not be an argument of the same call. Only small arrays are shared.
@@ -68,6 +74,8 @@ def insert_row(tree: Any, row: int, other: Any) -> Any:
     for place, leaf in enumerate(leaves):
         leaves[place] = leaf.copy() if id(leaf) in donated else leaf
         donated.add(id(leaf))
+    if moves is not None:
+        return jax.tree.unflatten(structure, insert_on_devices(leaves, others, row, moves))
     others = [fit_host(source, leaf) for leaf, source in zip(leaves, others, strict=True)]
     return jax.tree.unflatten(structure, insert_into(leaves, others, jnp.asarray(row, jnp.int32)))
 
@@ -81,22 +89,8 @@ def insert_into(leaves: list[Array], others: list[Array], row: Array) -> list[Ar
     ]
 
 
-def in_host(leaf: Array) -> bool:
-    """Return whether an array lies in host memory. It may be traced."""
-    return bool(jax.typeof(leaf).memory_space == Space.Host)
-
-
 def fit_host(source: Array, like: Array) -> Array:
     """Cut or zero-pad a row in host memory to the shape of the rows of `like`. Return other arrays as they are."""
     if source.sharding.memory_kind != "pinned_host" or source.shape[1:] == like.shape[1:]:
         return source
     return jax.device_put(fit(np.asarray(source), like.shape, np), source.sharding)
-
-
-def fit(source: Any, shape: tuple[int, ...], numpy: Any) -> Any:
-    """Cut or zero-pad rows [n, ...] to [n, *shape[1:]], with the functions of `numpy` or `jax.numpy`."""
-    if source.shape[1:] == shape[1:]:
-        return source
-    whole = (source.shape[0], *shape[1:])
-    cut = source[tuple(slice(0, size) for size in whole)]
-    return numpy.pad(cut, [(0, size - there) for size, there in zip(whole, cut.shape, strict=True)])

@@ -121,6 +121,16 @@ def local_spec(spec: Any, shards: Shards | None) -> Any:
     )
 
 
+def with_rows(spec: Any, rows: int) -> Any:
+    """Return the CacheSpec of one device of a state of `rows` rows, from that of a state of another number of rows."""
+    if spec.shards is None:
+        return dataclasses.replace(spec, batch=rows)
+    parts = spec.shards.mesh.shape["data"]
+    split = rows % parts == 0
+    shards = dataclasses.replace(spec.shards, rows=split)
+    return dataclasses.replace(spec, batch=rows // parts if split else rows, shards=shards)
+
+
 @functools.lru_cache(maxsize=1024)
 def splits(spec: Any, shapes: Any) -> Any:
     """Return the PartitionSpec of every array of a layer's state, in a pytree of the same structure.

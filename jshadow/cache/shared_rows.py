@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.rows import insert_row, take_rows
+from jshadow.cache.shards import with_rows
+from jshadow.cache.state_splits import moves_of, write_splits
 from jshadow.errors import StateMismatch
 
 
@@ -50,7 +52,7 @@ def share(state: Any, rows: Any) -> Any:
 def take_shared(state: Any, rows: list[int]) -> Any:
     """Return a KVState with the prompt half of `state`, and rows of its changing half."""
     reads, writes = state.split()
-    return state.of(reads, take_rows(writes, rows))
+    return state.of(reads, take_rows(writes, rows, moves_of(writes, state.specs, None, write_splits)))
 
 
 def check_inserted(state: Any, row: Any, other: Any) -> None:
@@ -61,7 +63,7 @@ def check_inserted(state: Any, row: Any, other: Any) -> None:
     """
     if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < state.batch:
         raise StateMismatch(f"row must be a whole number in [0, {state.batch}), got {row!r:.80}")
-    row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in state.specs)
+    row_specs = tuple(with_rows(dataclasses.replace(spec, window=0), 1) for spec in state.specs)
     other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
     if row_specs != other_specs or other.batch != 1:
         raise StateMismatch(f"other must be one row of {state.specs[0]}, got {other.batch} of {other.specs[0]}")
@@ -71,7 +73,7 @@ def check_inserted(state: Any, row: Any, other: Any) -> None:
         own, others = jax.tree.leaves(state.reads()), jax.tree.leaves(other.reads())
         if len(own) != len(others) or not all(one is its for one, its in zip(own, others, strict=True)):
             raise StateMismatch("other must have the prompt half of this state, the same arrays, got others")
-    specs = tuple(dataclasses.replace(spec, batch=1) for spec in state.specs)
+    specs = tuple(with_rows(spec, 1) for spec in state.specs)
     if other.replace(specs=specs).room()[0] < 0:
         raise StateMismatch(
             f"other holds {int(other.lengths[0])} tokens, more than fit this state's window={state.specs[0].window}"
@@ -95,4 +97,5 @@ def insert_shared(state: Any, row: int, other: Any, consume: bool) -> Any:
     reads, writes = state.split()
     if not consume:
         writes = state.fork().split()[1]
-    return state.of(reads, insert_row(writes, row, other.split()[1]))
+    moves = moves_of(writes, state.specs, None, write_splits)
+    return state.of(reads, insert_row(writes, row, other.split()[1], moves))

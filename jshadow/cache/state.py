@@ -4,7 +4,6 @@ B is the number of rows (sequences). This module does not depend on a policy, an
 name of this module is `jshadow.state`, so it also exports the records of records.py and spec.py.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +27,11 @@ from jshadow.cache.records import Selection as Selection
 from jshadow.cache.records import StepKV as StepKV
 from jshadow.cache.row_room import roomy
 from jshadow.cache.rows import insert_row, row_numbers, take_rows
+from jshadow.cache.shards import with_rows
 from jshadow.cache.shared_rows import check_inserted, each_row, insert_shared, share, take_shared
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.cache.spec import HostLayout as HostLayout
+from jshadow.cache.state_splits import Moves, moves_of, row_splits
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
@@ -196,8 +197,8 @@ class KVState(struct.PyTreeNode):
         numbers = row_numbers(rows, self.batch)
         if self.shares_prompt:
             return take_shared(self, numbers)
-        specs = tuple(dataclasses.replace(spec, batch=len(numbers)) for spec in self.specs)
-        return self.with_row_trees(take_rows(self.row_trees(), numbers)).replace(specs=specs)
+        specs = tuple(with_rows(spec, len(numbers)) for spec in self.specs)
+        return self.with_row_trees(take_rows(self.row_trees(), numbers, self.moves(specs))).replace(specs=specs)
 
     def insert(self, row: int, other: "KVState", *, consume: bool = False) -> "KVState":
         """Return a new state in which row `row` is replaced by the only row of `other`.
@@ -223,7 +224,7 @@ class KVState(struct.PyTreeNode):
             if self.shares_prompt:
                 return insert_shared(self, int(row), other, consume)
             whole = self if consume else self.take(range(self.batch))
-            return self.with_row_trees(insert_row(whole.row_trees(), int(row), other.row_trees()))
+            return self.with_row_trees(insert_row(whole.row_trees(), int(row), other.row_trees(), self.moves()))
         except RuntimeError:
             self.check_alive()  # another thread may have consumed it meanwhile
             raise
@@ -273,6 +274,10 @@ class KVState(struct.PyTreeNode):
     def with_row_trees(self, trees: tuple[Any, ...]) -> "KVState":
         """Return the state with these arrays in place of those of `row_trees`."""
         return self.replace(**dict(zip(("layers", "shared", "lengths", "last", "counters"), trees, strict=True)))
+
+    def moves(self, after: tuple[CacheSpec, ...] | None = None) -> Moves | None:
+        """Return how the arrays of `row_trees` are split on a mesh, before and after rows move; None on one device."""
+        return moves_of(self.row_trees(), self.specs, after, row_splits)
 
     def row_trees(self) -> tuple[Any, ...]:
         """Return the parts of the state in which axis 0 of every array is the row."""

@@ -23,7 +23,7 @@ USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
 def add_options(add: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add.set_defaults(run=run_eval)
-    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("model", nargs="?", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
     add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
     add.add_argument(
@@ -53,6 +53,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add_weights_options(add)
     add_cache_option(add)
     add.add_argument("--out", metavar="DIR", help="directory for per-sample results, pictures and report.html")
+    add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
+    add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
     add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
@@ -173,38 +175,77 @@ def run_eval(args: argparse.Namespace) -> int:
     """Run `jshadow eval`, and return 0 when all samples are evaluated."""
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.evaluation import results
-    from jshadow.evaluation.html import write_results
-    from jshadow.evaluation.plots import check_plot, plot_turns
-    from jshadow.evaluation.runner import evaluate
+    from jshadow.evaluation.parts import parse_part
+    from jshadow.evaluation.parts.run import evaluate_part, part_folder
+    from jshadow.evaluation.plots import check_plot
+    from jshadow.evaluation.runner import evaluate, plan_evaluation
+    from jshadow.evaluation.settings import EvalSettings
     from jshadow.policies import parse_policy, split_policy
     from jshadow.weights.params import load
 
+    if args.merge is not None:
+        return run_merge(args)
+    if args.model is None:
+        raise ConfigError("MODEL must be given, except with --merge")
+    part = None if args.part is None else parse_part(args.part)
+    if part is not None and (args.out is None or args.plot is not None):
+        raise ConfigError("--part must come with --out and without --plot, because --merge draws the plot")
     asked = asked_for(args)
     policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
     prefill = parse_prefill(args.prefill or "exact")
     offload.check_fetch(args.fetch)
-    shares, sweeps = parse_shares(args.shares), parse_sweeps(args.sweep or [])
+    settings: dict[str, Any] = {"shares": parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
+    settings |= {"prefill": prefill, "samples": args.samples, "seed": args.seed, "fetch": args.fetch}
+    settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:
         check_plot(args.plot, asked["tasks"], TASK_TURNS)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    fitted = read_fitted(files, policies, params)
-    with SlowProgress("evaluating") as progress:
-        rows = evaluate(
-            params,
-            policies=policies,
-            samples=args.samples,
-            seed=args.seed,
-            fetch=args.fetch,
-            out=args.out,
-            progress=progress,
-            shares=shares,
-            sweeps=sweeps,
-            prefill=prefill,
-            fitted=fitted,
-            **asked,
-        )
+    settings |= {"fitted": read_fitted(files, policies, params)}
+    with SlowProgress("evaluating" if part is None else f"evaluating part {part}") as progress:
+        if part is None:
+            rows = evaluate(params, **asked, policies=policies, out=args.out, progress=progress, **settings)
+        else:
+            evaluation = plan_evaluation(params, **asked, policies=policies, asked=EvalSettings(**settings))
+            record = evaluate_part(evaluation, part, args.out, command=args.command_line, progress=progress)
+    if part is None:
+        return tell(args, rows)
+    done: dict[str, Any] = {"part": part.index, "parts": part.count, "samples": len(record.own)}
+    done |= {"folder": str(part_folder(args.out, part))}
+    print(json.dumps(done) if args.json else "part {part}/{parts}: {samples} samples are in {folder}".format(**done))
+    return 0
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Run `jshadow eval --merge`, and return 0 when the rows are printed.
+
+    Raises:
+        ConfigError: an option is given that the parts have decided.
+    """
+    from jshadow.evaluation.parts.merge import merge_parts
+    from jshadow.evaluation.plots import check_plot
+
+    options = argparse.ArgumentParser()
+    add_options(options)
+    for action in options._actions:
+        name = action.dest
+        if (
+            name not in ("help", "merge", "out", "plot", "compile_cache", "json")
+            and getattr(args, name) != action.default
+        ):
+            given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--merge must come without {given}, because the parts have decided it")
+    if args.plot is not None:
+        check_plot(args.plot, [row["task"] for row in merge_parts(args.merge)], TASK_TURNS)
+    return tell(args, merge_parts(args.merge, out=args.out))
+
+
+def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
+    """Write the pictures and the report that the options ask for, print the rows, and return 0."""
+    from jshadow.evaluation import results
+    from jshadow.evaluation.html import write_results
+    from jshadow.evaluation.plots import plot_turns
+
     if args.plot is not None:
         plot_turns(rows, args.plot)
     if args.out is not None:
@@ -212,6 +253,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:
-        shown = results.show_shares if shares or sweeps else results.show
+        compared = any(row["share"] is not None or row.get("sweeps") for row in rows)
+        shown = results.show_shares if compared else results.show
         shown(rows, console(160))
     return 0

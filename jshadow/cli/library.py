@@ -42,6 +42,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     one.set_defaults(run=run_add)
     add_place(one, model_required=True)
     one.add_argument("files", nargs="+", metavar="FILE", help="a .txt, .md or .pdf file")
+    one.add_argument("--part", metavar="I/N", help="read only part I of N parts of the files")
 
     one = actions.add_parser("list", help="list the documents", description=ABOUT_LIST)
     one.set_defaults(run=run_list)
@@ -98,11 +99,14 @@ class Found:
 def run_add(args: argparse.Namespace) -> int:
     """Run `jshadow library add`, and return 0 when all documents are stored."""
     from jshadow.cli.progress import SlowProgress
-    from jshadow.library.sources import read_document
+    from jshadow.library.sources import paths_of_part, read_document
 
-    paths = [Path(name).expanduser() for name in args.files]
+    paths = paths_of_part([Path(name).expanduser() for name in args.files], args.part)
     for path in paths:
         read_document(path)  # A wrong file raises an error here, before the model is loaded.
+    if not paths:
+        print(json.dumps({"documents": []}) if args.json else f"part {args.part} has no file")
+        return 0
     added = []
     with open_library(args, [one.record for one in found_in(args.place)]) as library:
         for path in paths:

@@ -16,17 +16,16 @@ from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics, results
-from jshadow.evaluation.plan import SERVED, plan_tasks
+from jshadow.evaluation.plan import plan_tasks
 from jshadow.evaluation.replies import generate_rows, greedy
+from jshadow.evaluation.rows import task_rows
 from jshadow.evaluation.samples import SampleStore
-from jshadow.evaluation.settings import Entry, EvalSettings, Setup, TaskPlan
+from jshadow.evaluation.settings import EvalSettings, Evaluation, Setup, TaskPlan
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import score
-from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import Full, Policy
 from jshadow.policies.capabilities import attention_of
-from jshadow.policies.settings import policy_settings
 from jshadow.weights.digest import tree_digest
 
 Progress = Callable[[int, int], None]
@@ -206,32 +205,59 @@ def evaluate(
         ConfigError: a task, policy or setting is unknown or out of range. It is raised before anything runs.
         HostMemoryError: the host has too little memory. It is raised before anything runs.
     """
-    asked = EvalSettings(**settings)
+    evaluation = plan_evaluation(params, tasks, lengths, policies, EvalSettings(**settings))
+    plans = evaluation.plans
+    everything = [(place, index) for place, plan in enumerate(plans) for index in range(len(plan.cases))]
+    finished = finish_samples(evaluation, everything, SampleStore(out), progress)
+    rows = []
+    for place, plan in enumerate(plans):
+        table = [finished[place, index] for index in range(len(plan.cases))]
+        rows += task_rows(evaluation.setup, plan, table)
+    return rows
+
+
+def plan_evaluation(
+    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], asked: EvalSettings
+) -> Evaluation:
+    """Make all samples, and check everything that can be checked before a sample runs.
+
+    The arguments and the errors are those of `evaluate`.
+    """
     setup = Setup(params, offload.resolve_fetch(asked.fetch), asked.prefill, asked.fitted or {})
     if isinstance(asked.data, str) or (not asked.data and (asked.truncate is not None or asked.limit is not None)):
         raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {asked.data!r}")
     plans = plan_tasks(setup, tasks, lengths if tasks else (), policies, asked)
     for policy in [*policies] or [Full()]:
         prepared_attention([policy], setup.prefill, params.config)  # raises ConfigError if the two do not go together
-    store, model = SampleStore(out), f"{params.config} {params.digest}"
+    return Evaluation(setup, tuple(plans), asked)
+
+
+def finish_samples(
+    evaluation: Evaluation, wanted: Sequence[tuple[int, int]], store: SampleStore, progress: Progress | None
+) -> dict[tuple[int, int], dict[Policy, dict[str, Any]]]:
+    """Return the records of some samples by policy. Records in the store are reused, and new ones are put into it.
+
+    Args:
+        evaluation: the plans.
+        wanted: the samples: place of the plan, and place of the case in it. Those of a plan come one after another.
+        store: finished samples.
+        progress: called with (number of samples done, number of samples).
+    """
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
-    total = sum(len(plan.cases) for plan in plans)
-    rows, done, programs = [], 0, 0
-    for plan in plans:
-        programs += len(plan.entries)
+    model, last, programs = evaluation.model, None, 0
+    finished = {}
+    for place, index in wanted:
+        plan = evaluation.plans[place]
+        if place != last:
+            last, programs = place, programs + len(plan.entries)
         if programs > MOST_PROGRAMS:
             jax.clear_caches()
             programs = len(plan.entries)
-        table = []
-        for index in range(len(plan.cases)):
-            table.append(finish_sample(setup, plan, index, store, model))
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        prefill = {"prefill": setup.prefill.label(plan.length) if setup.prefill else "exact"}
-        rows += [prefill | row for row in task_rows(setup, plan, table)]
-    return rows
+        finished[place, index] = finish_sample(evaluation.setup, plan, index, store, model)
+        if progress is not None:
+            progress(len(finished), len(wanted))
+    return finished
 
 
 def finish_sample(
@@ -254,47 +280,3 @@ def finish_sample(
         if policy in missing:
             store.add(keys[policy], record, context | {"policy": results.label(policy)})
     return {policy: store.records[keys[policy]] for policy in policies}
-
-
-def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
-    """Return the resolved settings of a policy.
-
-    Resolving sets some settings to None because another one replaces them (keys.bits). If such a setting is swept, its
-    given value is returned.
-    """
-    assert entry.policy is not None
-    asked, settings = policy_settings(entry.policy), policy_settings(resolved)
-    return settings | {name: asked[name] for name in entry.sweeps if settings[name] is None}
-
-
-def task_rows(setup: Setup, plan: TaskPlan, table: list[dict[Policy, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the result rows of one task at one length. `table` has the records of every policy for each case."""
-    params, fetch = setup.params, setup.fetch
-    full = [records[Full()] for records in table]
-    sizes = {"capacity": plan.capacity, "prompt": plan.shortest, "dtype": params.dtype.name}
-    rows = []
-    for entry in plan.entries:
-        if entry.policy is None:
-            rows.append(results.infeasible_row(plan.task, plan.length, entry.name, entry.share, entry.infeasible))
-            continue
-        resolved = entry.policy.resolve(params.config, plan.capacity)
-        used = footprint(params.config, resolved, **sizes, fetch=fetch)
-        row: dict[str, Any] = {"task": plan.task, "length": plan.length, "policy": results.label(entry.policy)}
-        row |= {"share": entry.share, "infeasible": None, "name": resolved.name}
-        row |= {"settings": settings_of(entry, resolved)}
-        row |= {"control_of": entry.control_of, "control": None, "capacity": plan.capacity, "fetch": fetch}
-        row |= {"fitted": setup.arrays_of(resolved) is not None, "sweeps": list(entry.sweeps)}
-        row |= {"truncated": sum(case.truncated > 0 for case in plan.cases)}
-        row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
-        offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
-        row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
-        served = footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
-        row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
-        step = step_footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
-        row |= {"served_moved_bytes": step["bytes_moved"]}
-        if attention := attention_of(resolved):
-            row["prefill"] = attention.label(plan.length)
-        rows.append(row | results.score_row([records[entry.policy] for records in table], full, plan.depths))
-    verdicts = [results.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
-    worst = max(verdicts, key=lambda text: not text.startswith("ok"), default=None)
-    return [row | {"control": worst} for row in rows]  # the verdict is about the task, so every row has it

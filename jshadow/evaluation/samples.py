@@ -9,6 +9,22 @@ from typing import Any
 from jshadow.errors import ConfigError
 
 SAMPLES_FILE = "samples.jsonl"
+FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
+
+
+def parse_samples(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the records of a file of samples by key, and the number of lines that are damaged."""
+    records, damaged = {}, 0
+    for line in filter(bytes.strip, data.split(b"\n")):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and record.keys() >= FIELDS:
+            records[record["key"]] = record
+        else:
+            damaged += 1
+    return records, damaged
 
 
 class SampleStore:
@@ -22,8 +38,6 @@ class SampleStore:
         path: the file. None means that the records are kept only in memory.
         damaged: number of lines that could not be read.
     """
-
-    FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
 
     def __init__(self, out: str | os.PathLike[str] | None) -> None:
         self.records: dict[str, dict[str, Any]] = {}
@@ -39,15 +53,7 @@ class SampleStore:
                 self._write(b"\n")
         except OSError as error:
             raise ConfigError(f"out must be a directory that can be written, got {str(out)!r}: {error}") from error
-        for line in filter(bytes.strip, data.split(b"\n")):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and record.keys() >= self.FIELDS:
-                self.records[record["key"]] = record
-            else:
-                self.damaged += 1
+        self.records, self.damaged = parse_samples(data)
 
     def add(self, key: str, record: Mapping[str, Any], context: Mapping[str, Any]) -> None:
         """Store the record of one sample. It is synced to disk before this returns."""

@@ -127,3 +127,23 @@ class TaskPlan:
         """
         step = -(-self.length // WIDTHS)
         return round_up(len(case.prompt), step, self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` has to do. Everything in it is checked.
+
+    Attributes:
+        setup: the arguments that all samples share.
+        plans: a plan for each task and length.
+        settings: the settings.
+    """
+
+    setup: Setup
+    plans: tuple[TaskPlan, ...]
+    settings: EvalSettings
+
+    @property
+    def model(self) -> str:
+        """The config of the model, and the digest of its weights."""
+        return f"{self.setup.params.config} {self.setup.params.digest}"

@@ -1,6 +1,7 @@
 """The sources of documents: token ids, texts, and text, Markdown or PDF files."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,37 @@ import numpy as np
 
 from jshadow.engine.checks import check_ids
 from jshadow.errors import CheckpointError, ConfigError, PromptError
+from jshadow.evaluation.parts.dealing import deal, parse_part
 from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
 
 TEXTS, PDF = (".txt", ".md"), ".pdf"
 Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
+
+
+def paths_of_part(paths: Sequence[Path], part: str | None) -> list[Path]:
+    """Return the documents that one of several processes reads, in the given order.
+
+    Each file is in exactly one part if all processes get the same list. The files are sorted by name, and then dealt by
+    their bytes (see `deal`). So neither their order matters, nor the folder in which a machine has them.
+
+    Args:
+        paths: all files.
+        part: which part, such as "2/3". None means all files. With more parts than files, some parts are empty.
+
+    Raises:
+        ConfigError: `part` is not I/N with I from 1 to N.
+        CheckpointError: a file is missing.
+    """
+    if part is None:
+        return [*paths]
+    ordered, sizes = sorted(set(paths), key=lambda path: (path.name, str(path))), []
+    for path in ordered:
+        with readable(path):
+            sizes.append(path.stat().st_size)
+    chosen = {ordered[place] for place in deal(sizes, parse_part(part))}
+    return [path for path in paths if path in chosen]
 
 
 def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:

@@ -8,7 +8,7 @@ from tiny_text import byte_tokenizer
 
 from jshadow.cli import eval as cli_eval
 from jshadow.errors import ConfigError
-from jshadow.evaluation import html, runner
+from jshadow.evaluation import html, rows, runner
 from jshadow.evaluation.settings import Entry
 from jshadow.models.config import ModelConfig
 from jshadow.policies import (
@@ -82,9 +82,9 @@ def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Pa
     policy = ShadowKV(keys=TransformCode(bits=2.0))
     resolved = policy.resolve(params.config, 96)
     assert resolved.keys.bits is None
-    swept = runner.settings_of(Entry(policy, sweeps=("keys.bits", "rank")), resolved)
+    swept = rows.settings_of(Entry(policy, sweeps=("keys.bits", "rank")), resolved)
     assert swept == policy_settings(resolved) | {"keys.bits": 2.0}
-    assert runner.settings_of(Entry(policy), resolved) == policy_settings(resolved)
+    assert rows.settings_of(Entry(policy), resolved) == policy_settings(resolved)
 
 
 def test_a_tuple_in_a_list_of_policies_is_one_setting() -> None:

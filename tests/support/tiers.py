@@ -68,6 +68,7 @@ WHOLE_TESTS = (
     "test_thousands_of_random_rows",
     "test_training_is_what_its_seed_says",
     "test_two_hundred_requests_keep_live_bytes_flat",
+    "test_two_workers_of_ray",
     "test_weights_go_straight_to_a_mesh",
 )
 # Of these, `make test` runs the cases whose ids stand here.

@@ -6,35 +6,21 @@ compiler cannot split the kernels of this project. It would also gather the scor
 B rows, T tokens of a step, h_q query heads, h_kv KV heads, d head width.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from jshadow.cache.counters import Counters
-from jshadow.cache.offload import tier_shapes
 from jshadow.cache.records import HostTier, HostWrite, LayerState, PromptKV, StepKV
-from jshadow.cache.shards import Shards, splits
+from jshadow.cache.shards import Shards
 from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state_splits import layer_splits
 from jshadow.engine.step_work import LayerWork, count_step
 
 RunLayer = Callable[..., tuple[Array, LayerState, LayerWork]]
-
-
-def layer_shapes(spec: CacheSpec) -> LayerState:
-    """Return the state of a layer on one device, with ShapeDtypeStructs in place of arrays."""
-    state = jax.eval_shape(functools.partial(spec.policy.init, spec))
-    return state.replace(host=tier_shapes(spec.policy.host_layout(spec), spec))
-
-
-def layer_splits(spec: CacheSpec) -> LayerState:
-    """Return the PartitionSpec of every array of a layer's state, in a LayerState."""
-    return splits(dataclasses.replace(spec, layer=None), layer_shapes)
 
 
 def step_splits(shards: Shards, step: StepKV) -> StepKV:
@@ -141,8 +127,3 @@ def everywhere(x: Any, shards: Shards | None) -> Any:
     if shards is None:
         return x
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shards.sharding(PartitionSpec())), x)
-
-
-def counted_zeros(shards: Shards, rows: int) -> Counters:
-    """Return counters of zeros for every device, [devices, rows]."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (shards.sp * shards.tp, *x.shape)), Counters.zeros(rows))
