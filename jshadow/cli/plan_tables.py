@@ -72,8 +72,10 @@ def plan_table(plan: CapacityPlan) -> Table:
     step("HBM, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
     step("PCIe, GB", lambda bound: gb(bound.pcie_bytes))
     if count > 1:
-        step("links along tp, GB", lambda bound: gb(sum(tp for tp, _ in bound.link_bytes.values())))
-        step("links along sp, GB", lambda bound: gb(sum(sp for _, sp in bound.link_bytes.values())))
+        step("links along tp, GB", lambda bound: gb(bound.sent[0]))
+        step("links along sp, GB", lambda bound: gb(bound.sent[1]))
+        row("PCIe a token, MB", lambda plan, side: "-" if side.step is None else mb(side.step.pcie_bytes, side.batch))
+        row("links a token, MB", lambda plan, side: "-" if side.step is None else mb(sum(side.step.sent), side.batch))
     step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
     row("kept from the last step", lambda plan, side: f"{side.repeat_share:.0%}")
     for label, field in (
@@ -154,6 +156,11 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
 def gib(size: int) -> str:
     """Format bytes as GiB with two decimals."""
     return f"{size / GIB:.2f}"
+
+
+def mb(size: int, tokens: int) -> str:
+    """Format bytes for each of some tokens as MB (10^6) with one decimal."""
+    return f"{size / tokens / 1e6:,.1f}"
 
 
 def gb(size: int) -> str:

@@ -83,6 +83,11 @@ class StepBound:
     link_bytes: Links = dataclasses.field(default_factory=dict)
     link_seconds: float = 0.0
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that the GPU sends to others along `tp` and along `sp`."""
+        return sum(tp for tp, _ in self.link_bytes.values()), sum(sp for _, sp in self.link_bytes.values())
+
 
 class Sent(NamedTuple):
     """What a GPU sends to others in a step: the bytes of each part, along (tp, sp), and the seconds of all."""

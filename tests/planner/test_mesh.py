@@ -166,7 +166,13 @@ def test_the_command(capsys):
     assert plan["full"]["step"]["link_bytes"]["attention"][1] > 0
     assert main([*options, "--sp", "2"]) == 0
     out = capsys.readouterr().out
-    for told in ("tp=4, sp=2, left=split", "links along sp, GB", "host of a process, GiB", "Links: bytes that one GPU"):
+    for told in (
+        "tp=4, sp=2, left=split",
+        "links along sp, GB",
+        "links a token, MB",
+        "host of a process, GiB",
+        "Links: bytes that one GPU",
+    ):
         assert told in out
     assert main([*options[:-2], "--count", "4", "--json"]) == 0
     [plan] = json.loads(capsys.readouterr().out)["plans"]

@@ -21,6 +21,7 @@ from jshadow.planner.mesh import MeshSizes, share_of
 
 H200 = GPUS["h200"]
 SUPPORT = Path(__file__).parents[1] / "support"
+pytestmark = pytest.mark.xdist_group("mesh bytes")  # one worker measures for all cases
 
 
 @functools.cache
@@ -101,33 +102,32 @@ PARTS["shadowkv_plus"] = PARTS["shadowkv"] | {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_lies_whole_on_a_device_but_what_the_table_says(name):
-    parts = PARTS[name] | KEPT
-    for path, axes in measured()["tp2 sp2"]["policies"][name]["splits"].items():
+@pytest.mark.parametrize("method", POLICIES)
+def test_nothing_lies_whole_on_a_device_but_what_the_table_says(method):
+    parts = PARTS[method] | KEPT
+    for path, axes in measured()["tp2 sp2"]["policies"][method]["splits"].items():
         matching = [part for part in parts if f".{part}" in f".{path}"]
         assert matching, path
         assert axes == parts[max(matching, key=len)], path
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("method", POLICIES)
 @pytest.mark.parametrize("mesh", EXCHANGED)
-def test_a_compiled_step_sends_what_is_planned(mesh, name):
+def test_a_compiled_step_sends_what_is_planned(mesh, method):
     """The counters and the logits are left out."""
-    planned = planner_of(mesh).step(POLICIES[name].resolve(CONFIG, CAPACITY), ROWS).link_bytes
-    sent = {
-        axis: sum(part[i] for key, part in planned.items() if key != "logits") for i, axis in enumerate(("tp", "sp"))
-    }
-    assert measured()[mesh]["policies"][name]["sent"] == sent
+    step = planner_of(mesh).step(POLICIES[method].resolve(CONFIG, CAPACITY), ROWS)
+    want = {"tp": step.sent[0] - step.link_bytes["logits"][0], "sp": step.sent[1]}
+    assert measured()[mesh]["policies"][method]["sent"] == want
 
 
-@pytest.mark.parametrize("name", mesh_compiled.POLICIES)
-def test_a_compiled_step_takes_what_is_planned(name):
+@pytest.mark.parametrize("method", mesh_compiled.POLICIES)
+def test_a_compiled_step_takes_what_is_planned(method):
     """Its arguments to the byte, and temporaries within the bound, on each of tp 2 x sp 2 devices."""
     it = mesh_compiled
     sizes = {"max_new_tokens": it.NEW, "batch": it.ROWS, "dtype": "float32", "fetch": "resident"}
-    side = capacity_plan(it.MIDDLE, it.POLICIES[name], H200, Serving(it.CONTEXT, **sizes, mesh=MeshSizes(it.TP, it.SP)))
-    needed = measured("mesh_compiled")[name]
+    serving = Serving(it.CONTEXT, **sizes, mesh=MeshSizes(it.TP, it.SP))
+    side = capacity_plan(it.MIDDLE, it.POLICIES[method], H200, serving)
+    needed = measured("mesh_compiled")[method]
     assert 0 < needed["temporaries"] <= sum(side.chosen.temporaries.values())
     given = side.weights_bytes + it.ROWS * side.chosen.row_bytes[0]
     assert 0 <= needed["arguments"] - given <= 1024  # tokens, lengths and counters are left out

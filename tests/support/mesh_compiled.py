@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshadow.cache.shards import Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
-from jshadow.engine.mesh.layer import layer_splits
+from jshadow.cache.state_splits import layer_splits
 from jshadow.engine.step import step_writes
 from jshadow.evaluation.laws.inputs import TINY
 from jshadow.models.partition import AXES, sharding_of
