@@ -46,6 +46,7 @@ MESHES = {
     "tp2 sp2": ((1, 2, 2), "split"),
 }
 EXCHANGED = ("tp2 sp2",)  # the meshes whose compiled steps are read
+ALONG_SP = ("replica_groups={{0,2}", "{'sp'}")  # in the text of such a step, as two versions of XLA write it
 OPERATION = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 ARRAY = re.compile(r"(f32|s32|u8)\[([\d,]+)\]")
 NUMBER = {"f32": 4, "s32": 4, "u8": 1}
@@ -73,29 +74,29 @@ def splits(state: KVState) -> Iterator[tuple[str, list[str]]]:
             yield name + jax.tree_util.keystr(path), sorted(used)
 
 
-def exchanged(params: Params, state: KVState, sp: int) -> dict[str, int]:
+def exchanged(params: Params, state: KVState) -> dict[str, int]:
     """Return the bytes that a device sends in a compiled step, along tp and sp, as a ring exchanges them.
 
-    Counters, which are integers of one axis or without sign, are left out, and so are the logits.
+    Counters, which are integers of one axis or without sign, are left out, and so is what makes the logits.
     """
 
     def step(weights: Any, token: Any, reads: Any, writes: Any) -> Any:
         out, after = decode.step(weights, CONFIG, token, KVState.of(reads, writes))
         return out, after.split()[1]
 
-    token = np.zeros(ROWS, np.int32)
+    token, shards, sent = np.zeros(ROWS, np.int32), state.specs[0].shards, {"tp": 0, "sp": 0}
+    assert shards is not None
     program = jax.jit(step, donate_argnums=3).lower(params.weights, token, *state.split()).compile().as_text()
-    sent = {"tp": 0, "sp": 0}
     for line in program.splitlines():
-        if (found := OPERATION.search(line)) is None or "Transformer.logits" in line:
+        if (found := OPERATION.search(line)) is None:
             continue
-        arrays = [(kind, sizes.split(",")) for kind, sizes in ARRAY.findall(found[1])]
-        size = sum(NUMBER[kind] * int(np.prod([int(n) for n in sizes])) for kind, sizes in arrays if len(sizes) > 1)
-        groups = re.search(r"replica_groups=\{\{([\d,]+)\}", line)  # the model's own products name no devices, but tp
-        ids = [int(n) for n in groups[1].split(",")] if groups else [0, 1]
-        axis = "sp" if sp > 1 and ids != [0, 1] else "tp"
-        share = {"all-reduce": 2 * (len(ids) - 1) / len(ids), "all-gather": (len(ids) - 1) / len(ids)}
-        sent[axis] += round(size * share.get(found[2], len(ids) - 1))
+        arrays = [(kind, [int(size) for size in sizes.split(",")]) for kind, sizes in ARRAY.findall(found[1])]
+        arrays = [(kind, sizes) for kind, sizes in arrays if len(sizes) > 1 and CONFIG.vocab_size not in sizes]
+        size = sum(NUMBER[kind] * int(np.prod(sizes)) for kind, sizes in arrays)
+        axis = "sp" if any(text in line for text in ALONG_SP) else "tp"
+        parts = shards.mesh.shape[axis]
+        share = {"all-reduce": 2 * (parts - 1) / parts, "all-gather": (parts - 1) / parts}
+        sent[axis] += round(size * share.get(found[2], parts - 1))
     return sent
 
 
@@ -115,7 +116,7 @@ def measure() -> dict[str, Any]:
         for policy, (_, state) in zip(POLICIES, made, strict=True):
             found = {"held": held((state.layers, state.shared, state.fitted)), "splits": dict(splits(state))}
             if name in EXCHANGED:
-                found["sent"] = exchanged(params, state, sizes[1])
+                found["sent"] = exchanged(params, state)
             results[name]["policies"][policy] = found
     return results
 
