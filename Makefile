@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo serve setup test test-all test-quick test-whole test-slow docs aot aot-tools gpu check clean
+.PHONY: demo serve setup test test-all test-quick test-whole test-tiny test-slow docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -55,6 +55,10 @@ test-all:
 
 test-whole: $(BIN)/.setup
 	$(PYTEST) -m "whole and not slow"
+
+# The first two parts in one run: all cases of a policy share what is traced.
+test-tiny: $(BIN)/.setup
+	$(PYTEST) -m "not slow"
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py

@@ -45,6 +45,10 @@ class Infeasible(JshadowError, ValueError):
     """No setting of a policy fits into the number of bytes that was asked for."""
 
 
+class DistributedError(JshadowError, RuntimeError):
+    """Of several processes, one is missing, came twice, has other inputs than the others, or ended too early."""
+
+
 class ServingError(JshadowError, RuntimeError):
     """The serving engine is closed, or its loop failed, so that a request gets no answer."""
 

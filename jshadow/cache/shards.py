@@ -73,6 +73,10 @@ class Shards:
         """Return the units that a device holds of `count` units, rounded up to a multiple."""
         return -(-count // (self.sp * multiple)) * multiple + (multiple if self.grown == "sp" else 0)
 
+    def each(self, count: int) -> int:
+        """Return `count`, the number of entries that every device has for the units that it selects itself."""
+        return count + (1 if self.grown == "sp" else 0)
+
     def left_units(self, count: int) -> int:
         """Return the left rows that a device holds of the `count` units of its part of `sp`."""
         parts = self.tp if self.splits_left else 1

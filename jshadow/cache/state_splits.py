@@ -45,7 +45,7 @@ def moves_of(
     shards = specs[0].shards
     if shards is None:
         return None
-    count = jax.tree.structure(tree).num_leaves
+    count = len(jax.tree.leaves(tree))
 
     def flat(specs: tuple[CacheSpec, ...]) -> Specs:
         leaves = jax.tree.leaves(splits_of(specs), is_leaf=lambda split: isinstance(split, PartitionSpec))
@@ -80,4 +80,6 @@ def write_splits(specs: tuple[CacheSpec, ...]) -> tuple[Any, ...]:
 
 def counter_splits() -> Counters:
     """Return the PartitionSpecs of the counters, which lie on every device."""
-    return Counters(**{field.name: EVERYWHERE for field in dataclasses.fields(Counters)})
+    names = [field.name for field in dataclasses.fields(Counters)]
+    where: dict[str, Any] = dict.fromkeys(names, EVERYWHERE)
+    return Counters(**where)

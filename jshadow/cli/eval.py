@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
 from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights_options
+from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
 
 if TYPE_CHECKING:
+    from jshadow.evaluation.parts import Part
     from jshadow.policies import Policy
 
 ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
@@ -56,6 +58,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
     add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
     add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
+    add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
@@ -176,10 +179,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.evaluation.parts import parse_part
-    from jshadow.evaluation.parts.run import evaluate_part, part_folder
     from jshadow.evaluation.plots import check_plot
-    from jshadow.evaluation.runner import evaluate, plan_evaluation
-    from jshadow.evaluation.settings import EvalSettings
     from jshadow.policies import parse_policy, split_policy
     from jshadow.weights.params import load
 
@@ -200,13 +200,34 @@ def run_eval(args: argparse.Namespace) -> int:
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:
         check_plot(args.plot, asked["tasks"], TASK_TURNS)
-    params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    settings |= {"fitted": read_fitted(files, policies, params)}
+    with joined(args):
+        params = load(args.model, dtype=args.dtype, quantize=args.quantize)
+        check_same(args, params, {"data": settings["data"], "fitted": files})
+        settings |= {"fitted": read_fitted(files, policies, params)}
+        return evaluate_all(args, params, part, asked | {"policies": policies}, settings)
+
+
+def evaluate_all(
+    args: argparse.Namespace, params: Any, part: "Part | None", asked: dict[str, Any], settings: dict[str, Any]
+) -> int:
+    """Evaluate all samples or those of a part, print the results, and return 0.
+
+    Args:
+        args: the parsed command.
+        params: the model.
+        part: the part, or None.
+        asked: the policies, the tasks and the lengths.
+        settings: the fields of `EvalSettings`.
+    """
+    from jshadow.evaluation.parts.run import evaluate_part, part_folder
+    from jshadow.evaluation.runner import evaluate, plan_evaluation
+    from jshadow.evaluation.settings import EvalSettings
+
     with SlowProgress("evaluating" if part is None else f"evaluating part {part}") as progress:
         if part is None:
-            rows = evaluate(params, **asked, policies=policies, out=args.out, progress=progress, **settings)
+            rows = evaluate(params, **asked, out=args.out, progress=progress, **settings)
         else:
-            evaluation = plan_evaluation(params, **asked, policies=policies, asked=EvalSettings(**settings))
+            evaluation = plan_evaluation(params, **asked, asked=EvalSettings(**settings))
             record = evaluate_part(evaluation, part, args.out, command=args.command_line, progress=progress)
     if part is None:
         return tell(args, rows)

@@ -21,6 +21,7 @@ from jshadow.cli.options import (
     policy_of,
     sampler_of,
 )
+from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.cli.report_table import figures, is_right, notes
 from jshadow.errors import ConfigError, PromptError
@@ -58,6 +59,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
     add_weights_options(add)
     add_cache_option(add)
+    add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
@@ -83,7 +85,6 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Run `jshadow generate`, and return 0 when the answer is complete."""
-    from jshadow.engine.saved.fitted import load_fitted
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.policies import parse_policy
 
@@ -94,16 +95,22 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
     prefill, sampler = parse_prefill(args.prefill or "exact"), sampler_of(args)
-    params = load_model(args)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
-    learned: list[Any] = [None] * len(policies)
-    if args.fitted is not None:
-        learned[-1] = load_fitted(args.fitted, params, policies[-1])
     several = len(policies) > 1
-    questions = [
-        Question(prompt, policy, sampler, prefill, fitted, labeled=several)
-        for policy, fitted in zip(policies, learned, strict=True)
-    ]
+    questions = [Question(prompt, policy, sampler, prefill, None, labeled=several) for policy in policies]
+    with joined(args):
+        params = load_model(args)
+        check_same(args, params, {"prompt": text.encode(), "fitted": args.fitted})
+        return answer_all(args, params, questions)
+
+
+def answer_all(args: argparse.Namespace, params: Any, questions: "list[Question]") -> int:
+    """Answer the questions and print the report. The last one gets the arrays of --fitted. Return 0."""
+    from jshadow.engine.saved.fitted import load_fitted
+
+    if args.fitted is not None:
+        fitted = load_fitted(args.fitted, params, questions[-1].policy)
+        questions[-1] = dataclasses.replace(questions[-1], fitted=fitted)
     results = [answer(args, params, question) for question in questions]
     if args.json:
         print(json.dumps({"results": [to_json(one, args.expect) for one in results]}))

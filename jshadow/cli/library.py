@@ -16,6 +16,7 @@ from jshadow.cli.options import (
     policy_of,
     sampler_of,
 )
+from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add_place(one, model_required=True)
     one.add_argument("files", nargs="+", metavar="FILE", help="a .txt, .md or .pdf file")
     one.add_argument("--part", metavar="I/N", help="read only part I of N parts of the files")
+    add_process_options(one)
 
     one = actions.add_parser("list", help="list the documents", description=ABOUT_LIST)
     one.set_defaults(run=run_list)
@@ -108,7 +110,10 @@ def run_add(args: argparse.Namespace) -> int:
         print(json.dumps({"documents": []}) if args.json else f"part {args.part} has no file")
         return 0
     added = []
-    with open_library(args, [one.record for one in found_in(args.place)]) as library:
+    found = found_in(args.place)
+    with joined(args), open_library(args, [one.record for one in found]) as library:
+        keys = "".join(sorted(one.path.stem for one in found)).encode()
+        check_same(args, library.params, {"files": paths, "fitted": args.fitted, "stored keys": keys})
         for path in paths:
             with SlowProgress(path.name) as progress:
                 added.append(library.add(path, progress=progress.prefill))

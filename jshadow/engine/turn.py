@@ -100,7 +100,7 @@ def in_blocks(
     Returns:
         The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters.
     """
-    split = split_of(spec.policy)
+    split = split_of(spec)
     if split is None:
         return over_blocks(lambda before, block, _: run_layer(spec, before, block, everyone), spec, state, step)
     state, step = append_tokens(spec, state, step)

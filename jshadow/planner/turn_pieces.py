@@ -60,12 +60,15 @@ def takes_blocks(source: Reads | KVState) -> bool:
     return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
 
 
-def split_of(policy: LayerCache) -> SplitsTurns | None:
+def split_of(spec: CacheSpec) -> SplitsTurns | None:
     """Return the layer's cache if its long turns are stored at once (`SplitsTurns`), or else None.
 
     A subclass with its own `append` or `attend` inherits hooks that do not fit these, so it takes blocks, unless it has
-    its own `selected_piece` too.
+    its own `selected_piece` too. If the devices of a mesh each have a part of the tokens, it takes blocks.
     """
+    policy: LayerCache = spec.policy
+    if spec.shards is not None and spec.shards.sp > 1:
+        return None
     if not isinstance(policy, SplitsTurns) or not policy.splits_turns or policy.reads.piece == 1:
         return None
     owner = next(base for base in type(policy).__mro__ if "selected_piece" in vars(base))
@@ -80,7 +83,7 @@ def block_tokens(spec: CacheSpec, count: int) -> int:
     queries select (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most
     BLOCK_BYTES, at least one. It is then made smaller if as many blocks remain.
     """
-    reads, split = spec.policy.reads, split_of(spec.policy)
+    reads, split = spec.policy.reads, split_of(spec)
     if reads.whole_turns:
         return count
     if split is None:
@@ -111,7 +114,7 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
     token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.ffn_dim
     hooks = 0
     for spec, layer in zip(state.specs, state.layers, strict=True):
-        split, block = split_of(spec.policy), block_tokens(spec, size)
+        split, block = split_of(spec), block_tokens(spec, size)
         # A float32 tile of scores, its weights and mask, and the running sums.
         tile = 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim)
         if split is not None and size > spec.policy.reads.piece:

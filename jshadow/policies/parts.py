@@ -28,6 +28,11 @@ def parts_of(spec: CacheSpec, count: int) -> int:
     return spec.shards.units(count) if spec.shards is not None else count
 
 
+def each_of(spec: CacheSpec, count: int) -> int:
+    """Return `count`, the number of entries that every device has for the units that it selects itself."""
+    return spec.shards.each(count) if spec.shards is not None else count
+
+
 def own_units(spec: CacheSpec, x: Array, count: int, axis: int = 2) -> Array:
     """Return this device's `count` entries of an array that has all entries along `axis`."""
     return spec.shards.own(x, axis, count) if spec.shards is not None else x

@@ -14,31 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.ops.split import among_best
+from jshadow.policies import parts
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
-from jshadow.policies.costs import Costs
-from jshadow.policies.links import Links, gathered
-from jshadow.policies.parts import (
-    attend_parts,
-    first_own,
-    is_split,
-    on_first,
-    own_count,
-    own_units,
-    parts_of,
-)
+from jshadow.policies.parts import attend_parts, on_first
+from jshadow.policies.retrieval_costs import RetrievalCosts
 from jshadow.policies.units import UnitFrozen, UnitLive, put_units, within_share
 
 
-class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
+class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     """A policy that fetches the units with the highest scores for each query.
 
     Attributes:
@@ -138,7 +129,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
 
     def count(self, spec: CacheSpec) -> int:
         """Return the maximum number of units that a query selects."""
-        return min(self.budget // self.unit, -(-spec.capacity // self.unit))
+        return parts.each_of(spec, min(self.budget // self.unit, -(-spec.capacity // self.unit)))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Return the maximum number of tokens after the whole units of the shortest prompt."""
@@ -147,7 +138,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
         tail = max(1, -(-spec.window // self.unit))
-        units = parts_of(spec, spec.capacity // self.unit)
+        units = parts.parts_of(spec, spec.capacity // self.unit)
         return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
 
     def first_recent(self, positions: Array) -> Array:
@@ -194,8 +185,10 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         rows = (self.stored(prompt.k_post, basis), prompt.v)
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
         every, count = spec.capacity // self.unit, layout.units
-        planes = [own_units(spec, to_chunks(x, every, self.unit), count) for x in rows]
-        there = (jnp.arange(count) < own_count(spec, units, count)[:, None])[..., None] & jnp.ones(self.unit, bool)
+        planes = [parts.own_units(spec, to_chunks(x, every, self.unit), count) for x in rows]
+        there = (jnp.arange(count) < parts.own_count(spec, units, count)[:, None])[..., None] & jnp.ones(
+            self.unit, bool
+        )
         summaries = self.summarize(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
         width = 2 * self.unit * spec.head_dim
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
@@ -235,12 +228,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
-        parts = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
-        scores = jnp.concatenate(parts, axis=3)
+        scored = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
+        scores = jnp.concatenate(scored, axis=3)
         unit = self.unit_of_place(spec, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
-        if is_split(spec):
+        if parts.is_split(spec):
             candidate = among_best(jnp.where(candidate, scores, -jnp.inf), self.count(spec), "sp") & candidate
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
@@ -264,7 +257,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         layout, start = self.host_layout(spec), units[:, None]
         assert layout is not None
         places, count = jnp.arange(layout.units + layout.tail_units), layout.units
-        own = places + first_own(spec, count)
+        own = places + parts.first_own(spec, count)
         unit = jnp.where(places < count, own, places - count + start)
         tail = on_first(spec, places >= count)
         return jnp.where(((own < start) & (places < count)) | tail, unit, -1)
@@ -302,33 +295,5 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         selected = jnp.minimum(first, self.count(spec) * self.unit)
         if self.top_p < 1:
             selected = (state.live.selected >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32) * self.unit
-        parts = {"window": lengths - first, "selected": selected}
-        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
-
-    # Accounting
-
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count all summaries and the ring as read, and the selected units as moved from the host and read."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
-        size = moved * jnp.dtype(spec.dtype).itemsize
-        return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
-
-    def step_links(self, spec: CacheSpec) -> Links:
-        """Count the default, and the scores of the best units of each device of `sp`, float32 [B, h_kv, k]."""
-        if not is_split(spec):
-            return {}
-        assert spec.shards is not None
-        layout, parts = self.host_layout(spec), spec.shards.sp
-        assert layout is not None
-        offered = min(self.count(spec), layout.units + layout.tail_units)
-        best = gathered(4 * spec.batch * spec.kv_heads * offered * parts, parts)
-        return super().step_links(spec) | {"scores": (0, best)}
-
-    def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
-        layout = self.host_layout(spec)
-        assert layout is not None
-        units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
-        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
-        return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide
+        counts = {"window": lengths - first, "selected": selected}
+        return {name: tokens.astype(jnp.float32) for name, tokens in counts.items()}

@@ -6,17 +6,21 @@ The exit status is 1 if any check fails.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler's plugin has no GPU for JAX
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # for aot.meshes
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # If llvm-symbolizer is installed, LLVM runs it for every kernel. That takes ten times as long as the compilation.
 os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 from aot.checks import prefill_of, row_of, table_of, tasks_of, works_of
 from aot.machine_code import tools_folder
+from aot.meshes import SETTINGS as MESHES
+from aot.meshes import mesh_row
 from aot.printing import print_prefill, print_row, print_table, print_work
 from aot.step_limits import faults_of
 from aot.step_table import SETTINGS
@@ -45,6 +49,7 @@ def main() -> int:
         if args.only in task.name and not (args.few and (gpu != FIRST or task.name.startswith("Llama")))
     ]
     settings = [(one, gpu, tools_folder()) for gpu in tabled for one in SETTINGS[gpu] if args.only in one.name]
+    meshes = [(gpu, name) for gpu in tabled for name, _ in MESHES if args.only in f"step of tp 2, {name}"]
     readers = [] if args.steps else tabled
     head = ("device GB", "temp MB", "host GB", "host temp MB", "copy MB", "overlap", "PTX", "seconds")
     if not args.json:
@@ -52,10 +57,11 @@ def main() -> int:
     rows, tables, prefills, works = [], [], [], []
     with spread(args.jobs) as calls:
         compiled = calls(row_of, [] if args.steps else places)
+        spread_out = calls(mesh_row, [] if args.steps else meshes)
         steps = calls(table_of, settings)
         kernels = calls(prefill_of, readers if args.only in "sparse_prefill" else [])
         compressed = calls(works_of, readers if args.only in "compression" else [])
-        for made in compiled:
+        for made in itertools.chain(compiled, spread_out):
             rows.append(made)
             if not args.json:
                 print_row(made)

@@ -182,22 +182,29 @@ def with_cudnn(capability: tuple[int, ...]) -> Iterator[None]:
         yield
 
 
-def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
-    """Compile function(*args) for one of TARGETS. The args are trees from `place`."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
+def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), devices: int = 1) -> Program:
+    """Compile function(*args) for one of TARGETS. The args are trees from `place`, or sharded over several devices."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS[gpu].text(), topology=f"1x1x{devices}"
+    )
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
     with device_named(TARGETS[gpu].name), with_cudnn(TARGETS[gpu].capability[:2]):
         traced = jitted.trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
-        options.num_replicas = options.num_partitions = 1
+        options.num_replicas, options.num_partitions = 1, devices
+        if devices > 1:
+            build = options.executable_build_options
+            build.use_spmd_partitioning = build.use_shardy_partitioner = True
+            build.num_replicas, build.num_partitions = 1, devices
+            build.device_assignment = _jax.DeviceAssignment.create(np.arange(devices).reshape(1, devices))
         # The last option makes XLA write the assembly of kernels. The XLA of jax 0.10 does so without it.
         dumps = [("xla_dump_to", dump), ("xla_dump_hlo_as_text", True), ("xla_dump_emitter_re", ".*")]
         options.env_option_overrides = [*dumps, *COMPILER_OPTIONS.items()]
-        devices = _jax.DeviceList(tuple(topology.devices))
+        listed = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
-        compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
+        compiled = client.compile(lowered._lowering.stablehlo(), listed, options)
         modules = tuple(path.read_text() for path in sorted(Path(dump).rglob("*.ptx")))
         thunks, unchanged, metadata = (
             "".join(path.read_text() for path in Path(dump).rglob(f"*{name}.txt"))

@@ -1,5 +1,7 @@
 """Turns of several pieces: programs and calls, progress, memory, and the same results for every size of a piece."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,8 +107,10 @@ def test_a_subclass_with_its_own_attention_takes_blocks():
             out, state = super().attend(spec, state, step, fetched)
             return 0 * out, state
 
-    assert split_of(ShadowKV(rank=8)) is not None
-    assert split_of(Mute(rank=8)) is None
+    sizes = {"batch": 1, "capacity": CAPACITY, "prompt": 40, "dtype": "float32", "fetch": "resident"}
+    spec = abstract_state(TINY, SHADOW, **sizes).specs[0]
+    assert split_of(spec) is not None
+    assert split_of(dataclasses.replace(spec, policy=Mute(rank=8))) is None
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.0, True])

@@ -1,18 +1,12 @@
-"""Four forced CPU devices hold and exchange what the planner says.
-
-Processes of their own measure it: `tests/support/mesh_measured.py` and `mesh_compiled.py`.
-"""
+"""Four forced CPU devices hold and exchange what the planner says."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import mesh_compiled
+import mesh_measured
 import pytest
-from mesh_measured import CAPACITY, CONFIG, EXCHANGED, FLAGS, LENGTHS, MESHES, POLICIES, ROWS
+from forced_devices import FOUR
+from mesh_measured import CAPACITY, CONFIG, EXCHANGED, LENGTHS, MESHES, POLICIES, ROWS
 
 from jshadow.planner.gpu import Planner, capacity_plan
 from jshadow.planner.gpu_plan import Serving
@@ -20,28 +14,17 @@ from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.mesh import MeshSizes, share_of
 
 H200 = GPUS["h200"]
-SUPPORT = Path(__file__).parents[1] / "support"
-pytestmark = pytest.mark.xdist_group("mesh bytes")  # one worker measures for all cases
+pytestmark = pytest.mark.xdist_group("mesh")  # one worker has the process of four devices
 
 
 @functools.cache
-def measured(script="mesh_measured"):
-    """What a script of `tests/support` finds in a process of four devices."""
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / f"{script}.py")],
-        capture_output=True,
-        text=True,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)]),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)),
-        },
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+def measured():
+    return FOUR.call(mesh_measured.measure)
+
+
+@functools.cache
+def compiled():
+    return FOUR.call(mesh_compiled.compile_all)
 
 
 def planner_of(name):
@@ -75,7 +58,7 @@ PARTS = {
         "frozen.summaries": BY_UNIT,
         "live.summaries": BY_HEAD,
         "recent": BY_HEAD,
-        "live.selected": BY_HEAD,
+        "live.selected": BY_UNIT,
         "host.prompt": BY_UNIT,
         "host.tail": BY_HEAD,
     },
@@ -87,7 +70,7 @@ PARTS = {
         "outliers": BY_UNIT,
         "frozen.spread": BY_UNIT,
         "window": BY_HEAD,
-        "resident": BY_HEAD,
+        "resident": BY_UNIT,
         "host.prompt": BY_UNIT,
     },
 }
@@ -127,7 +110,7 @@ def test_a_compiled_step_takes_what_is_planned(method):
     sizes = {"max_new_tokens": it.NEW, "batch": it.ROWS, "dtype": "float32", "fetch": "resident"}
     serving = Serving(it.CONTEXT, **sizes, mesh=MeshSizes(it.TP, it.SP))
     side = capacity_plan(it.MIDDLE, it.POLICIES[method], H200, serving)
-    needed = measured("mesh_compiled")[method]
+    needed = compiled()[method]
     assert 0 < needed["temporaries"] <= sum(side.chosen.temporaries.values())
     given = side.weights_bytes + it.ROWS * side.chosen.row_bytes[0]
     assert 0 <= needed["arguments"] - given <= 1024  # tokens, lengths and counters are left out

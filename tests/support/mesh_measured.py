@@ -1,11 +1,10 @@
-"""What four forced CPU devices hold and exchange, as JSON. It is run with FLAGS in XLA_FLAGS.
+"""What four forced CPU devices hold and exchange. `forced_devices.FOUR` runs it.
 
 For each mesh and policy: the bytes of a state by device and memory, how each array is split, and what a compiled step
 sends over links.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +19,6 @@ from jshadow.evaluation.laws.inputs import TINY
 from jshadow.policies import Full, Quest, ShadowKV, ShadowKVPlus, SnapKV
 from jshadow.weights.params import Params, init_params, spread
 
-FLAGS = (
-    "--xla_force_host_platform_device_count=4",
-    # Without this, independent collectives can use up the threads of XLA's CPU client, which then waits for ever.
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-)
 CONFIG = dataclasses.replace(TINY, num_layers=1, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96, eos_ids=())
 LENGTHS, CAPACITY, ROWS = (60, 41), 112, 2
 SMALL: dict[str, Any] = {"chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2, "budget": 16}
@@ -119,7 +113,3 @@ def measure() -> dict[str, Any]:
                 found["sent"] = exchanged(params, state)
             results[name]["policies"][policy] = found
     return results
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure()))

@@ -1,1 +1,1 @@
-"""One model over several devices: the step and the compression of a prompt on each device, and where arrays lie."""
+"""One model over several devices and processes: a step on each device, and how processes meet and agree."""

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jshadow.cache.counters import Counters
-from jshadow.cache.records import HostTier, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.records import HostArray, HostTier, HostWrite, LayerState, PromptKV, StepKV
 from jshadow.cache.shards import Shards
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state_splits import layer_splits
@@ -27,9 +27,10 @@ def step_splits(shards: Shards, step: StepKV) -> StepKV:
     """Return the PartitionSpecs of the arrays of a step."""
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
     names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen")
-    by_name = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
+    by_name: dict[str, Any] = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
     by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec()}
-    return StepKV(**{name: None if getattr(step, name) is None else split for name, split in by_name.items()})
+    given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(step, name) is not None}
+    return StepKV(**given)
 
 
 def on_devices(
@@ -47,10 +48,10 @@ def on_devices(
         The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters. Each
         device has counted its own heads and units: axis 0 of the counters is the device.
     """
-    shards: Shards = spec.shards
+    shards = spec.shards
     assert shards is not None
 
-    def one(state: LayerState, step: StepKV) -> tuple[Array, Any, HostTier, Counters]:
+    def one(state: LayerState, step: StepKV) -> tuple[Array, Any, HostArray | None, Counters]:
         out, after, work = run_layer(spec, state, step, everyone)
         assert not work.later, "a layer that plans ahead runs on one device"
         counters = work.counted
@@ -103,13 +104,15 @@ def compress_on_devices(
         fitted: arrays that the policy learned for this layer, or None.
         spec: the spec of the layer on one device.
     """
-    shards: Shards = spec.shards
+    shards = spec.shards
     assert shards is not None
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
-    by_name = {name: heads for name in ("k_pre", "k_post", "v", "q_tail", "q_post")}
+    by_name: dict[str, Any] = {name: heads for name in ("k_pre", "k_post", "v", "q_tail", "q_post")}
     by_name |= {"lengths": rows, "positions": rows, "lse": shards.spec("data", "tp"), "extra": rows}
-    inputs = PromptKV(**{name: None if getattr(prompt, name) is None else split for name, split in by_name.items()})
-    where, wrote = layer_splits(spec), shards.spec("data", "tp", "sp")
+    given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
+    inputs = PromptKV(**given)
+    where = layer_splits(spec)
+    wrote: Any = shards.spec("data", "tp", "sp")
     has_rows = where.host.prompt is not None
     run = jax.shard_map(
         compress,

@@ -205,5 +205,5 @@ def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> 
 def put(place: Any, value: np.ndarray) -> Any:
     """Copy an array to the memory of its place. It is committed to the device, so that no step is compiled again."""
     memory = place.memory if isinstance(place, HostArray) else "device"
-    array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
+    array = jax.device_put(value, SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory))
     return HostArray(array, memory) if isinstance(place, HostArray) else array

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels
 from jshadow.ops.attention import group_queries
 from jshadow.ops.packing import Scaled, scale_dtype
-from jshadow.policies.shadowkv.key_codecs.base import chosen_rows
+from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows
 from jshadow.policies.shadowkv.landmarks import landmark_logits, store_landmarks
 from jshadow.policies.shadowkv.records import Landmarks
 from pallas_kernels import hadamard

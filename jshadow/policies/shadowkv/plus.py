@@ -29,14 +29,15 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import ring_positions, take_span, write_rows
 from jshadow.policies.checks import check_range
-from jshadow.policies.parts import first_own, most_of_all, on_first, own_units
+from jshadow.policies.parts import each_of, heads_axis, on_first
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
-from jshadow.policies.shadowkv.outliers import keep_exact, least_cosine, loses_more
+from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost
 from jshadow.policies.shadowkv.policy import ShadowKV
+from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
 
@@ -108,11 +109,8 @@ class ShadowKVPlus(ShadowKV):
 
     def selected(self, spec: CacheSpec) -> int:
         """Return the number of chunks that a query can select on a device, later chunks included."""
-        return min(self.max_selected(spec.capacity), self.stored_chunks(spec) + self.later_chunks(spec))
-
-    def axis(self, spec: CacheSpec) -> str | None:
-        """Return the axis of a mesh that splits the heads, inside shard_map, or None."""
-        return "tp" if spec.shards is not None and self.codec.joint else None
+        most = self.stored_chunks(spec) + self.later_chunks(spec)
+        return each_of(spec, min(self.max_selected(spec.capacity), most))
 
     def later_chunks(self, spec: CacheSpec) -> int:
         """Return the number of later chunks m for which there is space."""
@@ -167,13 +165,8 @@ class ShadowKVPlus(ShadowKV):
         """Compress as ShadowKV. Store the prompt's last tokens in the ring, and their left rows with later chunks."""
         compressed, write, lost = self.compressed(spec, state, prompt)
         frozen: ShadowFrozen = compressed.frozen
-        weights = self.key_weights(spec, prompt)
-        slots = frozen.outliers.k.shape[2] // self.chunk_size
-        slot = first_own(spec, slots) + jnp.arange(slots)
-        used = (
-            slot < jnp.minimum(self.landmark_outliers(spec.capacity), self.row_outliers(frozen.chunks))[:, None, None]
-        )
-        cut = most_of_all(spec, least_cosine(frozen.outliers, used, self.chunk_size, self.landmark_parts))
+        weights = key_weights(self, spec, prompt)
+        cut = landmark_cut(self, spec, frozen)
         held = ring_positions(prompt.lengths, self.ring_slots)
         index = jnp.maximum(held, 0)[:, :, None, None]
         ring = (
@@ -182,13 +175,15 @@ class ShadowKVPlus(ShadowKV):
         span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
         rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
         real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
-        rows = self.codec.project(rest, frozen.right, weights, self.axis(spec))
+        rows = self.codec.project(rest, frozen.right, weights, heads_axis(spec))
         rows = jnp.where(real[..., None, None], rows, 0).swapaxes(1, 2)
         left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
         )
-        most = self.most_lost(spec, frozen, lost)
+        most = None
+        if self.choice.outlier_rule != "landmark":
+            most = most_lost(spec, frozen.candidates, lost if self.reads_losses else None)
         frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=most, key_weights=weights)
         return compressed.replace(frozen=frozen, live=live), write
 
@@ -197,16 +192,6 @@ class ShadowKVPlus(ShadowKV):
         """Whether the coding errors of the prompt's chunks decide which later chunks stay exact."""
         assert self.outlier_chunks is not None
         return self.choice.outlier_rule != "landmark" and self.outlier_chunks >= 2
-
-    def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, lost: Array | None) -> Array | None:
-        """Return the limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
-        if self.choice.outlier_rule == "landmark":
-            return None
-        if not self.reads_losses:  # a single outlier is chosen by its landmark, and none by its error
-            return jnp.full((spec.batch, spec.kv_heads), jnp.inf)
-        assert lost is not None
-        own = own_units(spec, lost, self.stored_chunks(spec))
-        return most_of_all(spec, jnp.where(frozen.candidates, own, -1.0).max(axis=2, initial=-1.0))
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Return how many more tokens fit into both the capacity and the space for later chunks."""
@@ -228,7 +213,7 @@ class ShadowKVPlus(ShadowKV):
         """Return the left rows of later chunks, with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights, self.axis(spec))
+        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights, heads_axis(spec))
         return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:

@@ -25,21 +25,15 @@ from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, quantize_chunks
 from jshadow.ops.split import best_of_all
 from jshadow.policies.capabilities import SplitsTurns
-from jshadow.policies.costs import Costs
-from jshadow.policies.links import Links
-from jshadow.policies.parts import attend_parts, heads_axis, on_first, own_count, own_units, parts_of
+from jshadow.policies.parts import attend_parts, on_first, own_count, own_units, parts_of
 from jshadow.policies.registry import register
-from jshadow.policies.shadowkv import costs
+from jshadow.policies.shadowkv.cost_hooks import ShadowCosts
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.kept import choose, empty_cache, kept_rows, own_piece, received
-from jshadow.policies.shadowkv.key_codecs import KeyCode
-from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
-from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
-from jshadow.policies.shadowkv.link_costs import step_links
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
-from jshadow.policies.shadowkv.records import weights_of
+from jshadow.policies.shadowkv.prompt_code import encode, key_weights
 from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
 from jshadow.policies.shadowkv.selection import Finalists, Query, finalists, landmark_scores
 from jshadow.policies.shadowkv.settings import ShadowSettings
@@ -51,7 +45,7 @@ from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
     lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, ShadowSettings.chunk_size)},
 )
 @dataclasses.dataclass(frozen=True)
-class ShadowKV(ShadowSettings, Costs, SplitsTurns):
+class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
     """Select a few percent of the chunks, rebuild their keys from a code, and fetch their values meanwhile.
 
     The settings are those of `ShadowSettings`.
@@ -124,11 +118,11 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
     ) -> tuple[LayerState, HostWrite | None, Array | None]:
         """Do what `compress` does. Return also the coding error of each chunk of the prompt, or None."""
         size, count, parts = self.chunk_size, self.max_chunks(spec.capacity), self.landmark_parts
-        row_chunks, weights = self.prompt_chunks(prompt.lengths), self.key_weights(spec, prompt)
+        row_chunks, weights = self.prompt_chunks(prompt.lengths), key_weights(self, spec, prompt)
         landmarks, worst = prompt_landmarks(prompt.k_post, count, size, parts=parts)
         whole = jnp.broadcast_to((jnp.arange(count) < row_chunks[:, None])[:, None, :], worst.shape)
         first, outliers = self.landmark_outliers(spec.capacity), self.max_outliers(spec.capacity)
-        code, lost = self.encode(spec, prompt, weights, losses=first < outliers or self.reads_losses)
+        code, lost = encode(self, spec, prompt, weights, losses=first < outliers or self.reads_losses)
         ids = outlier_chunks(whole, worst, lost if first < outliers else None, first, outliers)
         used = jnp.arange(outliers) < self.row_outliers(row_chunks)[:, None, None]
 
@@ -161,34 +155,10 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
         rows = self.host_rows(spec, own(to_chunks(prompt.v, count, size)))
         return LayerState(frozen, live), HostWrite(rows) if count else None, lost
 
-    def encode(
-        self, spec: CacheSpec, prompt: PromptKV, weights: Array | None, *, losses: bool
-    ) -> tuple[KeyCode, Array | None]:
-        """Code the keys of a prompt. Return also the coding error of each chunk, or None without `losses`."""
-        count, size = self.max_chunks(spec.capacity), self.chunk_size
-        if spec.shards is not None and self.codec.joint:
-            split = dataclasses.replace(spec, shards=dataclasses.replace(spec.shards, left="split"))
-            parts = Parts(spec.shards, self.stored_chunks(spec), self.left_chunks(split), size)
-            code, lost = encode_parts(self.codec, prompt.k_pre, prompt.lengths, weights, parts, losses)
-            left = code.left[:, : self.left_chunks(spec)]
-            return code.replace(left=left), None if lost is None else lost[:, :, :count]
-        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
-        lost = self.codec.losses(code, prompt.k_pre, size, weights) if losses else None
-        return code.replace(left=own_units(spec, code.left, self.stored_chunks(spec), axis=code.left.ndim - 2)), lost
-
     @property
     def reads_losses(self) -> bool:
         """Whether the coding errors of the prompt's chunks are needed beyond the choice of its outliers."""
         return False
-
-    def key_weights(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
-        """Return the weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
-        if weights_of(self.keys) == "none":
-            return None
-        assert prompt.q_tail is not None
-        return query_weights(
-            prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim), heads_axis(spec)
-        )
 
     # One step
 
@@ -300,44 +270,6 @@ class ShadowKV(ShadowSettings, Costs, SplitsTurns):
             "window": lengths - chunks * self.chunk_size,
         }
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
-
-    # Costs
-
-    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the temporaries of the codec, and of landmarks and values that are packed."""
-        return costs.compress_bytes(self, spec, tokens)
-
-    def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the matrix products of the codec, on a GPU."""
-        return costs.compress_flops(self, spec, tokens)
-
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count only the selected left rows and values as read, and all of the other arrays on the device."""
-        return costs.step_bytes(self, spec, state, super().step_bytes(spec, state))
-
-    def step_passes(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
-        """Count the scores of chunks, the selected keys and values, and what is read beside their rows."""
-        return costs.step_passes(self, spec)
-
-    def step_kept(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
-        """Count what chunks save that stay on the device."""
-        return costs.step_kept(self, spec)
-
-    def step_links(self, spec: CacheSpec) -> Links:
-        """Count the default, the left rows along `tp`, and the scores of the best chunks along `sp`."""
-        return super().step_links(spec) | step_links(self, spec)
-
-    def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """Count the default, the rebuilding of the selected keys, and their scores."""
-        return costs.step_flops(self, spec, super().step_flops(spec, state))
-
-    def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores of chunks, their places, the selected rows, and the scores of tokens."""
-        return costs.step_temporaries(self, spec)
-
-    def query_temporaries(self, spec: CacheSpec) -> int:
-        """Count what `step_temporaries` counts, without the scores of exact tokens."""
-        return costs.step_temporaries(self, spec) - costs.exact_scores(self, spec)
 
 
 def prompt_marks(frozen: ShadowFrozen) -> Marks:

@@ -1,7 +1,6 @@
 """ShadowKV's settings, and the counts that follow from them (Sun et al. 2024, arXiv 2410.21465)."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Self
 
@@ -16,10 +15,9 @@ from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_number, check_range
 from jshadow.policies.settings import check_record
 from jshadow.policies.shadowkv import sizes
+from jshadow.policies.shadowkv.device_counts import DeviceCounts
 from jshadow.policies.shadowkv.key_codecs import KeyCodec
 from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
-from jshadow.policies.shadowkv.key_codecs.split import Parts
-from jshadow.policies.shadowkv.landmark_levels import GROUP
 from jshadow.policies.shadowkv.records import (
     Choice,
     ExactKeys,
@@ -35,7 +33,7 @@ from pallas_kernels import MOST_AGE, MOST_PLACES
 
 
 @dataclasses.dataclass(frozen=True)
-class ShadowSettings(UniformPolicy, Budgeted, Sized):
+class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
     """The settings of `ShadowKV`, and the counts that follow from them.
 
     Attributes:
@@ -205,51 +203,6 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
     def max_chunks(self, capacity: int) -> int:
         """Return the number of chunks n of the longest prompt that fits."""
         return self.quirks.rounded(max(0, capacity // self.chunk_size - self.local_chunks))
-
-    def stored_chunks(self, spec: CacheSpec) -> int:
-        """Return the number of chunks of the longest prompt whose landmarks and values a device stores.
-
-        With a split prompt, it also counts the chunks of the window, and is a multiple of what levels and left rows
-        need.
-        """
-        shards = spec.shards
-        if shards is None or shards.sp == 1:
-            return self.max_chunks(spec.capacity)
-        return shards.units(spec.capacity // self.chunk_size + 1, math.lcm(GROUP, shards.tp))
-
-    def left_chunks(self, spec: CacheSpec) -> int:
-        """Return the number of chunks whose left rows a device stores."""
-        shards = spec.shards
-        if shards is None or not self.codec.joint:
-            return self.stored_chunks(spec)
-        if shards.sp > 1:
-            return shards.left_units(self.stored_chunks(spec))
-        every = spec.capacity // self.chunk_size + 1 if shards.splits_left else self.max_chunks(spec.capacity)
-        return shards.left_units(every)
-
-    def key_parts(self, spec: CacheSpec) -> Parts | None:
-        """Return the part of the key code that a device of a mesh has, or None if it has the whole code."""
-        shards = spec.shards
-        if shards is None or not (shards.sp > 1 or self.splits_left(spec)):
-            return None
-        return Parts(shards, self.stored_chunks(spec), self.left_chunks(spec), self.chunk_size)
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether the chunks of a prompt can be split. Preloaded keys cannot."""
-        return not self.quirks.exact_preload
-
-    def splits_left(self, spec: CacheSpec) -> bool:
-        """Return whether the devices of `tp` each have the left rows of some chunks."""
-        return spec.shards is not None and spec.shards.splits_left and self.codec.joint
-
-    def selected(self, spec: CacheSpec) -> int:
-        """Return the number of chunks that a query can select on a device."""
-        return min(self.max_selected(spec.capacity), self.stored_chunks(spec))
-
-    def places(self, spec: CacheSpec) -> int:
-        """Return the number of places of the cache of recently selected chunks on a device."""
-        return max(self.selected(spec), min(self.max_places(spec.capacity), self.stored_chunks(spec)))
 
     def prompt_chunks(self, lengths: Array) -> Array:
         """Return the number of chunks of prompts with these lengths, int32 [B]. All later tokens are in the window."""

@@ -278,7 +278,7 @@ def read_orbax(
             if problem:
                 problems.append(f"{path}: {problem}")
     else:
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         flat = weights.restore(
             tuple(weight_shapes), dtype, lambda path: sharding(path, weight_shapes[path]) if sharding else one
         )

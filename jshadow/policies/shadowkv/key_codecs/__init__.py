@@ -8,10 +8,10 @@ tests/policies/shadowkv/test_key_codecs.py.
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode as KeyCode
 from jshadow.policies.shadowkv.key_codecs.base import KeyCodec as KeyCodec
 from jshadow.policies.shadowkv.key_codecs.base import Sizes as Sizes
-from jshadow.policies.shadowkv.key_codecs.base import by_head as by_head
-from jshadow.policies.shadowkv.key_codecs.base import by_token as by_token
-from jshadow.policies.shadowkv.key_codecs.base import squared_error as squared_error
 from jshadow.policies.shadowkv.key_codecs.exact import ExactCodec as ExactCodec
+from jshadow.policies.shadowkv.key_codecs.left_rows import by_head as by_head
+from jshadow.policies.shadowkv.key_codecs.left_rows import by_token as by_token
+from jshadow.policies.shadowkv.key_codecs.left_rows import squared_error as squared_error
 from jshadow.policies.shadowkv.key_codecs.lowrank import LowRankCodec as LowRankCodec
 from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank as usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile as Profile

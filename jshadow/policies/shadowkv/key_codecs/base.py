@@ -24,6 +24,7 @@ import pallas_kernels
 from jshadow.cache.records import Rebuild
 from jshadow.ops.layout import token_slice
 from jshadow.ops.rope import cos_sin, rotate
+from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows, squared_error
 
 BLOCK = 2048  # number of tokens that have a float32 copy at once
 EXACT = lax.Precision.HIGHEST  # products in TF32 would make a basis inaccurate
@@ -267,44 +268,3 @@ class KeyCodec(abc.ABC):
         """Return the bytes of the left row that one KV head reads to rebuild a token."""
         left = self.shapes(1, 1, 1, sizes).left
         return int(left.shape[-1]) * left.dtype.itemsize
-
-
-def squared_error(
-    keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
-) -> Float[Array, "B h_kv *n"]:
-    """Return the squared distance of rebuilt keys from the real keys, both times weights.
-
-    The result is the same before and after RoPE, because RoPE rotates pairs of numbers that have equal weights.
-    """
-    off = keys.astype(jnp.float32) - real.astype(jnp.float32)
-    if weights is not None:
-        off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
-    return (off**2).sum(axis=-1)
-
-
-def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
-    """Return left rows with an axis of heads. Its size is 1 if the heads of a token are coded together."""
-    return left if left.ndim == 4 else left[:, None]
-
-
-def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
-    """Reshape the left rows of chunks to one row for each token [B, 1 or h_kv, n * chunk, w]."""
-    left = by_head(left)
-    return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
-
-
-def chosen_rows(
-    left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
-) -> Shaped[Array, "B h_kv k w"]:
-    """Gather the rows of the chunks `ids`. If `left` has n chunks, an id of n + j is chunk j of the tail."""
-    first = by_head(left)
-    units = first.shape[2]
-    if tail is None:
-        return rows_at(first, ids)
-    later = rows_at(by_head(tail), ids - units)
-    return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
-
-
-def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -> Shaped[Array, "B h_kv k w"]:
-    """Gather rows of `source` [B, 1 or h_kv, n, w]. Ids out of range are clipped."""
-    return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")

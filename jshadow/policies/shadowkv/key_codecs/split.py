@@ -20,7 +20,8 @@ from jshadow.cache.records import Rebuild
 from jshadow.cache.shards import Shards
 from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import cos_sin, rotate
-from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Spread, by_head, rows_at
+from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Spread
+from jshadow.policies.shadowkv.key_codecs.left_rows import by_head, rows_at
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,39 @@
+"""A process with several CPU devices, in which tests call functions. This process keeps its one device."""
+
+import atexit
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+# XLA's CPU client may run independent collectives at once. They then take all of its threads, and none finishes. With
+# the second flag it runs them in the order of the program.
+FLAGS = "--xla_force_host_platform_device_count={} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
+class DeviceProcess:
+    """A process with a number of CPU devices. It starts with the first call."""
+
+    def __init__(self, devices: int = 4) -> None:
+        self.flags = FLAGS.format(devices)
+        self.pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function of an importable module, or raise its error."""
+        if self.pool is None:
+            context = multiprocessing.get_context("spawn")
+            self.pool = concurrent.futures.ProcessPoolExecutor(1, context)
+            atexit.register(self.pool.shutdown)
+            before = os.environ.get("XLA_FLAGS")
+            os.environ["XLA_FLAGS"] = self.flags
+            try:
+                return self.pool.submit(function, *args).result()
+            finally:
+                del os.environ["XLA_FLAGS"]
+                if before is not None:
+                    os.environ["XLA_FLAGS"] = before
+        return self.pool.submit(function, *args).result()
+
+
+FOUR = DeviceProcess()

@@ -1,0 +1,183 @@
+"""What the tests of meshes run in a process with four devices: a policy on a mesh beside the same on one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.evaluation.laws.inputs import TINY
+from jshadow.policies import Full, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
+from jshadow.policies.shadowkv import ExactKeys
+from jshadow.weights.params import Params, init_params, spread
+
+CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
+SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2, budget=16)
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "quest": Quest(budget=12, unit=4, dense_layers=1),
+    "snapkv": SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
+    "shadowkv": ShadowKV(rank=12, **SMALL),
+    "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
+    "shadowkv_plus": ShadowKVPlus(
+        rank=12,
+        budget=16,
+        chunk_size=4,
+        outlier_chunks=2,
+        local_chunks=1,
+        extra_outlier_chunks=2,
+        extend_piece=6,
+    ),
+    "exact": ShadowKV(keys=ExactKeys(), **SMALL),
+}
+MESHES = {
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4},
+    "sp4": {"sp": 4},
+    "data2": {"data": 2},
+    "tp2_sp2": {"tp": 2, "sp": 2},
+}
+CAPACITY = 112
+PROMPT = np.random.default_rng(0).integers(0, 96, (2, 60)).astype(np.int32)
+LENGTHS = np.array([60, 41], np.int32)
+TURN = np.random.default_rng(5).integers(0, 96, (2, 9)).astype(np.int32)
+STEPS = 6
+
+
+def mesh_of(name: str) -> Mesh:
+    """A mesh of the first devices, with only the axes that are split."""
+    sizes = MESHES[name]
+    count = int(np.prod(list(sizes.values())))
+    return Mesh(np.array(jax.devices()[:count]).reshape(list(sizes.values())), tuple(sizes))
+
+
+@functools.cache
+def model(mesh: str = "", left: str = "split", dtype: str = "float32") -> Params:
+    """The tiny model on one device, or on a mesh."""
+    params = init_params(CONFIG, seed=1, dtype=dtype)
+    return spread(params, mesh_of(mesh), left) if mesh else params
+
+
+def start(params: Params, policy: Policy, fetch: str, **options: Any) -> tuple[np.ndarray, KVState]:
+    """The logits and the state after the ragged prompt."""
+    out, state = decode.prefill(params, PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch, **options)
+    return np.asarray(out), state
+
+
+def selections(state: KVState) -> list[list[frozenset[int]]]:
+    """The units that each layer's last query selected: for each row and head, their numbers of one device."""
+    found = []
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        ids = next((getattr(layer.live, name) for name in ("resident", "selected") if hasattr(layer.live, name)), None)
+        if ids is None:
+            continue
+        layout = spec.policy.host_layout(spec)
+        one = np.asarray(ids)
+        parts = spec.shards.sp if spec.shards else 1
+        one = one.reshape(*one.shape[:2], parts, -1)
+        first = (np.arange(parts) * layout.units)[:, None]
+        tail = 10_000 + one - layout.units  # a unit after the prompt has another number on a mesh
+        numbers = np.where(one >= layout.units, tail, one + first)
+        numbers = np.where(one < 0, -1, numbers).reshape(-1, numbers.shape[2] * numbers.shape[3])
+        found.append([frozenset(int(x) for x in row if x >= 0) for row in numbers])
+    return found
+
+
+def steps_of(params: Params, name: str, fetch: str) -> dict[str, Any]:
+    """Logits, tokens, selections and counters of a prompt and some steps."""
+    out, state = start(params, POLICIES[name], fetch)
+    logits, chosen = [out], []
+    for _ in range(STEPS):
+        token = logits[-1].argmax(-1).astype(np.int32)
+        out, state = decode.decode_step(params, token, state)
+        logits.append(np.asarray(out))
+        chosen.append(selections(state))
+    counters = {
+        field.name: np.asarray(getattr(state.counters, field.name)) for field in dataclasses.fields(state.counters)
+    }
+    return {"logits": np.stack(logits), "chosen": chosen, "counters": counters}
+
+
+@functools.cache
+def alone(name: str) -> dict[str, Any]:
+    """The results of one device."""
+    return steps_of(model(), name, "resident")
+
+
+def compare_steps(name: str, mesh: str, left: str, fetch: str) -> dict[str, Any]:
+    """The differences of a policy on a mesh to one device."""
+    want, got = alone(name), steps_of(model(mesh, left), name, fetch)
+    counted = ("steps", "attended", "selected", "hits")
+    return {
+        "logits": float(np.abs(want["logits"] - got["logits"]).max()),
+        "tokens": bool((want["logits"].argmax(-1) == got["logits"].argmax(-1)).all()),
+        "chosen": want["chosen"] == got["chosen"],
+        "sets": sum(len(layer) for step in want["chosen"] for layer in step),
+        "counters": [kind for kind in counted if not np.allclose(want["counters"][kind], got["counters"][kind])],
+    }
+
+
+def flow(params: Params, name: str, fetch: str) -> list[np.ndarray]:
+    """Logits after extend, fork, take, insert, with_room, share and an insert that consumes."""
+    policy, results = POLICIES[name], []
+
+    def feed(state: KVState, column: int) -> KVState:
+        out, state = decode.decode_step(params, TURN[: state.batch, column], state)
+        results.append(np.asarray(out))
+        return state
+
+    _, state = start(params, policy, fetch, room=40)
+    kept = state.fork()
+    out, state = decode.extend(params, TURN, [9, 5], state)
+    results.append(np.asarray(out))
+    kept = feed(kept, 0)
+    feed(kept.take([1]), 1)
+    feed(kept.take([1, 0]), 1)
+    _, one = decode.prefill(params, PROMPT[:1, :33], [33], policy, capacity=CAPACITY, fetch=fetch, room=40)
+    inserted = feed(kept.insert(1, one), 2)
+    feed(inserted.with_room(30), 3)
+    feed(one.share(2), 4)
+    last = inserted.insert(0, one, consume=True)
+    results.append(np.asarray(last.room()))
+    feed(last, 5)
+    return results
+
+
+@functools.cache
+def flow_alone(name: str) -> list[np.ndarray]:
+    """The results of one device."""
+    return flow(model(), name, "resident")
+
+
+def compare_flow(name: str, mesh: str, fetch: str) -> list[float]:
+    """The largest difference of each result of `flow` on a mesh to one device."""
+    want, got = flow_alone(name), flow(model(mesh), name, fetch)
+    return [float(np.abs(one - other).max()) for one, other in zip(want, got, strict=True)]
+
+
+def long_turn(name: str, mesh: str) -> float:
+    """The largest difference in the logits of a turn that takes blocks."""
+    tokens = np.random.default_rng(9).integers(0, 96, (2, 40)).astype(np.int32)
+    outs = []
+    for params in (model(), model(mesh)):
+        _, state = start(params, POLICIES[name], "device_put" if params is not model() else "resident")
+        outs.append(np.asarray(decode.extend(params, tokens, [40, 23], state, logits="all")[0]))
+    real = np.arange(40) < np.array([[40], [23]])
+    return float(np.abs(outs[0] - outs[1])[real].max())
+
+
+def refused(mesh: Any, policy: Policy, left: str = "split") -> str:
+    """The error of a mesh (names of axes and sizes) or of a policy on it, as "type: message"."""
+    sizes: dict[str, int] = dict(mesh)
+    count = int(np.prod(list(sizes.values())))
+    devices = np.array(jax.devices()[:count]).reshape(list(sizes.values()))
+    try:
+        params = spread(model(), Mesh(devices, tuple(sizes)), left)
+        start(params, policy, "resident")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
