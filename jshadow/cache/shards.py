@@ -175,3 +175,10 @@ def whole_shape(shards: Shards, spec: PartitionSpec, shape: tuple[int, ...]) -> 
         size * math.prod(shards.mesh.shape[name] for name in axis if name is not None)
         for size, axis in zip(shape, names, strict=True)
     )
+
+
+def everywhere(x: Any, shards: Shards | None) -> Any:
+    """Return a pytree of arrays with a copy on every device of the mesh. None: return it as it is."""
+    if shards is None or not isinstance(shards.mesh, Mesh):
+        return x
+    return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, shards.sharding(PartitionSpec())), x)

@@ -27,7 +27,7 @@ from jshadow.cache.records import Selection as Selection
 from jshadow.cache.records import StepKV as StepKV
 from jshadow.cache.row_room import roomy
 from jshadow.cache.rows import insert_row, row_numbers, take_rows
-from jshadow.cache.shards import with_rows
+from jshadow.cache.shards import everywhere, with_rows
 from jshadow.cache.shared_rows import check_inserted, each_row, insert_shared, share, take_shared
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.cache.spec import HostLayout as HostLayout
@@ -269,7 +269,7 @@ class KVState(struct.PyTreeNode):
             return shared
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
-        return jnp.min(jnp.stack(rooms), axis=0)
+        return everywhere(jnp.min(jnp.stack(rooms), axis=0), self.specs[0].shards)
 
     def with_row_trees(self, trees: tuple[Any, ...]) -> "KVState":
         """Return the state with these arrays in place of those of `row_trees`."""

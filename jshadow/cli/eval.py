@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
-from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights_options
+from jshadow.cli.mesh import add_mesh_options
+from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights_options, load_model
 from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
@@ -58,6 +59,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
     add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
     add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
+    add_mesh_options(add)
     add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
@@ -181,7 +183,6 @@ def run_eval(args: argparse.Namespace) -> int:
     from jshadow.evaluation.parts import parse_part
     from jshadow.evaluation.plots import check_plot
     from jshadow.policies import parse_policy, split_policy
-    from jshadow.weights.params import load
 
     if args.merge is not None:
         return run_merge(args)
@@ -201,7 +202,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot, asked["tasks"], TASK_TURNS)
     with joined(args):
-        params = load(args.model, dtype=args.dtype, quantize=args.quantize)
+        params = load_model(args)
         check_same(args, params, {"data": settings["data"], "fitted": files})
         settings |= {"fitted": read_fitted(files, policies, params)}
         return evaluate_all(args, params, part, asked | {"policies": policies}, settings)

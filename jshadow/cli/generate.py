@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
 from jshadow.cli.files import check_writable, read_text
+from jshadow.cli.mesh import add_mesh_options
 from jshadow.cli.options import (
     JSON_HELP,
     add_policy_options,
@@ -59,6 +60,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
     add_weights_options(add)
     add_cache_option(add)
+    add_mesh_options(add)
     add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 

@@ -1,8 +1,9 @@
 """The option `--mesh`: sizes of its axes, such as `tp=4,sp=2`, and the mesh that they make of all devices."""
 
+import argparse
 import collections
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jshadow.errors import ConfigError
 
@@ -11,6 +12,27 @@ if TYPE_CHECKING:
 
 AXES = ("data", "sp", "tp")  # tp comes last, so that its devices are neighbors, in one process if it fits
 MESH_HELP = "axes of a mesh of all devices: tp=N splits heads, sp=N tokens, data=N rows, as in tp=4,sp=2"
+
+
+def add_mesh_options(add: argparse._ActionsContainer) -> None:
+    """Add --mesh and --left."""
+    add.add_argument("--mesh", metavar="AXIS=N,...", help=MESH_HELP)
+    add.add_argument(
+        "--left",
+        default="split",
+        help="split or everywhere: ShadowKV's left rows, which serve all heads (default: %(default)s)",
+    )
+
+
+def placed(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `load` that --mesh and --left give. Call it after the processes have joined.
+
+    Raises:
+        ConfigError: as `parse_mesh` and `mesh_of`.
+    """
+    if getattr(args, "mesh", None) is None:
+        return {}
+    return {"mesh": mesh_of(parse_mesh(args.mesh)), "left": args.left}
 
 
 def parse_mesh(text: str) -> dict[str, int]:

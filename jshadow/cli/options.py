@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jshadow.cli.mesh import placed
+
 if TYPE_CHECKING:
     from jshadow.engine.sampling import Sampler
     from jshadow.policies import Policy
@@ -87,4 +89,4 @@ def load_model(args: argparse.Namespace) -> Any:
     """Return the Params (weights and tokenizer) of the model that the options name."""
     from jshadow.weights.params import load
 
-    return load(args.model, dtype=args.dtype, quantize=args.quantize)
+    return load(args.model, dtype=args.dtype, quantize=args.quantize, **placed(args))

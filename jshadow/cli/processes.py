@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jshadow.cli.mesh import parse_mesh
 from jshadow.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     from jshadow.engine.mesh.processes import Processes, ProcessOptions, join
 
     search = getattr(args, "mesh", None) is not None
+    if search:
+        parse_mesh(args.mesh)
     if args.coordinator is None and args.processes is None and args.process is None and not search:
         yield Processes(1, 0)
         return

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jshadow.cli.compile_cache import add_cache_option
+from jshadow.cli.mesh import add_mesh_options
 from jshadow.cli.options import (
     add_policy_options,
     add_weights_options,
@@ -76,7 +77,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     library.add_argument("--library-disk-gib", type=float, metavar="GIB", help="files (default: no limit)")
 
     add_policy_options(add.add_argument_group("method"))
-    add_weights_options(add.add_argument_group("weights"))
+    weights = add.add_argument_group("weights")
+    add_weights_options(weights)
+    add_mesh_options(weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from jax import Array, lax
 
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
+from jshadow.cache.shards import everywhere
 from jshadow.cache.shared_rows import each_row
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
-from jshadow.engine.mesh.layer import everywhere, joined, on_devices
+from jshadow.engine.mesh.layer import joined, on_devices
 from jshadow.engine.step_work import LayerWork as LayerWork
 from jshadow.engine.step_work import add_counted, count_step
 from jshadow.engine.turn import in_blocks
@@ -149,11 +150,11 @@ def step_state(
     if not (every or speculation):
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     shards = specs[0].shards
-    out = everywhere(model_logits(weights, config, x), shards)
+    out = model_logits(weights, config, x)
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     # XLA's GPU compiler of jax 0.10.2 fuses these comparisons into the product of the head. With one row that fusion is
     # invalid, and the step does not compile. The barrier keeps them apart.
-    out = jnp.where(lax.optimization_barrier(impossible)[:, None, None], jnp.nan, out)
+    out = everywhere(jnp.where(lax.optimization_barrier(impossible)[:, None, None], jnp.nan, out), shards)
     held = lengths + new
     newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(new > 0, newest, writes.last)

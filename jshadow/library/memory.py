@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import HostArray
@@ -52,5 +51,4 @@ def copied(leaf: jax.Array, memory: str) -> jax.Array:
     """Copy an array to a memory of its device, or return it if it is there."""
     if leaf.sharding.memory_kind == memory:
         return leaf
-    [device] = leaf.devices()
-    return jax.device_put(leaf, SingleDeviceSharding(device, memory_kind=memory))
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory))

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import jax
 
+from jshadow.cache.shards import local_spec
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.placement import shards_of
 from jshadow.engine.rows.sampling import row_of
 from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.types import Fitted
@@ -184,7 +186,9 @@ def plan_class(params: Params, policy: Policy | None, row_class: RowClass, optio
     rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
     fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
     sizes = SessionClass(prompt, room, rows)
+    shards = shards_of(params, 1)
     specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
+    specs = tuple(local_spec(spec, shards) for spec in specs)
     piece = options.piece(row_class)
     plan = class_plan(config, resolved, sizes, specs, prefill_chunk=piece, attention=options.prefill)
     device, host = plan.group_bytes

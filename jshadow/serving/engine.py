@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from jshadow.engine.placement import shards_of
+import jax
+
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
@@ -54,8 +55,8 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self.params, self.options = params, options or EngineOptions()
-        if shards_of(params, 1) is not None:
-            raise ConfigError("params must be on one device for an engine, got weights on several devices")
+        if jax.process_count() > 1:
+            raise ConfigError(f"an engine must run in one process, got {jax.process_count()} joined processes")
         self.plans = plan_classes(params, policy, classes, self.options)
         self.admission = Admission((limits or Limits()).of_machine())
         programs = Programs(params, self.options)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostArray, HostTier, HostWrite, LayerState, PromptKV, StepKV
-from jshadow.cache.shards import Shards
+from jshadow.cache.shards import Shards, everywhere
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state_splits import layer_splits
 from jshadow.engine.step_work import LayerWork, count_step
@@ -86,8 +86,9 @@ def joined(shards: Shards, counters: Counters) -> Counters:
     """
     sums = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), counters)
     steps = counters.steps[0]
-    total: Counters = sums.replace(steps=steps, attended=sums.attended / (shards.sp * shards.tp))
-    return total
+    total = sums.replace(steps=steps, attended=sums.attended / (shards.sp * shards.tp))
+    counted: Counters = everywhere(total, shards)
+    return counted
 
 
 def compress_on_devices(
@@ -123,10 +124,3 @@ def compress_on_devices(
     )
     result: tuple[LayerState, HostWrite | None] = run(prompt, fitted)
     return result
-
-
-def everywhere(x: Any, shards: Shards | None) -> Any:
-    """Return a pytree of arrays with a copy on every device of the mesh. Inside jit."""
-    if shards is None:
-        return x
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shards.sharding(PartitionSpec())), x)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import LayerState
+from jshadow.cache.shards import Shards, everywhere
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.job import PrefillJob
@@ -34,10 +35,10 @@ def end_prefill(job: PrefillJob, x: Array, layers: Sequence[Sequence[LayerState]
     """
     weights, config, row_lengths = job.params.weights, job.params.config, jnp.asarray(job.lengths)
     x = x[:, : job.tokens.shape[1]]
-    out = prompt_logits(weights, x, row_lengths, config=config, want=job.options.logits)
+    out = prompt_logits(weights, x, row_lengths, config=config, want=job.options.logits, shards=job.shards)
     states = first_states(job, layers)
     if any(tries_a_step(policy) for policy in job.policies):
-        final = prompt_logits(weights, x, row_lengths, config=config, want="last")
+        final = prompt_logits(weights, x, row_lengths, config=config, want="last", shards=job.shards)
         token = final.argmax(-1).astype(jnp.int32)
         states = [foresee(weights, config, token, state) for state in states]
     return [(out, state) for state in states]
@@ -69,17 +70,25 @@ def embed_prompt(weights: dict, tokens: Array, *, config: ModelConfig) -> Array:
     return embed(weights, config, tokens)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "want"))
-def prompt_logits(weights: dict, x: Array, lengths: Array, *, config: ModelConfig, want: Logits[Any]) -> Any:
-    """Return the logits of the hidden states x [B, S, D], as `want` tells, or the results of the callable."""
+@functools.partial(jax.jit, static_argnames=("config", "want", "shards"))
+def prompt_logits(
+    weights: dict, x: Array, lengths: Array, *, config: ModelConfig, want: Logits[Any], shards: Shards | None = None
+) -> Any:
+    """Return the logits of the hidden states x [B, S, D], as `want` tells, or the results of the callable.
+
+    On a mesh, they lie on every device.
+    """
+
+    def logits(x: Array) -> Any:
+        return everywhere(model_logits(weights, config, x), shards)
+
     if want == "last":
-        x = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model_logits(weights, config, x)
+        return logits(jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0])
     if want == "all":
-        return model_logits(weights, config, x)
+        return logits(x)
     assert callable(want)
     pieces = [x[:, start : start + LOGITS_PIECE] for start in range(0, x.shape[1], LOGITS_PIECE)]
-    results = [want(model_logits(weights, config, piece)) for piece in pieces]
+    results = [want(logits(piece)) for piece in pieces]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *results)
 
 
