@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.console import console, print_table
 from jshadow.cli.options import JSON_HELP
+from jshadow.cli.plan_mesh import add_mesh_options, given, mesh_of
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, Gpu, custom_gpu, gpu_named
 
@@ -36,9 +37,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--bandwidth", type=float, metavar="GB/S", help="bandwidth of its memory")
     add.add_argument("--link", type=float, metavar="GB/S", help="bandwidth from the host to it, one way")
     add.add_argument("--tflops", type=float, metavar="TFLOP/S", help="its dense bfloat16 operations a second")
-    add.add_argument("--count", type=int, help="GPUs that share weights and KV heads (default: 1)")
+    add_mesh_options(add)
     add.add_argument("--batch", type=int, help="requests (default: as many as fit)")
-    add.add_argument("--host-gib", type=float, metavar="GIB", help="host memory for all requests (default: no limit)")
+    add.add_argument("--host-gib", type=float, metavar="GIB", help="host memory of a process (default: no limit)")
     add.add_argument(
         "--gather",
         type=float,
@@ -93,13 +94,13 @@ def run_plan(args: argparse.Namespace) -> int:
             "--bandwidth": args.bandwidth,
             "--link": args.link,
             "--tflops": args.tflops,
-            "--count": args.count,
             "--batch": args.batch,
             "--host-gib": args.host_gib,
             "--gather": args.gather,
             "--repeat-share": args.repeat_share,
             "--group-rows": args.group_rows,
             "--shared": args.shared,
+            **given(args),
         }
         wrong = [name for name, value in gpu_options.items() if value is not None]
         if wrong:
@@ -218,6 +219,7 @@ def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
 def gpus_of(args: argparse.Namespace) -> list[Gpu]:
     """Return the GPUs that the options name. Raises ConfigError for an unknown GPU or a figure out of range."""
     figures = {"gib": args.gpu_gib, "bandwidth": args.bandwidth, "link": args.link, "tflops": args.tflops}
+    figures["nvlink"] = args.nvlink
     base = None if args.gpu is None else gpu_named(args.gpu)
     if any(value is not None for value in figures.values()):
         return [custom_gpu(base, **figures)]
@@ -243,7 +245,6 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
     serving = Serving(
         args.context,
         max_new_tokens=args.max_new_tokens,
-        count=1 if args.count is None else args.count,
         batch=args.batch,
         dtype=args.dtype,
         fetch=args.fetch,
@@ -251,6 +252,7 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         host_limit=None if args.host_gib is None else int(args.host_gib * GIB),
         gather_bytes_per_second=HOST_GATHER if args.gather is None else args.gather * 1e9,
         room=args.room,
+        mesh=mesh_of(args),
     )
     plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
     if args.json:

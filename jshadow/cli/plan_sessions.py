@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.table import Table
 
 from jshadow.cli.console import console, print_table
+from jshadow.cli.plan_mesh import given
 from jshadow.cli.plan_tables import gib
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -36,7 +37,7 @@ def print_sessions(args: argparse.Namespace, gpus: list[Gpu], config: ModelConfi
         ConfigError: an option does not apply to sessions.
     """
     for option, value in (
-        ("--count", args.count),
+        *given(args).items(),
         ("--batch", args.batch),
         ("--gather", args.gather),
         ("--repeat-share", args.repeat_share),

@@ -41,7 +41,7 @@ def parts_table(plan: CapacityPlan) -> Table:
 def plan_table(plan: CapacityPlan) -> Table:
     """Return the table of one GPU, or of each of several equal ones, with a column for each policy."""
     count, sides = plan.count, sides_of(plan)
-    table = Table(plan.gpu.name if count == 1 else f"each of {count} {plan.gpu.name}")
+    table = Table(plan.gpu.name if count == 1 else f"each of {count} {plan.gpu.name}, {mesh_text(plan)}")
     for name in sides:
         table.add_column(name, justify="right")
 
@@ -63,12 +63,19 @@ def plan_table(plan: CapacityPlan) -> Table:
     row("device in all, GiB", lambda plan, side: gib(side.device_bytes))
     row("XLA memory fraction", lambda plan, side: fraction(plan, side))
     row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
+    if count > plan.mesh.in_process:
+        row("host of a process, GiB", lambda plan, side: gib(side.process_host_bytes))
     reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
     for part in {part: None for bytes_read in reads for part in bytes_read}:  # without parts that round to 0.00
         if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
             step(f"HBM, {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
     step("HBM, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
     step("PCIe, GB", lambda bound: gb(bound.pcie_bytes))
+    if count > 1:
+        step("links along tp, GB", lambda bound: gb(bound.sent[0]))
+        step("links along sp, GB", lambda bound: gb(bound.sent[1]))
+        row("PCIe a token, MB", lambda plan, side: "-" if side.step is None else mb(side.step.pcie_bytes, side.batch))
+        row("links a token, MB", lambda plan, side: "-" if side.step is None else mb(sum(side.step.sent), side.batch))
     step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
     row("kept from the last step", lambda plan, side: f"{side.repeat_share:.0%}")
     for label, field in (
@@ -76,15 +83,23 @@ def plan_table(plan: CapacityPlan) -> Table:
         ("host gather", "gather_seconds"),
         ("PCIe", "pcie_seconds"),
         ("arithmetic", "flop_seconds"),
+        *([("links", "link_seconds")] if count > 1 else []),
     ):
         step(f"{label}, ms", lambda bound, field=field: f"{getattr(bound, field) * 1e3:.1f}")  # type: ignore[misc]
     step("tokens/s, predicted", lambda bound: f"{bound.tokens_per_second:,.0f}")
     step("tokens/s, at most", lambda bound: f"{bound.bound_tokens_per_second:,.0f}")
     row("prefill, s", lambda plan, side: f"{side.prefill.seconds:.2f}")
+    if count > 1:
+        row("prefill, links, s", lambda plan, side: f"{side.prefill.link_seconds:.2f}")
     row("compression, s", lambda plan, side: f"{side.prefill.compress_seconds:.3f}")
     row("first token of a stored state, ms", lambda plan, side: f"{side.prefill.first_token_seconds * 1e3:.0f}")
     row("to full attention", lambda plan, side: "-" if side is plan.full else ratio_text(plan.ratio_of(side)))
     return table
+
+
+def mesh_text(plan: CapacityPlan) -> str:
+    """Return the sizes of a mesh as text: "tp=4, sp=2, left=split"."""
+    return f"tp={plan.mesh.tp}, sp={plan.mesh.sp}, left={plan.mesh.left}"
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -115,6 +130,11 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
         "First token of a stored state: its device bytes cross PCIe from host memory, then one decode step of one row.",
         "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
     ]
+    if first.count > 1:
+        rates_text = "; ".join(f"{plan.gpu.name} {plan.gpu.nvlink_bytes_per_second / 1e9:g} GB/s" for plan in plans)
+        network = first.mesh.network_bytes_per_second / 1e9
+        along_sp = "" if first.mesh.in_process >= first.count else f" Between processes: {network:g} GB/s a GPU."
+        lines.append(f"Links: bytes that one GPU sends in a ring. Between GPUs of a host: {rates_text}.{along_sp}")
     for plan in plans:
         sides = {name.replace("\n", " "): side for name, side in sides_of(plan).items()}
         lines += [f"{plan.gpu.name}, {name}, {side.fetch_reason}." for name, side in sides.items() if side.fetch_reason]
@@ -124,7 +144,7 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
                 f"device_put cannot reach PCIe on {plan.gpu.name}: the host gathers {gather / 1e9:g} GB/s (--gather), "
                 f"and PCIe moves {link / 1e9:g} GB/s."
             )
-    host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
+    host = max(side.process_host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
     pool = pool_gib()
     if host > pool * GIB:
         lines.append(f"{POOL_VARIABLE}: {pool} here, {math.ceil(host / GIB)} for the largest of these.")
@@ -136,6 +156,11 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
 def gib(size: int) -> str:
     """Format bytes as GiB with two decimals."""
     return f"{size / GIB:.2f}"
+
+
+def mb(size: int, tokens: int) -> str:
+    """Format bytes for each of some tokens as MB (10^6) with one decimal."""
+    return f"{size / tokens / 1e6:,.1f}"
 
 
 def gb(size: int) -> str:

@@ -1,5 +1,8 @@
 """The fetch mode of the states that a prefill makes."""
 
+import dataclasses
+
+from jshadow.engine.placement import shards_of
 from jshadow.planner.fetch_choice import FetchChoice
 from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import Policy
@@ -11,11 +14,12 @@ def fetch_for(fetch: str, params: Params, policy: Policy, batch: Batch) -> Fetch
 
     Args:
         fetch: "auto" or a fetch mode.
-        params: the model, whose weights lie on the device already.
+        params: the model, whose weights lie on the devices already.
         policy: the resolved policy.
         batch: the requests.
 
     Raises:
         ConfigError: `fetch` is neither "auto" nor a fetch mode.
     """
+    batch = dataclasses.replace(batch, shards=shards_of(params, batch.rows))
     return fetch_here(fetch, params.config, policy, batch)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -51,7 +51,7 @@ def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:
         raise ConfigError(f"mesh axis tp must divide the {config.kv_heads} KV heads, got tp={mesh.shape['tp']}")
 
 
-def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
+def sharding_of(mesh: Mesh | AbstractMesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of the weight at `path`.
 
     A weight in SPLITS is split over `tp` if the size of its split axis is a multiple of that axis. All other weights

@@ -2,8 +2,8 @@
 
 The bytes of weights and state are exact. The bytes of temporaries are an upper bound. The predicted time of a step is
 the time to gather rows on the host, to move each byte and to do each operation once, one after the other, at the rates
-of the data sheet. A real step is slower, because it also launches kernels, does not reach these rates, and exchanges
-data between several GPUs.
+of the data sheet. Several GPUs also exchange data. A real step is slower, because it also launches kernels and does not
+reach these rates.
 """
 
 import dataclasses
@@ -11,26 +11,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.row_room import with_room
+from jshadow.cache.shards import local_spec
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
-from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
+from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Sent, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
+from jshadow.planner.mesh import device_weights, model_links, share_of
 from jshadow.planner.prefill_batch import largest_prefill
-from jshadow.planner.prefill_time import prefill_time
+from jshadow.planner.prefill_time import PrefillTime, prefill_time
 from jshadow.planner.step_temporaries import step_temporaries
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
+from jshadow.policies.links import added
+from jshadow.policies.mesh_checks import check_split
 
 PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected (arXiv 2410.21465, section 5.3)
 
@@ -38,28 +40,28 @@ PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected
 def capacity_plan(
     config: ModelConfig, policy: Policy, gpu: Gpu, serving: Serving, *, beside: Mapping[str, Policy] | None = None
 ) -> CapacityPlan:
-    """Plan decoding on one GPU, or on several GPUs that each hold an equal part of the weights and KV heads.
+    """Plan decoding on one GPU, or on several GPUs that share one model.
 
     Args:
         config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
         gpu: the figures of each GPU, such as one of `gpu_specs.GPUS`.
-        serving: prompts, requests, number of GPUs, dtype and fetch mode.
+        serving: prompts, requests, mesh, dtype and fetch mode.
         beside: other policies by name, which are planned in the same way.
 
     Returns:
         The plan of the policy, of the other policies and of full attention.
 
     Raises:
-        ConfigError: a count, share or setting is out of range, or the GPUs cannot share the KV heads equally.
+        ConfigError: a size, share or setting is out of range, or a policy cannot run on the mesh.
         CapacityError: context and new tokens exceed the model's context.
     """
     serving = checked(config, serving)
-    planner, batch = Planner(share_of(config, serving.count), config, gpu, serving), serving.batch
+    planner, batch = Planner(share_of(config, serving.mesh.tp), config, gpu, serving), serving.batch
     others = {name: planner.plan(other, batch, capped=False) for name, other in (beside or {}).items()}
     return CapacityPlan(
         gpu=gpu,
-        count=serving.count,
+        mesh=serving.mesh,
         dtype=serving.dtype,
         fetch=serving.fetch,
         context=serving.context,
@@ -79,12 +81,12 @@ def checked(config: ModelConfig, serving: Serving) -> Serving:
     for name, value, least in (
         ("context", serving.context, 1),
         ("max_new_tokens", serving.max_new_tokens, 0),
-        ("count", serving.count, 1),
         ("batch", 1 if serving.batch is None else serving.batch, 1),
         ("host_limit", 0 if serving.host_limit is None else serving.host_limit, 0),
     ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
+    serving.mesh.check(config)
     if serving.capacity > config.context:
         raise CapacityError(
             f"context + max_new_tokens must be at most the model's context={config.context}, "
@@ -102,29 +104,12 @@ def checked(config: ModelConfig, serving: Serving) -> Serving:
     return dataclasses.replace(serving, repeat_share=share)
 
 
-def share_of(config: ModelConfig, count: int) -> ModelConfig:
-    """Return the config of the part of a model that one of `count` GPUs holds.
-
-    Heads, MLP and vocabulary are split. The residual stream is not. Raises ConfigError unless count divides kv_heads.
-    """
-    if config.kv_heads % count:
-        raise ConfigError(f"count must divide kv_heads={config.kv_heads}, got {count}")
-    return dataclasses.replace(
-        config,
-        q_heads=config.q_heads // count,
-        kv_heads=config.kv_heads // count,
-        ffn_dim=-(-config.ffn_dim // count),
-        vocab_size=-(-config.vocab_size // count),
-        eos_ids=(),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """The planner of one GPU, which holds the whole model or an equal part of it.
+    """The planner of one GPU, which holds the whole model or a part of it.
 
     Attributes:
-        share: the config of the part of the model that this GPU holds.
+        share: the config of the part of the model that this GPU computes.
         whole: the config of the whole model.
         gpu: the figures of the GPU.
         serving: the requests, with repeat_share resolved.
@@ -143,7 +128,7 @@ class Planner:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on this GPU."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(self.share))) * self.item
+        return device_weights(self.whole, self.serving.mesh.shards).numbers * self.item
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
         """Return the plan of a policy. With "auto", it is the plan in the fetch mode that `choose_fetch` chooses.
@@ -154,7 +139,8 @@ class Planner:
             capped: whether `batch` is reduced to the number that fits.
 
         Raises:
-            ConfigError: the fetch mode is "zero_copy", and there is no kernel for the policy's settings.
+            ConfigError: the policy cannot run on the mesh, or the fetch mode is "zero_copy", and there is no kernel for
+                the policy's settings.
         """
         policy = policy.resolve(self.whole, self.serving.capacity)
         if self.serving.fetch != "auto":
@@ -186,10 +172,10 @@ class Planner:
         """
         serving = self.serving
         specs = self.specs(policy, 1)
-        if serving.fetch == "zero_copy":
-            for spec in specs:
-                if (layout := spec.policy.host_layout(spec)) is not None:
-                    layout.check_kernel(spec.policy.name)
+        for spec in specs:
+            check_split(spec, gpu=True)
+            if serving.fetch == "zero_copy" and (layout := spec.policy.host_layout(spec)) is not None:
+                layout.check_kernel(spec.policy.name)
         row = abstract_of(specs, policy)
         parts = state_nbytes(row)
         device, host = sum(size for size, _ in parts.values()), sum(size for _, size in parts.values())
@@ -199,7 +185,7 @@ class Planner:
 
         largest, above = 0, max(1, self.gpu.memory_bytes // device) + 1
         if serving.host_limit is not None and host:
-            above = min(above, serving.host_limit // (host * serving.count) + 1)
+            above = min(above, serving.host_limit // (host * serving.mesh.in_process) + 1)
         while largest + 1 < above:
             middle = (largest + above) // 2
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
@@ -217,27 +203,34 @@ class Planner:
             fits=0 < rows <= largest,
             temporaries=self.temporaries(policy, rows),
             device_bytes=needed(rows),
-            host_bytes=rows * host * serving.count,
+            host_bytes=rows * host * serving.mesh.devices,
+            process_host_bytes=rows * host * serving.mesh.in_process,
             step=self.step(policy, rows) if rows else None,
-            prefill=prefill_time(
-                self.share, specs, self.gpu, serving.context, device, 1 / self.step(policy, 1).tokens_per_second
-            ),
+            prefill=self.prefill(policy, specs, device),
         )
 
+    def prefill(self, policy: Policy, specs: Sequence[CacheSpec], device_bytes: int) -> PrefillTime:
+        """Return the times of the prefill of one request, whose state takes `device_bytes` on the GPU."""
+        tokens, mesh, step = self.serving.context, self.serving.mesh, self.step(policy, 1)
+        time = prefill_time(self.share, specs, self.gpu, tokens, device_bytes, 1 / step.tokens_per_second)
+        links = model_links(self.whole, mesh.shards, tokens, self.item) | {"logits": (0, 0)}
+        return dataclasses.replace(time, link_seconds=mesh.seconds(links, self.gpu))
+
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
-        """Return the specs of the caches of all layers, for `batch` rows."""
+        """Return the specs of the caches of all layers on this GPU, for `batch` rows."""
         serving = self.serving
         sizes = (serving.capacity, serving.context, serving.dtype, serving.fetch)
-        return on_backend(with_room(cache_specs(self.share, policy, batch, *sizes), serving.room), "gpu")
+        specs = with_room(cache_specs(self.whole, policy, batch, *sizes), serving.room)
+        return on_backend(tuple(local_spec(spec, serving.mesh.shards) for spec in specs), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Return `step_temporaries` of a step of `batch` rows. All are 0 for an empty batch."""
-        used = step_temporaries(self.share, policy, self.specs(policy, max(1, batch)))
+        used = step_temporaries(self.whole, policy, self.specs(policy, max(1, batch)))
         return used if batch else dict.fromkeys(used, 0)
 
     def prefill_batch(self, policy: Policy) -> int | None:
         """Return how many rows can be prefilled in one call, or None for several GPUs."""
-        if self.serving.count > 1:
+        if self.serving.mesh.devices > 1:
             return None
         return largest_prefill(self.whole, policy, self.serving, self.gpu.memory_bytes - CONTEXT_RESERVE)
 
@@ -255,11 +248,12 @@ class Planner:
             passes: whether to count what the GPU kernels move beyond the state (`Costs.step_passes`).
         """
         state = abstract_of(self.specs(policy, batch), policy)
-        table = self.share.vocab_size * self.share.model_dim * self.item
+        table = device_weights(self.whole, self.serving.mesh.shards).embedding * self.item
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
         hbm: dict[str, float] = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
         flops = 2 * batch * rows_of(policy) * int(hbm["weights"]) // self.item
         share, moved = self.repeats(state.specs), 0.0
+        links = model_links(self.whole, self.serving.mesh.shards, batch * rows_of(policy), self.item)
         for spec, layer in zip(state.specs, state.layers, strict=True):
             costs = costs_of(spec.policy)
             read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
@@ -271,7 +265,9 @@ class Planner:
                     hbm[part] -= share * device
                 moved -= share * host if passes or part == "values" else 0.0
             flops += costs.step_flops(spec, layer)
+            links = added(links, costs.step_links(spec))
         whole = {part: round(size) for part, size in hbm.items() if size}
         by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
         gather = None if by_kernel else self.serving.gather_bytes_per_second
-        return step_bound(self.gpu, whole, round(moved), flops, batch, gather)
+        sent = Sent(links, self.serving.mesh.seconds(links, self.gpu))
+        return step_bound(self.gpu, whole, round(moved), flops, batch, gather, sent)

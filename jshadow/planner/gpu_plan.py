@@ -1,38 +1,39 @@
 """The records of a GPU plan: the requests, the batch that fits, and the predicted time of a decode step."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshadow.planner.fetch_choice import ModeFigures
 from jshadow.planner.gpu_specs import HOST_GATHER, Gpu
+from jshadow.planner.mesh import ONE_GPU, MeshSizes
 from jshadow.planner.prefill_time import PrefillTime
 from jshadow.policies import Policy
+from jshadow.policies.links import Links
 from jshadow.policies.settings import policy_settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The requests to be served by one GPU, or by several GPUs that share weights and KV heads.
+    """The requests to be served by one GPU, or by several GPUs that share one model.
 
     Attributes:
         context: number of tokens in each prompt.
         max_new_tokens: number of tokens that each request may hold beyond its prompt.
-        count: number of GPUs.
         batch: number of requests. None: as many as fit.
         dtype: dtype of weights, keys and values.
         fetch: fetch mode. "auto" stands for the mode with the most predicted tokens per second, for each policy.
         repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. It
             counts where a kernel fetches with "zero_copy" or "resident"; every other fetch moves all units. None: 0.6,
             as in the ShadowKV paper.
-        host_limit: bytes of host memory that all requests together may take. None: no limit.
-        gather_bytes_per_second: rate at which the host gathers rows for "device_put".
+        host_limit: bytes of host memory that all requests together may take in one process. None: no limit.
+        gather_bytes_per_second: rate at which the host gathers rows of one GPU for "device_put".
         room: number of tokens that a request may take after its prompt, by which windows are sized as in `prefill`.
             None: windows are sized for `context` and `max_new_tokens`.
+        mesh: the GPUs that share the model.
     """
 
     context: int
     max_new_tokens: int = 64
-    count: int = 1
     batch: int | None = None
     dtype: str = "bfloat16"
     fetch: str = "device_put"
@@ -40,6 +41,7 @@ class Serving:
     host_limit: int | None = None
     gather_bytes_per_second: float = HOST_GATHER
     room: int | None = None
+    mesh: MeshSizes = ONE_GPU
 
     @property
     def capacity(self) -> int:
@@ -51,7 +53,9 @@ class Serving:
 class StepBound:
     """The bytes and operations of one decode step of a batch on one GPU, and the times that follow from them.
 
-    The prediction is that the four times follow one another. The bound is that they overlap completely. No step was
+    Several GPUs that share a model make the step together, and these are the figures of each.
+
+    The prediction is that the five times follow one another. The bound is that they overlap completely. No step was
     shown to overlap them: a compiled "zero_copy" step runs one kernel after the other, and a compiled "device_put" step
     allows no more than that the fetch overlaps with the rebuilding of keys.
 
@@ -61,8 +65,10 @@ class StepBound:
         flops: number of floating-point operations.
         hbm_seconds, pcie_seconds, flop_seconds: the time of each of these at the full rate of the GPU.
         gather_seconds: the time in which the host gathers the rows that "device_put" moves. 0 in other modes.
-        tokens_per_second: predicted tokens per second of the whole batch, from the sum of the four times.
-        bound_tokens_per_second: an upper bound on the tokens per second, from the largest of the four times.
+        tokens_per_second: predicted tokens per second of the whole batch, from the sum of the five times.
+        bound_tokens_per_second: an upper bound on the tokens per second, from the largest of the five times.
+        link_bytes: bytes that the GPU sends to others, by part: along `tp` and along `sp`.
+        link_seconds: the time of these.
     """
 
     hbm_bytes: dict[str, int]
@@ -74,10 +80,30 @@ class StepBound:
     gather_seconds: float
     tokens_per_second: float
     bound_tokens_per_second: float
+    link_bytes: Links = dataclasses.field(default_factory=dict)
+    link_seconds: float = 0.0
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that the GPU sends to others along `tp` and along `sp`."""
+        return sum(tp for tp, _ in self.link_bytes.values()), sum(sp for _, sp in self.link_bytes.values())
+
+
+class Sent(NamedTuple):
+    """What a GPU sends to others in a step: the bytes of each part, along (tp, sp), and the seconds of all."""
+
+    links: Links
+    seconds: float
 
 
 def step_bound(
-    gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int, gather: float | None = None
+    gpu: Gpu,
+    hbm: dict[str, int],
+    moved: int,
+    flops: int,
+    batch: int,
+    gather: float | None = None,
+    sent: Sent | None = None,
 ) -> StepBound:
     """Return the times of a step that moves each byte once and does each operation once.
 
@@ -88,19 +114,22 @@ def step_bound(
         flops: number of floating-point operations.
         batch: number of tokens that the step generates.
         gather: bytes per second at which the host gathers `moved`. None: no gathering, because a kernel reads the rows.
+        sent: what the GPU sends to others. None: nothing.
     """
+    sent = sent or Sent({}, 0.0)
     seconds = (
         sum(hbm.values()) / gpu.hbm_bytes_per_second,
         moved / gpu.pcie_bytes_per_second,
         flops / gpu.flops,
         0.0 if gather is None else moved / gather,
     )
-    return StepBound(hbm, moved, flops, *seconds, batch / sum(seconds), batch / max(seconds))
+    times = (*seconds, sent.seconds)
+    return StepBound(hbm, moved, flops, *seconds, batch / sum(times), batch / max(times), *sent)
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyPlan:
-    """The plan of one policy on one GPU, or on one of several that share the model's heads.
+    """The plan of one policy on one GPU, or on each of several that share the model.
 
     Attributes:
         policy: the policy with all settings resolved.
@@ -117,6 +146,7 @@ class PolicyPlan:
         temporaries: upper bound on the device bytes of a step in addition to weights and state, by part.
         device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
         host_bytes: bytes in host memory for all GPUs together.
+        process_host_bytes: bytes in host memory for the GPUs of one process.
         step: the bytes and times of a decode step; None for an empty batch.
         prefill: the times of the prefill of one request, and of its first token after its state was stored.
     """
@@ -134,6 +164,7 @@ class PolicyPlan:
     temporaries: dict[str, int]
     device_bytes: int
     host_bytes: int
+    process_host_bytes: int
     step: StepBound | None
     prefill: PrefillTime
 
@@ -146,7 +177,7 @@ class PolicyPlan:
     def figures(self) -> ModeFigures:
         """The figures by which "auto" compares this plan with those of other fetch modes."""
         speed = 0.0 if self.step is None else self.step.tokens_per_second
-        return ModeFigures(self.fetch, self.batch, self.device_bytes, self.host_bytes, speed)
+        return ModeFigures(self.fetch, self.batch, self.device_bytes, self.process_host_bytes, speed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +186,7 @@ class CapacityPlan:
 
     Attributes:
         gpu: the figures of each GPU.
-        count: number of GPUs that share weights and KV heads.
+        mesh: the GPUs that share the model.
         dtype: dtype of weights, keys and values.
         fetch: the requested fetch mode, which may be "auto". Each PolicyPlan has its own mode.
         context: number of tokens in each prompt.
@@ -163,14 +194,14 @@ class CapacityPlan:
         gather_bytes_per_second: rate at which the host gathers rows for "device_put".
         weights_bytes: bytes of the weights on one GPU.
         reserve_bytes: bytes on one GPU for memory outside of arrays.
-        host_limit: bytes of host memory that all requests together may take. None: no limit.
+        host_limit: bytes of host memory that all requests together may take in one process. None: no limit.
         chosen: the plan of the requested policy.
         beside: the plans of the other policies, by name.
         full: the plan of full attention. Its batch is at most the requested one, and not more than fits.
     """
 
     gpu: Gpu
-    count: int
+    mesh: MeshSizes
     dtype: str
     fetch: str
     context: int
@@ -182,6 +213,11 @@ class CapacityPlan:
     chosen: PolicyPlan
     beside: dict[str, PolicyPlan]
     full: PolicyPlan
+
+    @property
+    def count(self) -> int:
+        """Number of GPUs that share the model."""
+        return self.mesh.devices
 
     @property
     def ratio(self) -> float | None:
@@ -206,4 +242,4 @@ class CapacityPlan:
                 "row_host_bytes": host,
                 "ratio": self.ratio_of(side),
             }
-        return values | {"ratio": self.ratio}
+        return values | {"count": self.count, "ratio": self.ratio}

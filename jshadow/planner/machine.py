@@ -4,15 +4,18 @@ import dataclasses
 import functools
 
 import jax
+from jax.sharding import Mesh
 
 from jshadow.cache import host_memory, offload
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.shards import Shards
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, prefill_peak
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu import PAPERS_REPEATS, Planner
 from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.gpu_specs import GIB, GPUS, Gpu, gpu_of_device
+from jshadow.planner.mesh import ONE_GPU, MeshSizes, share_of
 from jshadow.policies import Policy
 
 UNKNOWN = GPUS["a100-80gb"]  # whose rates stand for those of a device that is not in the table
@@ -33,6 +36,7 @@ class Batch:
         states: number of states of this size that the call makes. They share the memory equally.
         room: number of tokens that a request may take after its prompt, by which windows are sized. None: up to the
             capacity.
+        shards: the mesh over which the states are split, or None for one device.
     """
 
     rows: int
@@ -42,6 +46,25 @@ class Batch:
     dtype: str
     states: int = 1
     room: int | None = None
+    shards: Shards | None = None
+
+    @property
+    def mesh(self) -> MeshSizes:
+        """The mesh, as a plan has it."""
+        return ONE_GPU if self.shards is None else MeshSizes(self.shards.tp, self.shards.sp, self.shards.left)
+
+    @property
+    def device_rows(self) -> int:
+        """Number of requests of which a device has a part."""
+        return self.rows // (1 if self.shards is None else self.shards.data)
+
+    @property
+    def devices_here(self) -> int:
+        """Number of devices of this process that have a part."""
+        if self.shards is None:
+            return 1
+        mesh = self.shards.mesh
+        return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size
 
 
 def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch, *, loading: int = 0) -> FetchChoice:
@@ -90,6 +113,9 @@ def mode_figures(
 ) -> tuple[ModeFigures, ...]:
     """Return the figures of each fetch mode for one call, without the bytes of weights, which are loaded already.
 
+    On a mesh, they are the device bytes of one device and the host bytes of this process. The temporaries of a prefill
+    are then bounded by those of the whole model on one device.
+
     Args:
         config: the model.
         policy: the policy.
@@ -98,25 +124,27 @@ def mode_figures(
         has_kernels: whether the device runs the kernels of this project.
     """
     new = batch.capacity - batch.shortest
+    rows, mesh = batch.device_rows, batch.mesh
     serving = Serving(
-        batch.shortest, new, batch=batch.rows, dtype=batch.dtype, repeat_share=PAPERS_REPEATS, room=batch.room
+        batch.shortest, new, batch=rows, dtype=batch.dtype, repeat_share=PAPERS_REPEATS, room=batch.room, mesh=mesh
     )
     policy = policy.resolve(config, batch.capacity)
-    planner = Planner(config, config, rates, serving)
-    specs = planner.specs(policy, batch.rows)
+    planner = Planner(share_of(config, mesh.tp), config, rates, serving)
+    specs = planner.specs(policy, rows)
     refusal = kernel_refusal(specs) if has_kernels else "a device that is not a GPU"
     figures = []
     for mode in offload.FETCH_MODES if offloads(specs) else ("resident",):
         if mode == "zero_copy" and refusal:
-            figures.append(ModeFigures(mode, batch.rows, 0, 0, 0.0, refusal))
+            figures.append(ModeFigures(mode, rows, 0, 0, 0.0, refusal))
             continue
         now = planner.with_fetch(mode)
-        state = state_nbytes(abstract_of(now.specs(policy, batch.rows), policy)).values()
-        step = sum(device for device, _ in state) + sum(now.temporaries(policy, batch.rows).values())
+        state = state_nbytes(abstract_of(now.specs(policy, rows), policy)).values()
+        held, host = (sum(part[place] for part in state) for place in (0, 1))
+        step = held + sum(now.temporaries(policy, rows).values())
         peak = prefill_peak(
             config,
             policy,
-            batch=batch.rows,
+            batch=rows,
             tokens=batch.width,
             capacity=batch.capacity,
             shortest=batch.shortest,
@@ -124,6 +152,9 @@ def mode_figures(
             fetch=mode,
             room=batch.room,
         )
-        needed, host = max(step, sum(peak.values()) - peak["weights"]), sum(host for _, host in state)
-        figures.append(ModeFigures(mode, batch.rows, needed, host, now.step(policy, batch.rows).tokens_per_second))
+        if batch.shards is not None:
+            peak["state"] = held
+        needed = max(step, sum(peak.values()) - peak["weights"])
+        speed = now.step(policy, rows).tokens_per_second
+        figures.append(ModeFigures(mode, rows, needed, host * batch.devices_here, speed))
     return tuple(figures)

@@ -27,6 +27,7 @@ class PrefillTime:
         compress_seconds: time of `compress_flops` at this rate.
         restore_seconds: time to copy the device bytes of the stored state from host memory at the rate of the link.
         first_token_seconds: `restore_seconds` and the time of one decode step of one row.
+        link_seconds: on several GPUs, time of the sums of the residual stream over links.
     """
 
     flops: int
@@ -36,6 +37,7 @@ class PrefillTime:
     compress_seconds: float
     restore_seconds: float
     first_token_seconds: float
+    link_seconds: float = 0.0
 
 
 def prefill_time(

@@ -13,17 +13,18 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
 
     Layers run one after the other, so only the largest layer counts. Logits count twice, because a copy is made in
     which the logits of a bad row are NaN. The residual stream, the projections and the two halves of the MLP count with
-    their float32 copies.
+    their float32 copies. On a mesh, a device has its part of the logits and all of them.
 
     Args:
-        config: the model, or the part of it that the GPU holds.
+        config: the model.
         policy: the resolved policy.
-        specs: the spec of each layer, for the rows of the step.
+        specs: the spec of each layer on one device, for the rows of the step.
     """
-    c, rows = config, specs[0].batch * rows_of(policy)
-    token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
+    c, spec, rows = config, specs[0], specs[0].batch * rows_of(policy)
+    tp = 1 if spec.shards is None else spec.shards.tp
+    token = 6 * c.model_dim - 3 * (-c.ffn_dim // tp) + 3 * (spec.q_heads + 2 * spec.kv_heads) * c.head_dim
     return {
-        "logits": 2 * 4 * rows * c.vocab_size,
+        "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
         "activations": 4 * rows * token,
         "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in specs),
     }

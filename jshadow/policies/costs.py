@@ -10,6 +10,8 @@ from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import Speculates, capability
+from jshadow.policies.links import Links, merged
+from jshadow.policies.parts import parts_of
 
 
 class Costs:
@@ -68,12 +70,20 @@ class Costs:
         moved = sum(device + host for device, host in self.step_bytes(spec, state).values())
         return 2 * spec.group * query_rows(spec.policy) * (moved // jnp.dtype(spec.dtype).itemsize)
 
+    def step_links(self, spec: CacheSpec) -> Links:
+        """Return the bytes that a device of a mesh sends over links in one decode step of the layer.
+
+        For each part, the result is (bytes along `tp`, bytes along `sp`). The model's own sums are left out. By default
+        only the results of attention travel, along `sp`.
+        """
+        return merged(spec, query_rows(spec.policy))
+
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Return an upper bound on the temporary device bytes of one decode step of the layer.
 
         The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
         """
-        return 3 * 4 * spec.batch * query_rows(spec.policy) * spec.q_heads * spec.capacity
+        return 3 * 4 * spec.batch * query_rows(spec.policy) * spec.q_heads * parts_of(spec, spec.capacity)
 
 
 DEFAULT = Costs()

@@ -174,5 +174,5 @@ class EvictingPolicy(UniformPolicy, Costs):
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of all slots, and a float32 copy of the keys or of the values."""
-        slots = self.slots(spec.capacity) + spec.window
+        slots = parts_of(spec, self.slots(spec.capacity)) + spec.window
         return 3 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * self.heads(spec) * slots * spec.head_dim

@@ -88,7 +88,8 @@ class Full(UniformPolicy, Sized, Costs):
         On NVIDIA GPUs, XLA splits the product of one query's weights and the values along the tokens. If the capacity
         is not a multiple of 128, it pads the values first.
         """
-        padded = spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        slots = spec.batch * parts_of(spec, spec.capacity)
+        padded = slots * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return super().step_temporaries(spec) + padded
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:

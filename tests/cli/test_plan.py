@@ -239,8 +239,8 @@ def test_help_names_the_variable(capsys):
 GPU = ["--context", "4096", "--gpu", "h100"]
 BAD = {
     "gpu": (["--context", "4096", "--gpu", "tpu"], "ConfigError: gpu must be one of"),
-    "count": ([*GPU, "--count", "3"], "ConfigError: count must divide kv_heads=8, got 3"),
-    "no_gpu": ([*GPU, "--count", "0"], "ConfigError: count must be at least 1"),
+    "count": ([*GPU, "--count", "3"], "ConfigError: tp must divide the 8 KV heads, got tp=3"),
+    "no_gpu": ([*GPU, "--count", "0"], "ConfigError: --count must be at least 1"),
     "batch": ([*GPU, "--batch", "-1"], "ConfigError: batch must be at least 1"),
     "context": (["--context", "131072"], "CapacityError: context + max_new_tokens"),
     "no_context": (["--gpu", "h100"], "ConfigError: --gpu must come with --context"),

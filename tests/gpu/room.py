@@ -37,7 +37,7 @@ class Room:
     def gpu(self) -> Gpu:
         """Describe this machine for the planner."""
         found = self.ceilings()
-        return Gpu("this", self.device_bytes, found["read"], bus(found), found["matmul_bfloat16"])
+        return Gpu("this", self.device_bytes, found["read"], bus(found), found["matmul_bfloat16"], bus(found))
 
     def plan(self, policy: Policy, capacity: int, batch: int | None, fetch: str, share: float | None) -> Any:
         """Return the planner's result for a policy with prompts that fill all but 64 tokens of the capacity."""

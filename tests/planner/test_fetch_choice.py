@@ -6,16 +6,19 @@ import types
 import jax
 import pytest
 from cases import TINY, model
+from jax.sharding import AbstractMesh
 from real_shapes import LLAMA_31_8B
 
 import jshadow
 from jshadow.cache import host_memory
+from jshadow.cache.shards import Shards
 from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import batch_of
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.model import mode_of
 from jshadow.evaluation.speed.request import Request
+from jshadow.models.partition import AXES
 from jshadow.planner import machine
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
@@ -256,10 +259,23 @@ def test_a_report_says_why(monkeypatch):
     assert jshadow.generate(model(), [4], state=out.state, max_new_tokens=1).report.fetch_reason is None
 
 
-def test_nothing_is_offloaded_from_several_devices(monkeypatch):
-    monkeypatch.setattr(fetch_mode, "replicated_sharding", lambda weights: object())
-    choice = fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH)
-    assert choice == ("resident", "resident: the weights lie on several devices, where nothing is offloaded")
+def test_several_devices_share_a_call(monkeypatch):
+    """A device holds its part. No kernel serves a part of the left rows."""
+
+    def figures(batch):
+        return {one.fetch: one for one in machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)}
+
+    shards = {left: Shards(AbstractMesh((2, 1, 4), AXES), left) for left in ("split", "everywhere")}
+    one = figures(BATCH)
+    for left, parts in shards.items():
+        four = figures(dataclasses.replace(BATCH, rows=2 * BATCH.rows, shards=parts))
+        assert bool(four["zero_copy"].refusal) == (left == "split")
+        assert four["device_put"].rows == BATCH.rows
+        assert four["resident"].device_bytes < one["resident"].device_bytes
+        assert 1 <= four["device_put"].host_bytes / (2 * one["device_put"].host_bytes) < 1.01
+    monkeypatch.setattr(fetch_mode, "shards_of", lambda params, rows: shards["split"])
+    monkeypatch.setattr(fetch_mode, "fetch_here", lambda *given: given[3].shards)
+    assert fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
 
 
 def test_a_generation_runs_in_the_mode_that_was_chosen(monkeypatch):

@@ -19,6 +19,7 @@ from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS, HOST_GATHER
+from jshadow.planner.mesh import MeshSizes
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
 from jshadow.policies.settings import with_settings
@@ -48,7 +49,9 @@ CELLS = [
 @functools.cache
 def planned(name="shadowkv", context=122 * 1024, batch=None, count=1, gpu="a100-80gb"):
     policy = PAPERS if name == "shadowkv" else POLICIES[name]()
-    return capacity_plan(LLAMA_3_8B_1M, policy, GPUS[gpu], Serving(context, batch=batch, count=count))
+    return capacity_plan(
+        LLAMA_3_8B_1M, policy, GPUS[gpu], Serving(context, batch=batch, mesh=MeshSizes(count, left="everywhere"))
+    )
 
 
 @pytest.mark.parametrize(("name", "kilo", "batch", "tokens"), CELLS)

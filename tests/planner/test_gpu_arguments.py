@@ -53,8 +53,6 @@ BAD = {
     "context": (dict(context=0), ConfigError, "context must be at least 1, got 0"),
     "too_long": (dict(context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
     "new": (dict(max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
-    "no_gpu": (dict(count=0), ConfigError, "count must be at least 1, got 0"),
-    "split": (dict(count=3), ConfigError, "count must divide kv_heads=2, got 3"),
     "batch": (dict(batch=0), ConfigError, "batch must be at least 1, got 0"),
     "host": (dict(host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
     "fetch": (dict(fetch="mail"), ConfigError, "fetch must be"),

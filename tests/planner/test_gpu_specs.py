@@ -58,6 +58,9 @@ def test_the_command_plans_a_gpu_by_its_figures(tmp_path, capsys):
     figures = ["--gpu-gib", "139.8", "--bandwidth", "4800", "--link", "63", "--tflops", "989.5"]
     assert main([*command, "--context", "8192", *figures]) == 0
     [plan] = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["gpu"]["nvlink_bytes_per_second"] == plan["gpu"]["pcie_bytes_per_second"] == 63e9
+    assert main([*command, "--context", "8192", *figures, "--nvlink", "450"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)["plans"]
     assert main([*command, "--context", "8192", "--gpu", "h200"]) == 0
     [known] = json.loads(capsys.readouterr().out)["plans"]
     assert plan["gpu"].pop("name") == "custom GPU"

@@ -27,7 +27,7 @@ from jshadow.policies.base import why_dense
 from jshadow.weights.convert.huggingface import locate, read_config
 
 # Only the bytes and operations of its plan are used, and these do not depend on the rates.
-ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)
+ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)
 
 
 def bench_model(

@@ -5,7 +5,9 @@ from typing import Any
 from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.costs import Costs
+from jshadow.policies.links import Links
 from jshadow.policies.shadowkv import costs
+from jshadow.policies.shadowkv.link_costs import step_links
 
 
 class ShadowCosts(Costs):
@@ -35,6 +37,10 @@ class ShadowCosts(Costs):
     def step_kept(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
         """Count what chunks save that stay on the device."""
         return costs.step_kept(self.mine, spec)
+
+    def step_links(self, spec: CacheSpec) -> Links:
+        """Count the default, the left rows along `tp`, and the scores of the best chunks along `sp`."""
+        return super().step_links(spec) | step_links(self.mine, spec)
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Count the default, the rebuilding of the selected keys, and their scores."""

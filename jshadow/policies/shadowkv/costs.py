@@ -9,9 +9,12 @@ from jshadow.cache.offload import unit_bytes
 from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.packing import ROW_BITS, scale_dtype
+from jshadow.policies.mesh_checks import no_kernel
+from jshadow.policies.parts import parts_of
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
+from jshadow.policies.shadowkv.link_costs import asked_bytes, near_chunks
 from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS
 
@@ -66,9 +69,12 @@ def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
     that are packed also exist before they are packed.
     """
     sizes, item = sizes_of(spec), itemsize(spec)
-    total = policy.codec.encode_bytes(sizes, tokens, min(tokens, BLOCK))
+    coded, own = coded_sizes(policy, spec, tokens)
+    total = policy.codec.encode_bytes(coded, own, min(own, BLOCK))
     if policy.choice.outlier_rule != "landmark":
-        total = max(total, policy.codec.losses_bytes(sizes, min(tokens, BLOCK)))
+        total = max(total, policy.codec.losses_bytes(coded, min(own, BLOCK)))
+    if own < tokens:  # the exchanged keys: all tokens padded, and this device's part before and after
+        total += (tokens * sizes.columns + 2 * own * coded.columns) * item
     if policy.landmarks.dtype != "model" or policy.landmark_parts > 1:
         total += 2 * policy.max_chunks(spec.capacity) * policy.landmark_parts * sizes.columns * (item + 4)
     if policy.values.dtype != "model":
@@ -78,11 +84,22 @@ def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
 
 def compress_flops(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> int:
     """Return the operations of the matrix products of `compress`: the code, and the keys rebuilt to choose outliers."""
-    sizes = sizes_of(spec)
-    total = policy.codec.encode_flops(sizes, tokens)
+    sizes, own = coded_sizes(policy, spec, tokens)
+    total = policy.codec.encode_flops(sizes, own)
     if policy.landmark_outliers(spec.capacity) < policy.max_outliers(spec.capacity):
-        total += 2 * tokens * sizes.columns * policy.codec.products(sizes)
+        total += 2 * own * sizes.columns * policy.codec.products(sizes)
     return spec.batch * total
+
+
+def coded_sizes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> tuple[Sizes, int]:
+    """Return the sizes of the keys that a device codes, and of how many of a prompt's tokens.
+
+    On a mesh, a device codes all heads of its tokens if the code is joint.
+    """
+    sizes, shards = sizes_of(spec), spec.shards
+    if shards is None or not policy.codec.joint:
+        return sizes, tokens
+    return sizes._replace(heads=sizes.heads * shards.tp), -(-tokens // (shards.sp * shards.tp))
 
 
 # A decode step
@@ -102,7 +119,7 @@ def selected_numbers(policy: "ShadowSettings", spec: CacheSpec, width: int) -> i
     the host only once.
     """
     _, halves = tiers(policy, spec)
-    return halves * spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * policy.chunk_size * width
+    return halves * spec.batch * spec.kv_heads * policy.selected(spec) * policy.chunk_size * width
 
 
 def step_bytes(
@@ -122,7 +139,7 @@ def step_bytes(
         For each part, the bytes read from device memory and the bytes moved from the host.
     """
     layout, halves = tiers(policy, spec)
-    once = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * unit_bytes(spec, layout)
+    once = spec.batch * spec.kv_heads * policy.selected(spec) * unit_bytes(spec, layout)
     offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
     # The rows that are kept on the device are read in the place of fetched rows; `step_passes` counts both.
     parts = {part: size for part, size in usual.items() if part not in ("host rows", "host tail", "keys")}
@@ -140,9 +157,11 @@ def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[in
       written once and read once. The masks and the softmax statistics are left out, as they take less than 1 % of this.
     - "selected": the rebuilt keys and the values of the selected chunks. Each is written once and read once.
     - "padding": the rest of the sectors in which the rows of the selected chunks lie.
+    - "left rows": on a mesh, the array in which the left rows of all heads' chunks reach their devices. It is written
+      and read once, and so is the part of it that a device gets.
     """
     layout, _ = tiers(policy, spec)
-    count, chunks = policy.max_selected(spec.capacity), layout.units + layout.tail_units
+    count, chunks = policy.selected(spec), layout.units + layout.tail_units
     scores = 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * chunks
     one = spec.batch * spec.kv_heads * count * policy.chunk_size * spec.head_dim * itemsize(spec)
     left = policy.chunk_size * policy.codec.read_bytes(sizes_of(spec))
@@ -150,7 +169,9 @@ def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[in
     beside_left, beside_values = (rows * beside(size) for size in (left, unit_bytes(spec, layout)))
     by_kernel = spec.fetch != "device_put"  # the host gathers rows without what lies beside them
     on_device, on_host = (beside_values, 0) if spec.fetch == "resident" else (0, beside_values * by_kernel)
+    asked = asked_bytes(policy, spec)
     return {
+        "left rows": (2 * (asked + asked // spec.shards.tp) if spec.shards and asked else 0, 0),
         "scores": (scores if count else 0, 0),
         "selected": (2 * (policy.choice.rebuilt + 1) * one, 0),
         "padding": (policy.choice.rebuilt * beside_left + on_device, on_host),
@@ -160,9 +181,9 @@ def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[in
 def step_kept(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int, int]]:
     """Return the bytes that a step saves if all selected chunks stay: they are neither read, written nor moved."""
     layout, halves = tiers(policy, spec)
-    if not spec.keep or layout.no_kernel:
+    if not spec.keep or layout.no_kernel or no_kernel(spec):
         return {}
-    rows = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity)
+    rows = spec.batch * spec.kv_heads * policy.selected(spec)
     unit, left = unit_bytes(spec, layout), policy.chunk_size * policy.codec.read_bytes(sizes_of(spec))
     written = 2 * rows * policy.chunk_size * spec.head_dim * itemsize(spec)
     saved = {"left": (halves * rows * left, 0), "selected": (written, 0), "padding": (rows * beside(left), 0)}
@@ -189,7 +210,7 @@ def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:
     packed = packed_landmarks(policy, spec)
     if policy.values.dtype != "model":
         layout, halves = tiers(policy, spec)
-        rows = halves * spec.batch * spec.kv_heads * policy.max_selected(spec.capacity)
+        rows = halves * spec.batch * spec.kv_heads * policy.selected(spec)
         packed += rows * (policy.chunk_size * spec.head_dim - unit_bytes(spec, layout) // itemsize(spec))
     rebuilding = 2 * rebuilt * (policy.codec.products(sizes_of(spec)) + spec.group)
     return usual + rebuilding + 2 * spec.group * packed
@@ -216,7 +237,7 @@ def landmark_reads(policy: "ShadowSettings", spec: CacheSpec) -> tuple[int, int]
     chunks, row = layout.units + layout.tail_units, spec.kv_heads * spec.head_dim
     if policy.landmarks.levels == 1:
         return spec.batch * chunks * policy.landmark_parts * row, spec.batch * landmark_bytes(policy, chunks, sizes)
-    near = halves * policy.max_near(spec.capacity, layout.tail_units)
+    near = halves * near_chunks(policy, spec)
     means = landmark_row_bytes(chunks * spec.kv_heads, mean_kind(policy.landmarks.dtype), sizes)
     numbers = (chunks + near * policy.landmark_parts) * row
     return spec.batch * numbers, spec.batch * (means + landmark_bytes(policy, near, sizes))
@@ -228,7 +249,7 @@ def spread_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
     chunks = layout.units + layout.tail_units
     if policy.landmarks.levels == 1:
         return spec.batch * spread_bytes(policy, chunks, sizes)
-    near = halves * policy.max_near(spec.capacity, layout.tail_units) * policy.landmark_parts
+    near = halves * near_chunks(policy, spec) * policy.landmark_parts
     return spec.batch * spec.kv_heads * (chunks + near) * jnp.dtype(scale_dtype(spec.dtype)).itemsize
 
 
@@ -251,19 +272,21 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
             rows = min(rows, 2 * CACHED_ROWS)
         scores += rows * spec.head_dim * (4 + item)
     if policy.landmarks.levels == 2:
-        near = spec.batch * policy.max_near(spec.capacity, layout.tail_units) * policy.landmark_parts
+        near = spec.batch * near_chunks(policy, spec) * policy.landmark_parts
         scores += near * (spec.kv_heads * spec.head_dim * (halves + 4 + item) + 4 * 4 * spec.q_heads)
     selected = policy.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
     if policy.values.dtype != "model":
         selected += spec.head_dim * (1 + 4)
-    count = policy.max_selected(spec.capacity)
+    count = policy.selected(spec)
     # `pallas_kernels.select_chunks` sorts and searches the selected chunks, and the places of the cache.
-    places = 8 * 4 * spec.batch * spec.kv_heads * (count + policy.max_places(spec.capacity))
-    attended = exact_scores(policy, spec) + selected_numbers(policy, spec, 3 * 4 * spec.group) // halves
+    places = 8 * 4 * spec.batch * spec.kv_heads * (count + policy.places(spec))
+    # Each device makes the rows that all heads ask for. A reduce-scatter may copy them.
+    asked = 2 * asked_bytes(policy, spec)
+    attended = asked + exact_scores(policy, spec) + selected_numbers(policy, spec, 3 * 4 * spec.group) // halves
     return scores + policy.choice.rebuilt * selected_numbers(policy, spec, selected) + places + attended
 
 
 def exact_scores(policy: "ShadowSettings", spec: CacheSpec) -> int:
     """Return the bytes of the scores, masked scores and weights of the window and the outliers in a step."""
-    exact = spec.window + policy.max_outliers(spec.capacity) * policy.chunk_size
+    exact = spec.window + parts_of(spec, policy.max_outliers(spec.capacity)) * policy.chunk_size
     return 3 * 4 * spec.batch * spec.q_heads * exact

@@ -18,7 +18,6 @@ from jshadow.policies.shadowkv import sizes
 from jshadow.policies.shadowkv.device_counts import DeviceCounts
 from jshadow.policies.shadowkv.key_codecs import KeyCodec
 from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
-from jshadow.policies.shadowkv.landmark_levels import GROUP
 from jshadow.policies.shadowkv.records import (
     Choice,
     ExactKeys,
@@ -200,11 +199,6 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
         """Return how queries score chunks, as `selection` needs it."""
         scoring = self.quirks.scoring(spec.scale)
         return scoring._replace(axis="sp") if spec.shards is not None and spec.shards.sp > 1 else scoring
-
-    def max_near(self, capacity: int, later: int) -> int:
-        """Return the maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
-        named = self.max_selected(capacity) * self.choice.wider
-        return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     def max_chunks(self, capacity: int) -> int:
         """Return the number of chunks n of the longest prompt that fits."""

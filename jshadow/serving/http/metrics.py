@@ -18,7 +18,7 @@ from jshadow.serving import AnswerReport
 if TYPE_CHECKING:
     from jshadow.serving.http.service import Service
 
-ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
+ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
 

@@ -1,0 +1,75 @@
+"""What the devices of a mesh exchange in a decode step of ShadowKV.
+
+B rows, T queries, h_q and h_kv heads of a device, k chunks that a query selects on a device.
+"""
+
+from typing import TYPE_CHECKING
+
+from jshadow.cache.spec import CacheSpec
+from jshadow.policies.links import Links, gathered, reduced
+from jshadow.policies.shadowkv.key_codecs import Sizes
+from jshadow.policies.shadowkv.landmark_levels import GROUP
+
+if TYPE_CHECKING:
+    from jshadow.policies.shadowkv.settings import ShadowSettings
+
+
+def later_chunks(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the number of chunks after the prompt for which there is space. Only ShadowKV+ has any."""
+    layout = policy.host_layout(spec)
+    return 0 if layout is None else layout.tail_units
+
+
+def near_chunks(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the maximum number of a device's chunks whose second level of landmarks a step reads."""
+    named = policy.max_selected(spec.capacity) * policy.choice.wider
+    groups = -(-policy.stored_chunks(spec) // GROUP) - -later_chunks(policy, spec) // GROUP
+    return GROUP * min(named, groups)
+
+
+def asked_rows(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return for how many chunks all heads of `tp` ask for left rows, which another device may have. 0: it never has.
+
+    Every device makes an array with a place for each of them, and one reduce-scatter brings every head its rows.
+    """
+    if spec.shards is None or not policy.splits_left(spec):
+        return 0
+    heads = spec.batch * spec.kv_heads * spec.shards.tp
+    joined = later_chunks(policy, spec) > 0 and policy.choice.outlier_rule != "landmark"  # its coding error is measured
+    return heads * (policy.selected(spec) * policy.choice.rebuilt + joined)
+
+
+def asked_bytes(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the bytes of the array of `asked_rows` on each device."""
+    sizes = Sizes(spec.kv_heads, spec.head_dim, spec.dtype)
+    return asked_rows(policy, spec) * policy.chunk_size * policy.codec.read_bytes(sizes)
+
+
+def step_links(policy: "ShadowSettings", spec: CacheSpec) -> Links:
+    """Return the bytes that a device sends in a step, without those that merge results of attention.
+
+    - "left rows": along `tp`, the ids int32 [B, h_kv, k] of the chunks that each head selects, and their left rows.
+    - "later rows": along `tp`, the sums from which the left rows of new tokens are made, float32 [B, rank] (ShadowKV+).
+    - "scores": along `sp`, the statistics of each softmax over landmarks, two times float32 [B, h_q], and the scores of
+      the best chunks of each device, float32 [B, h_kv, k].
+    """
+    shards, links = spec.shards, Links()
+    if shards is None:
+        return links
+    count, later = policy.selected(spec), later_chunks(policy, spec)
+    if rows := asked_rows(policy, spec):
+        sent = gathered(4 * rows, shards.tp) + gathered(asked_bytes(policy, spec), shards.tp)
+        links["left rows"] = (sent, 0)
+    if later and shards.tp > 1 and policy.codec.joint:
+        columns = policy.codec.products(Sizes(spec.kv_heads, spec.head_dim, spec.dtype))
+        links["later rows"] = (reduced(4 * spec.batch * columns, shards.tp), 0)
+    if shards.sp > 1 and count:
+        softmaxes, offered = policy.landmarks.levels + policy.choice.rounds - 1, count
+        if policy.landmarks.levels == 2:
+            offered += near_chunks(policy, spec) // GROUP
+        if policy.choice.rounds == 2:
+            offered += min(policy.max_selected(spec.capacity) * policy.choice.wider, policy.stored_chunks(spec) + later)
+        statistics = 2 * softmaxes * reduced(4 * spec.batch * spec.q_heads, shards.sp)
+        best = gathered(4 * spec.batch * spec.kv_heads * offered * shards.sp, shards.sp)
+        links["scores"] = (0, statistics + best)
+    return links

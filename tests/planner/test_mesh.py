@@ -1,0 +1,195 @@
+"""The planner of several GPUs that share one model: what fits, what they exchange, and what is refused."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+from cases import TINY
+from mesh_measured import CONFIG, POLICIES
+
+from jshadow.cli.main import main
+from jshadow.errors import ConfigError
+from jshadow.models.published import published_config
+from jshadow.models.registry import family_of
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_specs import GPUS
+from jshadow.planner.mesh import MeshSizes
+from jshadow.policies import Full, InfLLM, Quest, ShadowKV
+
+H200 = GPUS["h200"]
+
+
+@functools.cache
+def million(name, **mesh):
+    hf = published_config(name)
+    serving = Serving(1_000_000, max_new_tokens=1024, room=1024, mesh=MeshSizes(**mesh))
+    return capacity_plan(family_of(hf).config_from_hf(hf), ShadowKV(), H200, serving)
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "everywhere", "full"), [("llama-3-8b-1m", 50, 13, 8), ("llama-3-70b-1m", 18, 4, 3)]
+)
+def test_a_million_tokens_on_eight_gpus(name, split, everywhere, full):
+    """Left rows are nine tenths of a state if every GPU has all of them."""
+    best = million(name, tp=8)
+    assert best.chosen.largest_batch >= split
+    assert million(name, tp=8, left="everywhere").chosen.largest_batch == everywhere
+    assert best.full.largest_batch == full
+    assert million(name, tp=4, sp=2).chosen.largest_batch >= split
+    assert best.chosen.device_bytes <= H200.memory_bytes
+
+
+def test_what_is_split_takes_a_part_of_the_bytes():
+    one, tp, sp = (million("llama-3-8b-1m", **sizes).chosen for sizes in ({}, {"tp": 2}, {"sp": 2}))
+    chunks = (1_001_024 // 8 - 4, 1_001_024 // 8 + 1)  # of one device, and of all devices if left rows are split
+    assert one.row_parts["left"][0] == 32 * chunks[0] * 8 * 160 * 2
+    assert tp.row_parts["left"][0] == 32 * -(-chunks[1] // 2) * 8 * 160 * 2
+    for part in ("right", "landmarks", "outliers", "window", "host rows"):
+        assert [2 * size for size in tp.row_parts[part]] == list(one.row_parts[part])
+    for part in ("right", "window"):
+        assert sp.row_parts[part] == one.row_parts[part]
+    for part in ("left", "landmarks", "host rows"):
+        assert 1 <= 2 * sum(sp.row_parts[part]) / sum(one.row_parts[part]) < 1.001
+    # Every device of sp has all weights, and moves as many rows as one device.
+    assert million("llama-3-8b-1m", sp=2).weights_bytes == million("llama-3-8b-1m").weights_bytes
+    assert sp.step.pcie_bytes / sp.batch == one.step.pcie_bytes / one.batch == 2 * tp.step.pcie_bytes / tp.batch
+
+
+def test_host_bytes_of_a_process():
+    """By default, a process has the GPUs of tp. A limit is that of one process."""
+    two, one = million("llama-3-8b-1m", tp=4, sp=2), million("llama-3-8b-1m", tp=4, sp=2, process_devices=8)
+    assert two.chosen.host_bytes == one.chosen.host_bytes == 2 * two.chosen.process_host_bytes
+    assert one.chosen.process_host_bytes == one.chosen.host_bytes
+    limit = 4 * two.chosen.row_bytes[1] * 3
+    serving = Serving(1_000_000, max_new_tokens=1024, room=1024, host_limit=limit, mesh=two.mesh)
+    hf = published_config("llama-3-8b-1m")
+    limited = capacity_plan(family_of(hf).config_from_hf(hf), ShadowKV(), H200, serving)
+    assert limited.chosen.largest_batch == 3
+
+
+def test_bytes_over_links_by_hand():
+    """One layer of 8 query and 4 KV heads of 16, float32, rank 12, 2 rows; 4 selected chunks of 4 tokens."""
+    policy, sizes = POLICIES["shadowkv"], {"dtype": "float32", "batch": 2, "max_new_tokens": 71}
+
+    def step(**mesh):
+        return capacity_plan(CONFIG, policy, H200, Serving(41, **sizes, mesh=MeshSizes(**mesh))).chosen.step
+
+    residual, rows = 2 * CONFIG.model_dim * 4, 2 * 4 * 4
+    over_tp = {
+        "residual stream": (3 * 2 * residual * 3 // 4, 0),  # of the embedding, the attention's output and the MLP
+        "logits": (2 * 96 * 4 * 3 // 4, 0),
+        "left rows": (rows * 4 * 3 // 4 + rows * 4 * 12 * 4 * 3 // 4, 0),
+    }
+    assert step(tp=4).link_bytes == over_tp
+    assert step(tp=4, left="everywhere").link_bytes == {part: over_tp[part] for part in ("residual stream", "logits")}
+    over_sp = {
+        "attention": (0, 2 * 2 * 8 * 4 * (1 + 17) * 3 // 4),  # the maximum; the sum of weights and of values
+        "scores": (0, 2 * 2 * 2 * 8 * 4 * 3 // 4 + 2 * 4 * 4 * 4 * 3),  # softmax; the best 4 of each device
+    }
+    assert step(sp=4).link_bytes == over_sp
+    sent = sum(tp for tp, _ in over_tp.values()) / 450e9
+    assert step(tp=4).link_seconds == pytest.approx(sent)
+    assert step(sp=4).link_seconds == pytest.approx(sum(sp for _, sp in over_sp.values()) / 50e9)
+    assert step(sp=4, process_devices=4).link_seconds == pytest.approx(sum(sp for _, sp in over_sp.values()) / 450e9)
+    both = step(tp=4)
+    times = (both.hbm_seconds, both.pcie_seconds, both.flop_seconds, both.gather_seconds, both.link_seconds)
+    assert both.tokens_per_second == pytest.approx(2 / sum(times))
+    assert step().link_bytes == {}
+
+
+def test_a_weight_that_cannot_be_split_lies_on_every_device():
+    odd = dataclasses.replace(CONFIG, vocab_size=97)
+    even, uneven = (
+        capacity_plan(config, Full(), H200, Serving(41, batch=1, dtype="float32", mesh=MeshSizes(tp=2))).chosen.step
+        for config in (CONFIG, odd)
+    )
+    assert uneven.link_bytes["logits"] == (0, 0)
+    assert 3 * uneven.link_bytes["residual stream"][0] == 2 * even.link_bytes["residual stream"][0]
+
+
+BAD = {
+    "heads": (dict(tp=3), "tp must divide the 2 KV heads, got tp=3"),
+    "none": (dict(tp=0), "tp must be an integer of at least 1, got 0"),
+    "tokens": (dict(sp=-1), "sp must be an integer of at least 1, got -1"),
+    "half": (dict(sp=1.5), "sp must be an integer of at least 1, got 1.5"),
+    "left": (dict(left="right"), "left must be one of"),
+    "process": (dict(tp=2, process_devices=0), "process_devices must be an integer of at least 1, got 0"),
+    "uneven": (dict(tp=2, process_devices=4), r"process_devices must divide tp \* sp = 2 devices, got 4"),
+    "network": (dict(sp=2, network_bytes_per_second=0.0), "network_bytes_per_second must be above 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sizes_are_told(case):
+    sizes, told = BAD[case]
+    with pytest.raises(ConfigError, match=told):
+        capacity_plan(TINY, Full(), H200, Serving(64, mesh=MeshSizes(**sizes)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "fetch", "sizes", "told"),
+    [
+        (InfLLM(), "device_put", dict(tp=2), "mesh must be None for infllm, which is not split over devices"),
+        (Quest(top_p=0.9), "device_put", dict(sp=2), "mesh must have sp=1 for quest, which cannot split a prompt"),
+        (POLICIES["shadowkv"], "zero_copy", dict(tp=2), "fetch must be 'device_put' or 'resident' for shadowkv on"),
+    ],
+)
+def test_a_policy_that_cannot_be_split_is_refused(policy, fetch, sizes, told):
+    with pytest.raises(ConfigError, match=told):
+        capacity_plan(TINY, policy, H200, Serving(64, fetch=fetch, mesh=MeshSizes(**sizes)))
+
+
+def test_zero_copy_needs_all_left_rows():
+    plans = [
+        capacity_plan(
+            TINY, POLICIES["shadowkv"], H200, Serving(64, fetch="auto", batch=2, mesh=MeshSizes(2, left=left))
+        )
+        for left in ("split", "everywhere")
+    ]
+    told = [plan.chosen.fetch_reason for plan in plans]
+    assert ["zero_copy has no kernel" in reason for reason in told] == [True, False]
+
+
+# The command
+
+
+def test_the_command(capsys):
+    options = ["plan", "llama-3-8b-1m", "--context", "100000", "--gpu", "h200", "--fetch", "device_put", "--tp", "4"]
+    assert main([*options, "--sp", "2", "--network", "25", "--nvlink", "400", "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)["plans"]
+    assert (plan["count"], plan["mesh"]["tp"], plan["mesh"]["sp"], plan["mesh"]["left"]) == (8, 4, 2, "split")
+    step = plan["chosen"]["step"]
+    along = [sum(part[axis] for part in step["link_bytes"].values()) for axis in (0, 1)]
+    assert step["link_seconds"] == pytest.approx(along[0] / 400e9 + along[1] / 25e9)
+    assert plan["full"]["step"]["link_bytes"]["attention"][1] > 0
+    assert main([*options, "--sp", "2"]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "tp=4, sp=2, left=split",
+        "links along sp, GB",
+        "links a token, MB",
+        "host of a process, GiB",
+        "Links: bytes that one GPU",
+    ):
+        assert told in out
+    assert main([*options[:-2], "--count", "4", "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)["plans"]
+    assert (plan["mesh"]["tp"], plan["mesh"]["left"]) == (4, "everywhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tp", "3"], "tp must divide the 8 KV heads, got tp=3"),
+        (["--tp", "2", "--count", "2"], "--count must be left out with --tp, got 2"),
+        (["--count", "0"], "--count must be at least 1, got 0"),
+        (["--sp", "2", "--shared", "3"], "--sp must be left out with --shared and --group-rows, got 2"),
+    ],
+)
+def test_bad_options_are_told(options, told, capsys):
+    assert main(["plan", "llama-3-8b-1m", "--context", "8192", *options]) != 0
+    assert told in capsys.readouterr().err
+    assert main(["plan", "llama-3-8b-1m", "--tp", "2"]) != 0
+    assert "--tp must come with --context" in capsys.readouterr().err
