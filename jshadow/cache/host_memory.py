@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from jshadow.cache.offload import host_bytes
 from jshadow.cache.records import LayerState
@@ -35,6 +36,16 @@ class Limit:
 
     free: int
     owner: str
+
+
+class Sharing:
+    """The processes that share the memory of this host.
+
+    Attributes:
+        processes: how many of a joined run's processes are on this host. `jshadow.engine.mesh.processes.join` sets it.
+    """
+
+    processes = 1
 
 
 def check_host_memory(plans: Plans) -> None:
@@ -111,8 +122,9 @@ class Pool:
 
 
 def pinned_bytes() -> int:
-    """Return the bytes of all arrays in pinned host memory."""
-    return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
+    """Return the bytes of all arrays in pinned host memory that lie beside devices of this process."""
+    pinned = [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
+    return sum(shard.data.nbytes for array in pinned for shard in array.addressable_shards)
 
 
 def least_limit() -> Limit | None:
@@ -134,7 +146,10 @@ def system_limit(taken: int) -> Limit | None:
     if free is None:
         return None
     spare = max(0, Pool.taken - taken) if jax.default_backend() == "gpu" else 0
-    return Limit(free + spare, "that the system has available")
+    owner = "that the system has available"
+    if Sharing.processes > 1:
+        owner += f", of which each of {Sharing.processes} processes gets a part"
+    return Limit(free // Sharing.processes + spare, owner)
 
 
 def available_memory() -> int | None:
@@ -177,7 +192,13 @@ def pool_gib() -> int:
 
 def planned_bytes(plans: Plans) -> int:
     """Return the bytes that all planned states need in host memory."""
-    return sum(host_bytes(specs) for specs in plans)
+    return sum(host_bytes(specs) * devices_here(specs[0]) for specs in plans)
+
+
+def devices_here(spec: CacheSpec) -> int:
+    """Return how many devices of the mesh are of this process. A spec describes one device."""
+    mesh = spec.shards.mesh if spec.shards is not None else None
+    return len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
 
 
 def describe(plans: Plans) -> str:

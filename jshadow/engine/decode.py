@@ -30,6 +30,7 @@ from jshadow.engine.cores import generate_steps as generate_steps
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.cores import step as step
 from jshadow.engine.host_notes import consuming, note_room
+from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
@@ -84,7 +85,9 @@ def decode_step(
     room = check_room(state, rows.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
-        out, writes = _step(params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config)
+        out, writes = run_together(
+            _step, params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config
+        )
     return out, note_room(state.join(writes), room)
 
 
@@ -209,7 +212,7 @@ def extend(
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
-        run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
+        run = functools.partial(run_together, _extend, params.weights, reads=reads, config=params.config)
         turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, chunk)), logits, options.get("progress"))
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)

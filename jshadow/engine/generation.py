@@ -15,6 +15,7 @@ from jshadow.engine.checks import check_policy, check_room, check_state
 from jshadow.engine.decode import Draw
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.host_notes import consuming
+from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.options import GenerateOptions, batch_of
 from jshadow.engine.prefill.job import own_attention, prepared_attention
 from jshadow.engine.report import (
@@ -177,7 +178,7 @@ class GenerationLoop:
             self.prefill_seconds = stop()
             return
         active = np.ones(len(self.prompts), bool)
-        tokens = decode.sample_once(logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
+        tokens = run_together(decode.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
         values = self.read_tokens(tokens, 0, active)
         self.prefill_seconds = stop()
         for index in range(1, count + 1):
@@ -221,13 +222,13 @@ class GenerationLoop:
         assert self.state is not None
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
-            return decode.sample_once(logits, draw, sampler=self.sampler)
+            return run_together(decode.sample_once, logits, draw, sampler=self.sampler)
         weights, config = self.params.weights, self.params.config
         fed = jnp.asarray(values), jnp.asarray(active)
         with consuming(self.state):
             reads, writes = self.state.split()
-            token, writes = decode.step_and_sample(
-                weights, fed, reads, writes, draw, config=config, sampler=self.sampler
+            token, writes = run_together(
+                decode.step_and_sample, weights, fed, reads, writes, draw, config=config, sampler=self.sampler
             )
         self.state = self.state.join(writes)
         return token

@@ -15,6 +15,8 @@ import re
 import time
 from typing import Any
 
+from jshadow.cache.host_memory import Sharing
+from jshadow.engine.mesh.agree import processes_here
 from jshadow.engine.mesh.member import Membership
 from jshadow.engine.mesh.roll_call import REPORT_SECONDS, Hub
 from jshadow.engine.mesh.wire import bind_address, split_address
@@ -169,6 +171,7 @@ def join(options: ProcessOptions) -> Processes:
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=bind,
     )
+    Sharing.processes = processes_here()
     return Processes(place.processes, place.process, membership, hub)
 
 

@@ -12,6 +12,7 @@ from jax import Array
 from jshadow.cache.records import LayerState
 from jshadow.cache.shards import Shards, everywhere
 from jshadow.cache.state import Counters, KVState, Reads, Writes
+from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.job import PrefillJob
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
@@ -35,10 +36,12 @@ def end_prefill(job: PrefillJob, x: Array, layers: Sequence[Sequence[LayerState]
     """
     weights, config, row_lengths = job.params.weights, job.params.config, jnp.asarray(job.lengths)
     x = x[:, : job.tokens.shape[1]]
-    out = prompt_logits(weights, x, row_lengths, config=config, want=job.options.logits, shards=job.shards)
+    out = run_together(
+        prompt_logits, weights, x, row_lengths, config=config, want=job.options.logits, shards=job.shards
+    )
     states = first_states(job, layers)
     if any(tries_a_step(policy) for policy in job.policies):
-        final = prompt_logits(weights, x, row_lengths, config=config, want="last", shards=job.shards)
+        final = run_together(prompt_logits, weights, x, row_lengths, config=config, want="last", shards=job.shards)
         token = final.argmax(-1).astype(jnp.int32)
         states = [foresee(weights, config, token, state) for state in states]
     return [(out, state) for state in states]

@@ -16,6 +16,7 @@ from jshadow.cache.records import LayerState, PromptKV
 from jshadow.cache.state import KVState, is_deleted, of_layer
 from jshadow.engine.blas_threads import one_blas_thread
 from jshadow.engine.checks import check_policy
+from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.end import embed_prompt, end_prefill
 from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill.layer import Given, compress_layer, needed
@@ -80,7 +81,7 @@ def begin(job: PrefillJob) -> PartialPrefill:
         for index in range(config.num_layers)
     )
     schedule = Schedule(plans, compressions, len(job.lengths), pieces)
-    x = embed_prompt(job.params.weights, fit_tokens(jnp.asarray(job.tokens), count * size), config=config)
+    x = run_together(embed_prompt, job.params.weights, fit_tokens(jnp.asarray(job.tokens), count * size), config=config)
     return PartialPrefill(job, schedule, first_work(job, x))
 
 
@@ -117,7 +118,9 @@ def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> tuple[LayerSt
     for plan in job.plans:
         spec = plan[index]
         fitted = of_layer(job.options.fitted, index) if reads_fitted(spec.policy) else None
-        state, write = compress_layer(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
+        state, write = run_together(
+            compress_layer, needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None)
+        )
         with host_memory.placing(job.plans):
             states.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
     return tuple(states)

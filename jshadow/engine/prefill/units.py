@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import PromptKV
+from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Begun, Given
 from jshadow.engine.prefill.layer_run import LayerPlan
@@ -79,20 +80,20 @@ def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> Lay
     x, begun, q, carry = layer
     piece, row = np.int32(unit.piece), np.int32(unit.row)
     if unit.work == "project":
-        begun, q = prefill_layer.project_piece(given, x, begun, q, piece, row, plan=plan)
+        begun, q = run_together(prefill_layer.project_piece, given, x, begun, q, piece, row, plan=plan)
         carry = None  # the output of the rows before is no longer needed
     elif unit.work == "begin":
-        carry = prefill_layer.begin_attention(given, x, begun, q, plan=plan)
+        carry = run_together(prefill_layer.begin_attention, given, x, begun, q, plan=plan)
     elif unit.work == "piece":
-        x, begun, carry = prefill_layer.read_piece(given, x, begun, q, carry, piece, plan=plan)
+        x, begun, carry = run_together(prefill_layer.read_piece, given, x, begun, q, carry, piece, plan=plan)
     else:
         assert isinstance(begun, PromptKV), unit
         if unit.work == "attend":
             assert q is not None
-            carry = prefill_layer.attend_whole(given, begun, q, row, plan=plan)
+            carry = run_together(prefill_layer.attend_whole, given, begun, q, row, plan=plan)
         else:
             assert unit.work == "finish", unit
-            x = prefill_layer.finish_piece(given, x, begun.lengths, carry, piece, row, plan=plan)
+            x = run_together(prefill_layer.finish_piece, given, x, begun.lengths, carry, piece, row, plan=plan)
     return LayerWork(x, begun, q, carry)
 
 
