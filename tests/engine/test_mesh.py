@@ -86,3 +86,8 @@ def test_left_is_a_known_place():
     assert FOUR.call(mesh_cases.refused, [("tp", 2)], ShadowKV(), "nowhere").startswith(
         "ConfigError: left must be one of ('split', 'everywhere'), got 'nowhere'"
     )
+
+
+@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("data2", marks=pytest.mark.whole)])
+def test_an_engine_answers_on_a_mesh(mesh):
+    assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5

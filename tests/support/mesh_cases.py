@@ -181,3 +181,18 @@ def refused(mesh: Any, policy: Policy, left: str = "split") -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def engine_answers(mesh: str) -> list[bool]:
+    """Whether an engine on a mesh answers five prompts as `generate` does on one device."""
+    from jshadow.generate import generate
+    from jshadow.serving import Engine, EngineOptions, Request, RowClass
+
+    policy, rng = POLICIES["shadowkv"], np.random.default_rng(3)
+    prompts = [rng.integers(0, 96, count).tolist() for count in (50, 33, 61, 20, 47)]
+    options = EngineOptions(fetch="device_put")
+    with Engine(model(mesh), policy, classes=[RowClass(64, 32, 2)], options=options) as engine:
+        answers = engine.submit_all([Request(prompt, max_new_tokens=12) for prompt in prompts])
+        got = [list(answer.result().tokens) for answer in answers]
+    asked = {"max_new_tokens": 12, "capacity": 96, "fetch": "resident"}
+    return [got[i] == list(generate(model(), prompt, policy, **asked).tokens) for i, prompt in enumerate(prompts)]
