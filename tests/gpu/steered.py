@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.landmark_levels import Marks
 
@@ -41,7 +42,7 @@ class Steered(ShadowKV):
         return max(0, self.prompt // self.chunk_size - self.local_chunks)
 
     @property
-    def selected(self) -> int:
+    def taken(self) -> int:
         """Number of chunks that a step selects."""
         return self.max_selected(self.capacity)
 
@@ -53,14 +54,14 @@ class Steered(ShadowKV):
             ValueError: there are too few chunks for two selections without common chunks.
         """
         size = self.chunks - self.max_outliers(self.capacity)
-        if size < 2 * self.selected:
-            raise ValueError(f"{size} chunks are too few to select {self.selected} others in each step")
+        if size < 2 * self.taken:
+            raise ValueError(f"{size} chunks are too few to select {self.taken} others in each step")
         return size
 
     @property
     def moved(self) -> int:
         """Number of ranks that the window moves in a step of the second phase."""
-        return self.selected - round(SHARE * self.selected)
+        return self.taken - round(SHARE * self.taken)
 
     def ranks(self) -> Array:
         """Return the ranks of all chunks, int32 [n]. Chunks past the prompt have the same ranks as others."""
@@ -74,12 +75,12 @@ class Steered(ShadowKV):
     def window(self, positions: Array, heads: int) -> Array:
         """Return which chunks the tokens at `positions`, int32 [B, T], select; bool [B, heads, T, n]."""
         token = (positions - self.prompt)[:, None, :, None]
-        start = self.selected * jnp.minimum(token, PHASE) + self.moved * jnp.maximum(token - PHASE, 0)
+        start = self.taken * jnp.minimum(token, PHASE) + self.moved * jnp.maximum(token - PHASE, 0)
         # Heads select different chunks. Otherwise they would find each other's left rows in the GPU's cache.
         start += jnp.arange(heads)[:, None, None] * (self.wheel // heads)
-        return ((self.ranks() - start) % self.wheel < self.selected) & self.eligible()
+        return ((self.ranks() - start) % self.wheel < self.taken) & self.eligible()
 
-    def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
+    def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
         """Return the landmarks of all chunks, of which only those of the window are open."""
-        [marks] = super().marks(state, step)
+        [marks] = super().marks(spec, state, step)
         return (marks._replace(open=self.window(step.positions, marks.open.shape[1])),)

@@ -20,7 +20,7 @@ def policy_of(sizes, code, capacity):
 @pytest.mark.parametrize("code", REAL.policies)
 def test_a_steered_selection_fits_the_real_sizes(code, capacity):
     policy = policy_of(REAL, code, capacity)
-    wheel, count = policy.wheel, policy.selected
+    wheel, count = policy.wheel, policy.taken
     assert wheel >= 2 * count
     assert np.asarray(policy.eligible()).sum() == wheel
     ranks = np.asarray(policy.ranks())[: policy.chunks]
@@ -61,9 +61,9 @@ def test_steered_steps_keep_the_share_that_was_asked_for(code, first, share):
     ranks, chunks = np.asarray(policy.ranks()), np.arange(policy.max_chunks(1024))
     for step, token in enumerate(range(first, first + len(ids))):
         for head in range(2):
-            start = policy.selected * min(token, PHASE) + policy.moved * max(token - PHASE, 0)
+            start = policy.taken * min(token, PHASE) + policy.moved * max(token - PHASE, 0)
             start += head * (policy.wheel // 2)
-            window = {(start + place) % policy.wheel for place in range(policy.selected)}
+            window = {(start + place) % policy.wheel for place in range(policy.taken)}
             want = [chunk for chunk in chunks if chunk < policy.chunks and ranks[chunk] in window]
             assert all(list(row[head]) == want for row in ids[step])
 
@@ -72,8 +72,8 @@ def test_steering_reads_the_real_landmarks_of_every_chunk():
     policy, config = policy_of(DRY, "packed", 1024), DRY.layer_config
     held = state(config, policy, 2, 1024, policy.prompt, "resident")
     step = random_step(Shape(policy.prompt, 2, config.q_heads, config.kv_heads, config.head_dim), 1)
-    [mine] = policy.marks(held.layers[0], step)
-    [real] = super(type(policy), policy).marks(held.layers[0], step)
+    [mine] = policy.marks(held.specs[0], held.layers[0], step)
+    [real] = super(type(policy), policy).marks(held.specs[0], held.layers[0], step)
     assert jax.tree.leaves(mine.landmarks)[0] is jax.tree.leaves(real.landmarks)[0]
     assert (mine.open.shape, mine.open.dtype) == (real.open.shape, real.open.dtype)
     assert not (np.asarray(mine.open) & ~np.asarray(real.open)).any()
