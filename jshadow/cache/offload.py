@@ -22,12 +22,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
-from jshadow.cache.shards import Shards, whole_shape
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.cache.write_units import write_units
 from jshadow.errors import ConfigError
@@ -105,56 +102,6 @@ def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
     tiers = [tier_shapes(spec.policy.host_layout(spec), spec) for spec in specs]
     parts = [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
     return sum(part.array.size * part.array.dtype.itemsize for part in parts if part.memory == "pinned_host")
-
-
-def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) -> HostTier:
-    """Start to copy a layer's prompt rows to the host tier, and return without waiting. The tail is filled with zeros.
-
-    Args:
-        layout: the layer's layout, or None if the layer offloads nothing.
-        spec: the layer.
-        prompt: the rows of the prompt. None: zeros.
-    """
-    shapes = tier_shapes(layout, spec)
-    if spec.shards is not None:
-        return place_on_devices(spec.shards, shapes, prompt)
-    sharding = SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory_of(spec.fetch))
-
-    def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
-        if shape is None:
-            return None
-        if shape.memory == "device" and isinstance(data, Array):
-            return HostArray(data, shape.memory)
-        if data is None:
-            data = np.zeros(shape.array.shape, shape.array.dtype)  # NumPy, so that no device memory is used
-        return HostArray(jax.device_put(data, sharding), shape.memory)
-
-    return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
-
-
-def place_on_devices(shards: Shards, shapes: HostTier, prompt: HostWrite | None) -> HostTier:
-    """Start to copy a layer's prompt rows to the memory beside each device of a mesh, as `place` does.
-
-    Args:
-        shards: the mesh.
-        shapes: the tier of one device, with ShapeDtypeStructs in place of arrays.
-        prompt: the rows of the prompt, a global array. None: zeros.
-    """
-
-    def put(shape: HostArray | None, data: Array | None, split: PartitionSpec) -> HostArray | None:
-        if shape is None:
-            return None
-        sharding = shards.sharding(split, shape.memory)
-        if data is not None:
-            return HostArray(jax.device_put(data, sharding), shape.memory)
-        whole, one = whole_shape(shards, split, shape.array.shape), shape.array
-        zeros = jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(one.shape, one.dtype))
-        return HostArray(zeros, shape.memory)
-
-    rows = shards.spec("data", "tp", "sp")
-    return HostTier(
-        put(shapes.prompt, prompt.data if prompt else None, rows), put(shapes.tail, None, PartitionSpec(*rows[:2]))
-    )
 
 
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:

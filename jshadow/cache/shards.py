@@ -193,3 +193,16 @@ def everywhere(x: Any, shards: Shards | None) -> Any:
     if shards is None or not isinstance(shards.mesh, Mesh):
         return x
     return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, shards.sharding(PartitionSpec())), x)
+
+
+def gathered(logits: Any, shards: Shards | None) -> Any:
+    """Return logits [B, ..., V] with a copy on every device of the mesh. None: return them as they are.
+
+    They are split over `tp` first. Otherwise the compiler may gather the weights of the head, which are larger.
+    """
+    if shards is None or not isinstance(shards.mesh, Mesh):
+        return logits
+    if logits.shape[-1] % shards.tp == 0:
+        split = shards.spec("data", *[None] * (logits.ndim - 2), "tp")
+        logits = lax.with_sharding_constraint(logits, shards.sharding(split))
+    return everywhere(logits, shards)

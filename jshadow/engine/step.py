@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
-from jshadow.cache.shards import everywhere
+from jshadow.cache.shards import everywhere, gathered
 from jshadow.cache.shared_rows import each_row
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
@@ -150,7 +150,7 @@ def step_state(
     if not (every or speculation):
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     shards = specs[0].shards
-    out = model_logits(weights, config, x)
+    out = gathered(model_logits(weights, config, x), shards)
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     # XLA's GPU compiler of jax 0.10.2 fuses these comparisons into the product of the head. With one row that fusion is
     # invalid, and the step does not compile. The barrier keeps them apart.

@@ -12,7 +12,7 @@ import pytest
 from byte_models import PARAMS, SHADOW
 
 import jshadow
-from jshadow.cache import offload
+from jshadow.cache import place
 from jshadow.engine import decode
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
@@ -128,7 +128,7 @@ def refused(patch):
 
 
 def lacking_host_memory(patch):
-    patch.setattr(offload, "place", failing(HostMemoryError("full"), 2, offload.place))
+    patch.setattr(place, "place", failing(HostMemoryError("full"), 2, place.place))
     with ends_with(HostMemoryError):
         generate(TEXTS)
 

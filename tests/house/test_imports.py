@@ -51,7 +51,7 @@ ONLY_IN = {
     "triton": (),
     "jax_triton": (),
     "optax": ("policies/less",),
-    "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "policies/shadowkv"),
+    "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "cache/mesh_rows.py", "policies/shadowkv"),
 }
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

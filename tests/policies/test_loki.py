@@ -8,7 +8,7 @@ import pytest
 from cases import TINY, model, random_tokens, run_steps
 from policy_inputs import prompt_of, spec_of
 
-from jshadow.cache import offload
+from jshadow.cache import place
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.ops.attention import group_queries
@@ -23,7 +23,7 @@ def test_loki_with_all_columns_ranks_by_the_products():
     for fetch in ("resident", "device_put"):  # the columns are read from the rows, or from stored summaries
         spec = dataclasses.replace(spec_of(policy), fetch=fetch)
         state, write = policy.compress(spec, policy.init(spec), prompt)
-        state = state.replace(host=offload.place(policy.host_layout(spec), spec, write))
+        state = state.replace(host=place.place(policy.host_layout(spec), spec, write))
         turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
         scores = policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
         np.testing.assert_allclose(scores[..., :60], want, atol=1e-4)

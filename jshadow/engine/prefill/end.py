@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import LayerState
-from jshadow.cache.shards import Shards, everywhere
+from jshadow.cache.shards import Shards, gathered
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit
@@ -83,7 +83,7 @@ def prompt_logits(
     """
 
     def logits(x: Array) -> Any:
-        return everywhere(model_logits(weights, config, x), shards)
+        return gathered(model_logits(weights, config, x), shards)
 
     if want == "last":
         return logits(jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0])
