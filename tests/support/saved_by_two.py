@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from full_disk import file_size_limit
 from mesh_cases import POLICIES, model, start
 from saved_cases import TOKENS, difference, text_of
-from small_state import file_size_limit
 
 from jshadow import load_state, save_state
 from jshadow.cli.mesh import mesh_of, parse_mesh
