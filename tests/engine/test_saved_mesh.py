@@ -62,6 +62,7 @@ def pair(tmp_path_factory):
     processes = start_all(2, [SUPPORT / "saved_by_two.py", folder], XLA_FLAGS=FLAGS.format(2))
     timers = [threading.Timer(HANGS, process.kill) for process in processes]
     for timer in timers:
+        timer.daemon = True
         timer.start()
     first = [reported(process) for process in processes]
     for name in PAIR:

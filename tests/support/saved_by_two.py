@@ -10,13 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-from mesh_cases import POLICIES, model, start
+from full_disk import file_size_limit
+from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, model
 from saved_cases import TOKENS, difference, text_of
-from small_state import file_size_limit
 
 from jshadow import load_state, save_state
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import add_process_options, joined
+from jshadow.engine import decode
 from jshadow.engine.mesh.agree import exchange
 from jshadow.weights.params import spread
 
@@ -44,7 +45,8 @@ def main():
         found, models = {}, {}
         for name, sizes in BY_TWO.items():
             params = models[name] = spread(model(), mesh_of(parse_mesh(sizes)))
-            state = start(params, POLICIES[name], "device_put")[1]
+            sizes = {"capacity": CAPACITY, "fetch": "device_put"}
+            state = decode.prefill(params, PROMPT, LENGTHS, POLICIES[name], **sizes)[1]
             for _ in range(2):  # the second replaces the first
                 save_state(folder / name, state, params, tokens=TOKENS)
             found[name] = difference(load_state(folder / name, params), state)

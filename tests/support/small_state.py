@@ -1,14 +1,13 @@
 """A saved state of a few kilobytes, for tests that read and write it a thousand times."""
 
-import contextlib
 import dataclasses
 import functools
-import resource
 from pathlib import Path
 
 import jax
 import numpy as np
 from cases import TINY, random_tokens
+from full_disk import file_size_limit as file_size_limit
 
 from jshadow import ShadowKV, save_state
 from jshadow.cache.state import KVState
@@ -45,14 +44,3 @@ def equal(mine: KVState, theirs: KVState) -> bool:
         and np.array(a).tobytes() == np.array(b).tobytes()
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
     )
-
-
-@contextlib.contextmanager
-def file_size_limit(limit: int):
-    """The kernel refuses to write beyond `limit` bytes of any file, as a full disk does (Python ignores SIGXFSZ)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
