@@ -42,9 +42,10 @@ def add_process_options(add: argparse.ArgumentParser) -> None:
 def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     """Join the other processes that the options name, and leave them at the end. Call it before JAX has a backend.
 
-    In the block, only process 0 prints and writes. The others print errors alone. Their --save-state and --plot are
-    None, and their --out is a temporary copy of it: so they continue the same evaluation. With --mesh and without these
-    options, JAX may find the processes in the environment.
+    In the block, only process 0 prints and writes. The others print errors alone. Their --plot is None, and without
+    --mesh their --save-state is None. With --mesh, each process saves its part. Their --out is a temporary copy of it:
+    so they continue the same evaluation. With --mesh and without these options, JAX may find the processes in the
+    environment.
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
@@ -61,7 +62,9 @@ def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     options = ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout, search)
     with join(options) as processes, output_of(processes), tempfile.TemporaryDirectory() as folder:
         if not processes.first:
-            args.save_state = args.plot = None
+            args.plot = None
+            if not search:  # on a mesh, each process saves its part
+                args.save_state = None
             if getattr(args, "out", None) is not None:
                 args.out = copy_of(args.out, folder)
         yield processes

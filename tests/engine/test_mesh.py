@@ -1,5 +1,7 @@
 """One model over several devices: the same logits, tokens and selections as on one device."""
 
+import os
+
 import mesh_cases
 import pytest
 from forced_devices import FOUR
@@ -10,31 +12,45 @@ from jshadow.policies.shadowkv import Quirks
 
 pytestmark = pytest.mark.xdist_group("mesh")
 FETCHES = ("resident", "device_put", "zero_copy")
-# Every policy on every mesh in one offloaded mode, and ShadowKV in all modes. `whole` has all modes of all policies.
-QUICK = {(name, mesh, "device_put") for name in POLICIES for mesh in ("tp2", "tp2_sp2")}
-QUICK |= {("shadowkv", mesh, "device_put") for mesh in MESHES} | {("full", mesh, "resident") for mesh in MESHES}
-QUICK |= {("shadowkv", "tp2_sp2", fetch) for fetch in FETCHES}
+OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "exact")
+QUICK = {
+    ("full", "sp4", "resident"),
+    ("quest", "tp2_sp2", "device_put"),
+    ("snapkv", "data2", "resident"),
+    ("shadowkv", "tp2_sp2", "device_put"),
+    ("packed", "tp2_sp2", "zero_copy"),
+    ("shadowkv_plus", "tp4", "zero_copy"),
+}
+# Each policy on each mesh, and in each fetch mode on a mesh of both kinds. TESTS=all has all modes on all meshes.
+WHOLE = {(name, mesh, "device_put") for name in POLICIES for mesh in MESHES}
+WHOLE |= {(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES}
 
 
-def cases(quick: set[tuple[str, str, str]]) -> list:
+def cases() -> list:
+    """The cases of TESTS, with those beyond the quick ones marked."""
     every = [(name, mesh, fetch) for name in POLICIES for mesh in MESHES for fetch in FETCHES]
-    offloading = {"quest", "shadowkv", "packed", "shadowkv_plus", "exact"}
-    every = [case for case in every if case[0] in offloading or case[2] == "resident" or case in quick]
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.whole, id="-".join(case)) for case in every]
+    chosen = [case for case in every if case in QUICK | WHOLE or os.environ.get("TESTS") == "all"]
+    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(case)) for case in chosen]
 
 
-@pytest.mark.parametrize(("name", "mesh", "fetch"), cases(QUICK))
+@pytest.mark.parametrize(("name", "mesh", "fetch"), cases())
 def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
     seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "split", fetch)
     assert seen["logits"] < 1e-4
     assert seen["tokens"]
     assert seen["chosen"]
     assert seen["counters"] == []
-    assert seen["sets"] > 0 or name in ("full", "snapkv")
+    assert seen["sets"] > 0 or name not in OFFLOADING
 
 
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("tp2_sp2", marks=pytest.mark.whole)])
-@pytest.mark.parametrize("name", ["shadowkv", "packed", pytest.param("shadowkv_plus", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if (name, mesh) == ("shadowkv", "tp2") else pytest.mark.whole)
+        for name in ("shadowkv", "packed", "shadowkv_plus")
+        for mesh in ("tp2", "tp2_sp2")
+    ],
+)
 def test_left_rows_may_lie_everywhere(name, mesh):
     seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "everywhere", "zero_copy")
     assert seen["logits"] < 1e-4
@@ -42,23 +58,23 @@ def test_left_rows_may_lie_everywhere(name, mesh):
     assert seen["counters"] == []
 
 
-FLOWS = {("shadowkv", "tp2_sp2"), ("shadowkv", "data2"), ("full", "sp4"), ("quest", "tp2")}
+FLOWS = [("shadowkv", "tp2_sp2"), ("full", "sp4"), ("quest", "tp2"), ("packed", "tp4"), ("shadowkv_plus", "sp4")]
+FLOWS += [("snapkv", "tp2_sp2"), ("shadowkv", "data2"), ("shadowkv_plus", "tp2_sp2"), ("quest", "data2")]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        pytest.param(name, mesh, marks=() if (name, mesh) in FLOWS else pytest.mark.whole, id=f"{name}-{mesh}")
-        for name in POLICIES
-        for mesh in MESHES
-    ],
-)
+def flows() -> list:
+    """The flows of TESTS. The first one is quick."""
+    chosen = [(name, mesh) for name in POLICIES for mesh in MESHES] if os.environ.get("TESTS") == "all" else FLOWS
+    return [pytest.param(*one, marks=() if one == FLOWS[0] else pytest.mark.whole, id="-".join(one)) for one in chosen]
+
+
+@pytest.mark.parametrize(("name", "mesh"), flows())
 def test_states_are_forked_taken_inserted_and_extended(name, mesh):
     """And get other windows, and share a prompt half."""
     assert max(FOUR.call(mesh_cases.compare_flow, name, mesh, "device_put")) < 1e-4
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "tp2_sp2"])
+@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("tp2", marks=pytest.mark.whole)])
 def test_a_long_turn_takes_blocks(mesh):
     assert FOUR.call(mesh_cases.long_turn, "shadowkv", mesh) < 1e-4
 

@@ -26,7 +26,7 @@ class DeviceProcess:
             self.pool = concurrent.futures.ProcessPoolExecutor(1, context)
             atexit.register(self.pool.shutdown)
             before = os.environ.get("XLA_FLAGS")
-            os.environ["XLA_FLAGS"] = self.flags
+            os.environ["XLA_FLAGS"] = f"{before or ''} {self.flags}"
             try:
                 return self.pool.submit(function, *args).result()
             finally:

@@ -45,7 +45,7 @@ CAPACITY = 112
 PROMPT = np.random.default_rng(0).integers(0, 96, (2, 60)).astype(np.int32)
 LENGTHS = np.array([60, 41], np.int32)
 TURN = np.random.default_rng(5).integers(0, 96, (2, 9)).astype(np.int32)
-STEPS = 6
+STEPS = 4
 
 
 def mesh_of(name: str) -> Mesh:
