@@ -44,6 +44,23 @@ def test_only_process_0_prints_and_writes(tiny_model, prompt, tmp_path, capsys):
     assert [one["tokens"] for one in json.loads(first[1])["results"]] == [one["tokens"] for one in expected]
 
 
+@pytest.mark.whole
+def test_a_mesh_over_two_processes_answers_as_one_device(tiny_model, prompt, tmp_path, capsys):
+    """Each process saves its part of the state, and one device continues it."""
+    state = tmp_path / "state"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    options = ("--prompt-file", prompt, "--mesh", "sp=2", "--save-state", state, "--fetch", "device_put")
+    running = start_all(2, ["-m", "jshadow", "generate", tiny_model, *SHORT, *options], XLA_FLAGS=flags)
+    first, second = map(ended, running)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert main(["generate", tiny_model, *SHORT, "--prompt-file", str(prompt)]) == 0
+    expected = json.loads(capsys.readouterr().out)["results"]
+    assert [one["tokens"] for one in json.loads(first[1])["results"]] == [one["tokens"] for one in expected]
+    again = ("--load-state", str(state), "--prompt", "more", "--max-new-tokens", "2", "--dtype", "float32", "--json")
+    assert main(["generate", tiny_model, *again]) == 0
+    assert len(json.loads(capsys.readouterr().out)["results"][0]["tokens"]) == 2
+
+
 @pytest.fixture
 def twin(monkeypatch):
     """A function that lets the command believe in a second process, which has other facts."""
