@@ -57,7 +57,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_of(sizes: dict[str, int]) -> "Mesh":
-    """Return a mesh of all devices of all processes, with the axes ("data", "sp", "tp").
+    """Return a mesh of the first devices of one process, or of all devices of several, with the axes of AXES.
 
     The devices of a process lie beside each other. So `tp` stays within a process if a process has enough devices, and
     `sp` and `data` go across processes.
@@ -66,8 +66,8 @@ def mesh_of(sizes: dict[str, int]) -> "Mesh":
         sizes: the size of each axis, as `parse_mesh` returns them.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of all devices; the processes have different numbers of
-            devices; or `tp` neither divides the number of devices of a process nor is a multiple of it.
+        ConfigError: there are fewer devices; several processes have more of them, or different numbers; or `tp` neither
+            divides the number of devices of a process nor is a multiple of it.
     """
     import jax
     import numpy as np
@@ -75,7 +75,10 @@ def mesh_of(sizes: dict[str, int]) -> "Mesh":
 
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     held = collections.Counter(device.process_index for device in devices)
-    needed, local = math.prod(sizes.values()), held[jax.process_index()]
+    needed = math.prod(sizes.values())
+    if len(held) == 1:
+        devices = devices[:needed]
+    local = len(devices) if len(held) == 1 else held[jax.process_index()]
     if needed != len(devices):
         product = " * ".join(f"{name}={size}" for name, size in sizes.items())
         fewer = "fewer than it needs" if len(devices) < needed else "and it must have all of them"

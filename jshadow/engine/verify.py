@@ -176,11 +176,13 @@ class Verifier:
             resident: a state with the same contents, whose host rows lie on the device. It is consumed.
 
         Raises:
-            StateMismatch: `state` is not offloaded.
+            StateMismatch: `state` is not offloaded, or lies on a mesh.
             VerificationError: rows in host memory already differ from those that were sent.
         """
         if state.fetch == "resident":
             raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
+        if state.specs[0].shards is not None:
+            raise StateMismatch("verify needs a state on one device, got one on a mesh")
         resident = without_kept(resident)
         self.params, self.twin, self.free = params, resident, resident.fork()
         self.steps = 0

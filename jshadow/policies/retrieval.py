@@ -26,7 +26,7 @@ from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
 from jshadow.policies.parts import attend_parts, on_first
 from jshadow.policies.retrieval_costs import RetrievalCosts
-from jshadow.policies.units import UnitFrozen, UnitLive, put_units, within_share
+from jshadow.policies.units import UnitFrozen, UnitLive, put_units, unit_of_place, within_share
 
 
 class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
@@ -129,8 +129,14 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Return the maximum number of units that a query selects."""
-        return parts.each_of(spec, min(self.budget // self.unit, -(-spec.capacity // self.unit)))
+        """Return the maximum number of units that a query selects on a device."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        return parts.each_of(spec, min(self.wanted(spec), layout.units + layout.tail_units))
+
+    def wanted(self, spec: CacheSpec) -> int:
+        """Return the maximum number of units that a query selects on all devices."""
+        return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Return the maximum number of tokens after the whole units of the shortest prompt."""
@@ -231,11 +237,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         scored = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
         scores = jnp.concatenate(scored, axis=3)
-        unit = self.unit_of_place(spec, frozen.units)
+        unit = unit_of_place(spec, layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
         if parts.is_split(spec):
-            candidate = among_best(jnp.where(candidate, scores, -jnp.inf), self.count(spec), "sp") & candidate
+            candidate = among_best(jnp.where(candidate, scores, -jnp.inf), self.wanted(spec), "sp") & candidate
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
         good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
@@ -248,20 +254,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         flat = (spec.batch, spec.kv_heads, -1)
         selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
         return selection, state.replace(live=state.live.replace(selected=chosen))
-
-    def unit_of_place(self, spec: CacheSpec, units: Array) -> Array:
-        """Return the number in the sequence of each stored unit, int32 [B, U + T]: the prompt's, then the tail's.
-
-        -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
-        2, and row 0 has units[0] = 2. Then the result for row 0 is [0, 1, -1, 2, 3].
-        """
-        layout, start = self.host_layout(spec), units[:, None]
-        assert layout is not None
-        places, count = jnp.arange(layout.units + layout.tail_units), layout.units
-        own = places + parts.first_own(spec, count)
-        unit = jnp.where(places < count, own, places - count + start)
-        tail = on_first(spec, places >= count)
-        return jnp.where(((own < start) & (places < count)) | tail, unit, -1)
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
         """Return the summaries of the prompt's units and of the tail's units."""

@@ -107,3 +107,16 @@ def test_left_is_a_known_place():
 @pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("data2", marks=pytest.mark.whole)])
 def test_an_engine_answers_on_a_mesh(mesh):
     assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5
+
+
+@pytest.mark.parametrize(
+    "name", ["quest", *(pytest.param(name, marks=pytest.mark.whole) for name in ("loki", "shadowkv"))]
+)
+def test_a_budget_may_have_more_units_than_a_device(name):
+    assert FOUR.call(mesh_cases.few_units, "sp4", name) < 1e-4
+
+
+def test_a_mesh_is_not_verified():
+    assert (
+        FOUR.call(mesh_cases.verified, "tp2") == "StateMismatch: verify needs a state on one device, got one on a mesh"
+    )

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 # XLA's CPU client may run independent collectives at once. They then take all of its threads, and none finishes. With
-# the second flag it runs them in the order of the program.
+# the second flag it runs them in the order of the program. It has a thread for each device. The tests use half of the
+# devices, so that threads are left for an operation that waits for others.
 FLAGS = "--xla_force_host_platform_device_count={} --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 class DeviceProcess:
-    """A process with a number of CPU devices. It starts with the first call."""
+    """A process with twice a number of CPU devices. It starts with the first call."""
 
     def __init__(self, devices: int = 4) -> None:
-        self.flags = FLAGS.format(devices)
+        self.flags = FLAGS.format(2 * devices)
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

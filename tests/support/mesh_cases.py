@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.laws.inputs import TINY
-from jshadow.policies import Full, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
+from jshadow.policies import Full, Loki, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
 from jshadow.policies.shadowkv import ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
@@ -196,3 +196,26 @@ def engine_answers(mesh: str) -> list[bool]:
         got = [list(answer.result().tokens) for answer in answers]
     asked = {"max_new_tokens": 12, "capacity": 96, "fetch": "resident"}
     return [got[i] == list(generate(model(), prompt, policy, **asked).tokens) for i, prompt in enumerate(prompts)]
+
+
+def few_units(mesh: str, name: str) -> float:
+    """The largest difference in the logits of a step whose budget has more units than a device's part."""
+    policies = {"quest": Quest(unit=4, dense_layers=0), "loki": Loki(budget=70), "shadowkv": ShadowKV(chunk_size=4)}
+    outs = []
+    for params in (model(), model(mesh)):
+        _, state = start(params, policies[name], "resident")
+        outs.append(np.asarray(decode.decode_step(params, TURN[:, 0], state)[0]))
+    return float(np.abs(outs[0] - outs[1]).max())
+
+
+def verified(mesh: str) -> str:
+    """The error of a verified generation on a mesh."""
+    from jshadow.generate import generate
+
+    try:
+        generate(
+            model(mesh), PROMPT[0].tolist(), POLICIES["shadowkv"], fetch="device_put", verify=True, max_new_tokens=4
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

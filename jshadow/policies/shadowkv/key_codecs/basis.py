@@ -40,7 +40,12 @@ def leading_columns(
         float32 [B, m, r]. On a GPU, the basis of a matrix of zeros is zero.
     """
     if spread is not None:
-        columns = leading_columns(gram, count)
+        # One matrix after the other: a batch of eigenvectors needs more of a CPU's threads than several devices leave.
+        columns = lax.platform_dependent(
+            gram,
+            cuda=lambda gram: leading_columns(gram, count),
+            default=lambda gram: lax.map(lambda one: eigenvectors(one[None], count)[0], gram),
+        )
         first = functools.reduce(jnp.logical_and, (lax.axis_index(axis) == 0 for axis in spread.axes))
         return lax.psum(jnp.where(first, columns, 0), spread.axes)
     if not by_products(gram.shape[-1], count):
