@@ -285,7 +285,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the recent tokens, and the tokens of the selected units."""
         first = self.first_recent(lengths - 1)
-        selected = jnp.minimum(first, self.count(spec) * self.unit)
+        selected = jnp.minimum(first, self.wanted(spec) * self.unit)
         if self.top_p < 1:
             selected = (state.live.selected >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32) * self.unit
         counts = {"window": lengths - first, "selected": selected}

@@ -46,6 +46,8 @@ class SlidingWindow(LayerCache, Costs):
 
     window: int = 4096
 
+    splits_tokens = True  # the window lies on every device
+
     @property
     def reads(self) -> HookInputs:
         """The hooks of a step process a turn's new tokens in pieces of SLIDING_PIECE."""

@@ -113,10 +113,16 @@ def test_an_engine_answers_on_a_mesh(mesh):
     "name", ["quest", *(pytest.param(name, marks=pytest.mark.whole) for name in ("loki", "shadowkv"))]
 )
 def test_a_budget_may_have_more_units_than_a_device(name):
-    assert FOUR.call(mesh_cases.few_units, "sp4", name) < 1e-4
+    difference, counted = FOUR.call(mesh_cases.few_units, "sp4", name)
+    assert difference < 1e-4
+    assert counted
 
 
 def test_a_mesh_is_not_verified():
     assert (
         FOUR.call(mesh_cases.verified, "tp2") == "StateMismatch: verify needs a state on one device, got one on a mesh"
     )
+
+
+def test_sliding_layers_have_their_window_on_every_device():
+    assert FOUR.call(mesh_cases.sliding, "tp2_sp2") < 1e-4

@@ -198,13 +198,29 @@ def engine_answers(mesh: str) -> list[bool]:
     return [got[i] == list(generate(model(), prompt, policy, **asked).tokens) for i, prompt in enumerate(prompts)]
 
 
-def few_units(mesh: str, name: str) -> float:
-    """The largest difference in the logits of a step whose budget has more units than a device's part."""
+def few_units(mesh: str, name: str) -> tuple[float, bool]:
+    """A step whose budget has more units than a device's part: the largest difference, and if counts are equal."""
     policies = {"quest": Quest(unit=4, dense_layers=0), "loki": Loki(budget=70), "shadowkv": ShadowKV(chunk_size=4)}
-    outs = []
+    outs, counts = [], []
     for params in (model(), model(mesh)):
         _, state = start(params, policies[name], "resident")
-        outs.append(np.asarray(decode.decode_step(params, TURN[:, 0], state)[0]))
+        out, state = decode.decode_step(params, TURN[:, 0], state)
+        outs.append(np.asarray(out))
+        counts.append(np.asarray(state.counters.attended))
+    return float(np.abs(outs[0] - outs[1]).max()), bool(np.allclose(*counts))
+
+
+def sliding(mesh: str) -> float:
+    """The largest difference in the logits of a model with sliding layers, in steps and in a turn."""
+    config = dataclasses.replace(CONFIG, sliding_window=12, sliding_layers=(0,))
+    outs = []
+    for place in ("", mesh):
+        params = init_params(config, seed=1)
+        params = spread(params, mesh_of(place)) if place else params
+        out, state = start(params, POLICIES["shadowkv"], "resident")
+        first, state = decode.decode_step(params, TURN[:, 0], state)
+        last, _ = decode.extend(params, TURN, [9, 5], state)
+        outs.append(np.stack([out, np.asarray(first), np.asarray(last)]))
     return float(np.abs(outs[0] - outs[1]).max())
 
 
