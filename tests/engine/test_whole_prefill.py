@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from cases import TINY
 from family_cases import ONE_OF_EACH, family_config
+from jax.sharding import AbstractMesh
 from layer_reading import read_layer
 
 from jshadow import VerticalSlash
+from jshadow.cache.shards import Shards
 from jshadow.engine import decode
 from jshadow.engine.prefill import job as prefill_job
 from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
@@ -154,7 +156,7 @@ def test_where_cudnn_reads_a_prompt(monkeypatch):
     assert [plan.whole for plan in pattern] == [None if plan.attention else "cudnn" for plan in pattern]
     assert {plan.whole for plan in pattern} == {None, "cudnn"}
     assert {plan.whole for plan in plans(monkeypatch, TINY, InfLLM())} == {None}
-    meshed = plans(monkeypatch, config, everywhere=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    meshed = plans(monkeypatch, config, shards=Shards(AbstractMesh((1, 1, 2), ("data", "sp", "tp"))))
     assert {plan.whole for plan in meshed} == {None}
     assert {plan.whole for plan in plans(monkeypatch)} == {None}  # a head width of 20
 

@@ -15,6 +15,7 @@ import pytest
 from cases import ALL
 from checkpoint_files import TINY, assert_same, edit_json, tiny_directory
 from family_cases import BASE, FAMILY_CASES
+from forced_devices import FLAGS
 from safetensors.numpy import load_file
 
 from jshadow.cli.main import main
@@ -113,9 +114,8 @@ def test_the_command(tmp_path, capsys):
 MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
-from jshadow import Full, ShadowKV, errors, generate, load, prefill, save
-from jshadow.serving import Engine, RowClass
-mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("data", "model"))
+from jshadow import Full, ShadowKV, generate, load, prefill, save
+mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "tp"))
 params = load(sys.argv[1], "float32", mesh=mesh)
 flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}
 for path, leaf in flat.items():
@@ -132,19 +132,7 @@ for policy in (Full(), ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=
     asked = dict(max_new_tokens=4, fetch="resident")
     outs = [generate(one, list(range(3, 43)), policy, **asked).tokens for one in (params, alone)]
     assert outs[0] == outs[1], outs
-try:
-    prefill(params, tokens, np.array([40]), ShadowKV(rank=8, budget=16), capacity=48, fetch="device_put")
-except errors.ConfigError as error:
-    assert "fetch must be 'resident' with weights on several devices" in str(error)
-else:
-    raise SystemExit("offloaded from a mesh")
-try:
-    Engine(params, Full(), classes=[RowClass(40, 8)])
-except errors.ConfigError as error:
-    assert "params must be on one device for an engine" in str(error)
-else:
-    raise SystemExit("an engine on a mesh")
-explicit = load(sys.argv[1], "float32", mesh=jax.make_mesh((2,), ("model",)))
+explicit = load(sys.argv[1], "float32", mesh=jax.make_mesh((2,), ("tp",)))
 got, _ = prefill(explicit, tokens, np.array([40]), Full(), capacity=48, logits="all")
 np.testing.assert_allclose(got, want, atol=1e-4)
 save(params, sys.argv[2], format="orbax")
@@ -161,7 +149,7 @@ def test_weights_go_straight_to_a_mesh(tmp_path, format):
     """In a process of four CPU devices, each holds its part, results are the same, and saving gathers the weights."""
     save(init_params(dataclasses.replace(TINY, kv_heads=4, vocab_size=96, eos_ids=()), seed=1), tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "c", "float32", format=format)
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": FLAGS.format(8), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", MESH, tmp_path / "c", tmp_path / "again"],
         capture_output=True,

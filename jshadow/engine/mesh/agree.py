@@ -183,6 +183,8 @@ def compiled_everywhere(name: str, seconds: float = COMPILE_SECONDS) -> None:
 def run_together(program: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Run a jitted function. The first time for new shapes, all processes compile it before any runs it.
 
+    A program whose arguments all lie on devices of this process has no collectives, and waits for nothing.
+
     Args:
         program: a function that `jax.jit` has returned.
         *args: its arguments.
@@ -196,13 +198,19 @@ def run_together(program: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """
     from jax._src import distributed
 
-    if distributed.global_state.client is not None:
+    if distributed.global_state.client is not None and spans_processes((args, named)):
         key = (program, signature((args, named)))
         if key not in seen:
             program.lower(*args, **named).compile()  # type: ignore[attr-defined]  # jit keeps what it has compiled
             compiled_everywhere(getattr(program, "__name__", "program"))
             seen.add(key)
     return program(*args, **named)
+
+
+def spans_processes(arguments: Any) -> bool:
+    """Return whether an array among the arguments also lies on devices of other processes."""
+    leaves = jax.tree.leaves(arguments)
+    return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
 
 
 def signature(arguments: Any) -> Any:
