@@ -29,20 +29,21 @@ PAIR = ("shadowkv", "quest")
 
 QUICK = {
     ("full", "sp4", "resident", False),
-    ("snapkv", "tp2", "device_put", False),
-    ("exact", "tp2", "device_put", False),
+    ("quest", "tp2_sp2", "device_put", True),
+    ("shadowkv", "tp2_sp2", "zero_copy", False),
+    ("shadowkv", "data2", "device_put", True),
 }
-QUICK |= {("shadowkv", mesh, "device_put", False) for mesh in ("tp4", "data2")}
-QUICK |= {(name, "tp2_sp2", "device_put", True) for name in ("quest", "shadowkv", "packed", "shadowkv_plus")}
-QUICK |= {("shadowkv", "tp2_sp2", "zero_copy", False)}
+WHOLE = {(name, "tp2_sp2", "device_put", True) for name in POLICIES}
+WHOLE |= {("shadowkv", mesh, "device_put", False) for mesh in MESHES} | {("exact", "tp2", "device_put", False)}
 
 
 def cases():
-    """Some policies on some meshes; `whole` has all of them."""
+    """Some policies on some meshes. TESTS=all has all of them."""
     every = {(name, mesh, "device_put", stepped) for name in POLICIES for mesh in MESHES for stepped in (False, True)}
+    chosen = QUICK | WHOLE | (every if os.environ.get("TESTS") == "all" else set())
     return [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(map(str, case)))
-        for case in sorted(every | QUICK)
+        for case in sorted(chosen)
     ]
 
 
