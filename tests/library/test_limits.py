@@ -6,7 +6,7 @@ import os
 import pytest
 from small_state import equal
 
-from jshadow.engine.saved import state as saved
+from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library.memory import size_of
 

@@ -11,7 +11,8 @@ from small_state import equal
 from jshadow import generate
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.saved import file as saved_file
-from jshadow.engine.saved import state as saved
+from jshadow.engine.saved import state as saved_state
+from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
 from jshadow.library import library as library_module
 from jshadow.library import writing
@@ -118,7 +119,7 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
         return wrapped
 
     monkeypatch.setattr(saved, "sha256", checked(saved.sha256))
-    monkeypatch.setattr(saved, "staged_file", checked(saved.staged_file))
+    monkeypatch.setattr(saved_state, "staged_file", checked(saved_state.staged_file))
     library.store(text(2), state)
     assert len(calls) > 6
     assert all(calls)
@@ -137,14 +138,14 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
 
 def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, state_of, monkeypatch):
     """Offloaded rows are in host memory already. The thread that writes reads them there."""
-    library, state, seen, real = opened(), state_of(1), [], saved.host_array
+    library, state, seen, real = opened(), state_of(1), [], saved_state.host_array
 
     def noted(leaf):
         memory = getattr(getattr(leaf, "sharding", None), "memory_kind", "numpy")
         seen.append((threading.current_thread().name, memory))
         return real(leaf)
 
-    monkeypatch.setattr(saved, "host_array", noted)
+    monkeypatch.setattr(saved_state, "host_array", noted)
     library.start_store(text(1), state).result(WAIT)
     assert {memory for thread, memory in seen if thread.startswith("jshadow-")} == {"numpy", "pinned_host"}
     assert {memory for thread, memory in seen if not thread.startswith("jshadow-")} == {"device"}

@@ -58,7 +58,7 @@ def abstract(policy: Policy, mesh: Mesh) -> KVState:
 
 def compiled(policy: Policy) -> dict[str, int]:
     """Return the bytes that one device needs for the arguments and the temporaries of a step."""
-    mesh = Mesh(np.array(jax.devices()).reshape(1, SP, TP), AXES)
+    mesh = Mesh(np.array(jax.devices()[: SP * TP]).reshape(1, SP, TP), AXES)
     reads, writes = abstract(policy.resolve(MIDDLE, CONTEXT + NEW), mesh).split()
     weights = {
         path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding_of(mesh, path, leaf.shape))
