@@ -22,7 +22,7 @@ if not args.command or (merged and "--out" not in args.command):
 
 @ray.remote(num_gpus=args.gpus, max_retries=3, retry_exceptions=True)
 def run_part(part: str) -> int:
-    """Run one part as a separate process, and return its exit code. Ray calls this again if its worker is killed."""
+    """Run one part as a separate process, and return its exit code. Ray calls this again if a signal ends it."""
     code = subprocess.run([sys.executable, "-m", "jshadow", *args.command, "--part", part]).returncode
     if code < 0:
         raise RuntimeError(f"part {part} was ended by signal {-code}")
