@@ -215,6 +215,7 @@ def run(fetch="device_put", name="shadowkv"):
 @pytest.mark.parametrize(("name", "call"), [("shadowkv", 1), ("shadowkv", 3), ("probe", 2), ("shadowkv_plus", 6)])
 def test_the_runtime_lacks_memory_while_rows_are_placed(monkeypatch, name, call):
     run(name=name)
+    gc.collect()
     before = pinned_bytes()
     error = exhausted()
     refuse_puts(monkeypatch, "pinned_host", call, error)
@@ -226,6 +227,7 @@ def test_the_runtime_lacks_memory_while_rows_are_placed(monkeypatch, name, call)
     assert POOL_VARIABLE not in str(caught.value)
     del caught
     error.__traceback__ = None
+    gc.collect()
     assert pinned_bytes() == before
 
 

@@ -114,12 +114,14 @@ class PlainLibrary:
         recent: the keys in the order of their last use.
         files: the states that have left memory, and those that were stored.
         lost: the keys of files that cannot be read.
+        ever_lost: whether a file could not be read at some time.
     """
 
     capacity, fetch = PLANS[1].row_class.capacity, "resident"
 
     def __init__(self, device, host):
         self.recent, self.files, self.lost, self.reads = [], {}, set(), []
+        self.ever_lost = False
         self.tiers = MemoryTiers(TierLimits(device, host), tuple, self.files.__setitem__)
 
     def longest(self, ids):
@@ -138,6 +140,7 @@ class PlainLibrary:
         held = self.tiers.get(key)
         if held is None:
             if key in self.lost:
+                self.ever_lost = True
                 raise CheckpointError("the file must be there, it is gone")
             self._put(key, self.files[key])
         self._use(key)

@@ -10,7 +10,7 @@ import pytest
 
 SUPPORT = Path(__file__).resolve().parent
 STARTED = []
-END_SECONDS = 120  # a process that has not ended by then hangs
+END_SECONDS = 120  # a process that has not ended by then hangs, unless a test says that it compiles for longer
 DEVICES = "--xla_force_host_platform_device_count=2"
 
 
@@ -61,10 +61,10 @@ def start_all(count, arguments, each=None, **variables):
     ]
 
 
-def ended(process):
+def ended(process, seconds=END_SECONDS):
     """Wait for the end of a process. Return its status, its standard output and its standard error."""
     try:
-        out, err = process.communicate(timeout=END_SECONDS)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
