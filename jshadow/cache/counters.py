@@ -18,6 +18,7 @@ class Counters(struct.PyTreeNode):
         hits: units in `selected` that the previous step had also selected, or that were in the policy's cache, uint32.
         fetched: data moved from the host tier, in units of 64 bytes, uint32. The count wraps around, so compare two
             counts by their difference.
+        reached: the most tokens that the row held before it gave some back (`KVState.rewind`), int32, or 0.
     """
 
     steps: Array
@@ -25,10 +26,11 @@ class Counters(struct.PyTreeNode):
     selected: Array
     hits: Array
     fetched: Array
+    reached: Array
 
     @classmethod
     def zeros(cls, batch: int) -> "Counters":
         """Return the counts before the first step, for `batch` rows."""
+        kinds = {"attended": jnp.float32, "reached": jnp.int32}
         names = [field.name for field in dataclasses.fields(cls)]
-        kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
-        return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})
+        return cls(**{name: jnp.zeros(batch, kinds.get(name, jnp.uint32)) for name in names})

@@ -14,6 +14,8 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.counters import Counters as Counters
+from jshadow.cache.halves import Reads as Reads
+from jshadow.cache.halves import Writes as Writes
 from jshadow.cache.records import Fetched as Fetched
 from jshadow.cache.records import HostArray as HostArray
 from jshadow.cache.records import HostTier as HostTier
@@ -25,6 +27,7 @@ from jshadow.cache.records import PromptKV as PromptKV
 from jshadow.cache.records import Rebuild as Rebuild
 from jshadow.cache.records import Selection as Selection
 from jshadow.cache.records import StepKV as StepKV
+from jshadow.cache.rewind import rewind
 from jshadow.cache.row_room import roomy
 from jshadow.cache.rows import insert_row, row_numbers, take_rows
 from jshadow.cache.shards import everywhere, with_rows
@@ -36,40 +39,6 @@ from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
 CONSUMED = "state was consumed by an earlier step or insert; use the state it returned, or fork() before a step"
-
-
-class Reads(struct.PyTreeNode):
-    """The half of a KVState that a step reads and never returns; see KVState.
-
-    Attributes:
-        layers: for each layer, its frozen part and the host rows of the prompt (None if there are no such rows).
-        fitted: arrays that the policy learned beforehand, or None.
-        specs: the static description of each layer.
-        policy: the policy of the whole model, resolved.
-    """
-
-    layers: tuple[tuple[Any, HostArray | None], ...]
-    fitted: Any
-    specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
-    policy: Any = struct.field(pytree_node=False)
-
-
-class Writes(struct.PyTreeNode):
-    """The half of a KVState that a step replaces; see KVState. A step donates these buffers to the compiled program.
-
-    Attributes:
-        layers: for each layer, its live part and the host rows written after the prompt (None if there are none).
-        shared: arrays that the policy carries across layers and steps, or None.
-        lengths: tokens held by each row, int32 [B].
-        last: the last token of each row, int32 [B].
-        counters: counts of the tokens attended to, the units selected and the bytes fetched.
-    """
-
-    layers: tuple[tuple[Any, HostArray | None], ...]
-    shared: Any
-    lengths: Array
-    last: Array
-    counters: Counters
 
 
 class KVState(struct.PyTreeNode):
@@ -243,6 +212,26 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         return roomy(self, room)
+
+    def rewind(self, lengths: Any, last: Any = None) -> "KVState":
+        """Return the state after each row gave back its newest tokens. Later steps are those of a state without them.
+
+        The two states share their arrays, so a step on one of them consumes both. Counters keep the work that was done.
+        Tokens of the prompt can be given back only where the method stores them like later tokens. What the method has
+        learned from the whole prompt stays.
+
+        Args:
+            lengths: number of tokens that each row then holds, int [B].
+            last: the last of these tokens, int [B]. None: -1 in a row that gives tokens back. It tells `generate`
+                whether a chat template's end of an answer is missing.
+
+        Raises:
+            ConfigError: the method cannot give tokens back.
+            StateMismatch: `lengths` or `last` has another shape, a row cannot go back so far or holds fewer tokens, or
+                a step or an insert has already consumed this state.
+        """
+        self.check_alive()
+        return rewind(self, lengths, last)
 
     def share(self, rows: int) -> "KVState":
         """Return a state of `rows` sequences that begin as the only row of this state does.

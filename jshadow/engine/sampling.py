@@ -68,12 +68,17 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     Returns:
         The drawn token ids, int32 [B].
     """
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+    return sample_rows(sampler, logits, keys)
+
+
+def sample_rows(sampler: Sampler, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+    """Draw a token for each row with a PRNG key for each row. Greedy sampling does not use the keys."""
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Subtract the largest logit, so that all are at most 0 and no temperature makes two of them infinite.
     cooled = (logits - logits.max(axis=-1, keepdims=True)) / max(sampler.temperature, COLDEST)
     filtered = filter_logits(sampler, cooled)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
@@ -83,6 +88,26 @@ def sample_checked(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array
     Without this check, argmax would return the index of the NaN.
     """
     return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, sample(sampler, logits, key))
+
+
+def sample_numbered(
+    sampler: Sampler, logits: Float[Array, "B T V"], key: Key[Array, ""], first: Int[Array, " B"]
+) -> Int[Array, "B T"]:
+    """Draw T consecutive tokens of each row, int32 [B, T]. A place whose logits contain a NaN gets NO_TOKEN.
+
+    Token t of row b is draw number first[b] + t. It is the token that `sample_checked` draws in that row with
+    fold_in(key, first[b] + t), so a draw does not depend on how many tokens are drawn at once.
+    """
+    rows, count = jnp.arange(logits.shape[0]), logits.shape[1]
+    numbers = first[:, None] + jnp.arange(count)
+
+    def key_of(number: Array, row: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, number), row)
+
+    keys = jax.vmap(jax.vmap(key_of, (0, None)))(numbers, rows)
+    flat = logits.reshape(-1, logits.shape[2])
+    drawn = jnp.where(jnp.isnan(flat).any(axis=-1), NO_TOKEN, sample_rows(sampler, flat, keys.reshape(-1)))
+    return drawn.reshape(-1, count)
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -95,6 +95,7 @@ def count_step(
         hits=counters.hits + hits,
         fetched=counters.fetched
         + one * (jnp.uint32(sum(work.moved for work in works) // accounting.FETCH_QUANTUM) + missed),
+        reached=counters.reached,
     )
 
 

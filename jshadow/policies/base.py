@@ -157,6 +157,29 @@ class LayerCache(abc.ABC):
         """Return how many more tokens each row can hold, int32 [B]. `lengths`, int32 [B], is how many it holds now."""
         return spec.capacity - lengths
 
+    # Tokens given back (`KVState.rewind`)
+
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the fewest tokens that each row can hold after it gives back its newest tokens, int32 [B].
+
+        None: the method cannot give tokens back, because it keeps something of them, or loses something for them. This
+        is the default. Tokens of the prompt can be given back only if they are stored like those after the prompt.
+
+        Args:
+            spec: the layer.
+            state: its state.
+            reached: the most tokens that each row has ever held, int32 [B].
+        """
+        return None
+
+    def rewound(self, spec: CacheSpec, state: LayerState, lengths: Array) -> LayerState:
+        """Return the layer's state after each row went back to `lengths` tokens, int32 [B].
+
+        By default the state does not change: the tokens given back stay in slots that no query reads, until new tokens
+        are written there.
+        """
+        return state
+
     # One step
 
     @abc.abstractmethod

@@ -167,6 +167,11 @@ class EvictingPolicy(UniformPolicy, Costs):
         left = spec.window - (lengths - state.frozen.lengths)
         return jnp.minimum(spec.capacity - lengths, left)
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length of the prompt: each later token has a slot of its own."""
+        lengths: Array = state.frozen.lengths
+        return lengths
+
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the kept prompt tokens, and all tokens after the prompt."""
         parts = {"kept": state.frozen.count, "window": lengths - state.frozen.lengths}

@@ -78,6 +78,10 @@ class Full(UniformPolicy, Sized, Costs):
             pieces.append(Piece(k, v, guess[:, None]))
         return attend_parts(spec, step.q_post, pieces), state
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return 1: every token has a slot of its own."""
+        return jnp.ones_like(reached)
+
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count all tokens held, as the part "window"."""
         return {"window": lengths.astype(jnp.float32)}

@@ -211,6 +211,10 @@ class KIVI(UniformPolicy, Sized, Costs):
         left = spec.window - (lengths - self.first_exact_value(state.frozen.lengths))
         return jnp.minimum(spec.capacity - lengths, left)
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length of the prompt if no value has been quantized. Else the row cannot go back."""
+        return jnp.where(reached <= self.residual, state.frozen.lengths, reached)
+
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count all tokens: those with an exact key and value ("window"), and the others ("quantized")."""
         exact = (lengths - 1) % self.residual + 1

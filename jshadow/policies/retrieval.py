@@ -159,6 +159,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         tail = layout.tail_units * self.unit
         return jnp.minimum(spec.capacity - lengths, tail - (lengths - state.frozen.units * self.unit))
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length after the prompt's units at which the ring still has the next query's recent tokens."""
+        slots = self.ring_slots(spec)
+        kept = jnp.where(reached <= slots, 0, reached - self.reads.piece)
+        return jnp.maximum(jnp.maximum(kept, state.frozen.units * self.unit), 1)
+
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:

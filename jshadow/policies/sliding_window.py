@@ -89,6 +89,11 @@ class SlidingWindow(LayerCache, Costs):
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
         return attend(step.q_post, pieces, spec.scale), state
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length at which the next query's window is still whole in the ring buffer."""
+        slots = self.slots(spec.capacity)
+        return jnp.where(reached <= slots, 1, jnp.maximum(reached - slots + self.window - 1, 1))
+
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count all tokens held, up to the size of the window."""
         return {"window": jnp.minimum(lengths, self.window).astype(jnp.float32)}

@@ -151,6 +151,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         start = step.positions[:, :1] - state.frozen.lengths[:, None]
         return state.replace(live=live), HostWrite(data, start, step.valid[:, :1])
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return None: the exact rows of the next step were fetched for the token after the newest one."""
+        return None
+
     # One step
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[list[Piece], list[Array]]:

@@ -130,6 +130,10 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
         return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return 1 if no token has been evicted. Else the row cannot go back: the evicted tokens would be missing."""
+        return jnp.where(reached <= self.slots(spec.capacity), 1, reached)
+
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count all tokens held, up to the number of slots."""
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}

@@ -180,6 +180,12 @@ def test_extend_is_steps(name, fetch):
 
 
 @policies
+def test_tokens_given_back_leave_nothing(name):
+    if turns.cannot_rewind(case_of(name).subject) is None:
+        turns.tokens_given_back_leave_nothing(case_of(name, modes_of(name)[0]))
+
+
+@policies
 def test_long_turn_is_steps(name):
     turns.long_turn_is_steps(case_of(name, modes_of(name)[0]))
 

@@ -1,15 +1,19 @@
 """Laws about turns and prompts: the state does not depend on how tokens are split into calls."""
 
+import jax
 import numpy as np
 
+from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
+from jshadow.errors import ConfigError
 from jshadow.evaluation.laws.inputs import (
     BATCH,
     CAPACITY,
     LENGTHS,
     PROMPT,
     STEPS,
+    abstract,
     model,
     prefilled,
     random_tokens,
@@ -98,6 +102,36 @@ def long_turn_is_steps(case: Case) -> None:
     close(got[exact], want[exact], 1e-4, "logits")
     close(got[active], want[active], NEIGHBOR, "logits")
     same_memory(extended, stepped, codes=False)
+
+
+def cannot_rewind(subject: Subject) -> str | None:
+    """Return why a policy is left out of the law of rewinds, or None."""
+    state = abstract(Case(subject), "resident")
+    try:
+        jax.eval_shape(earliest, state, state.lengths)
+    except ConfigError:
+        return "it cannot give tokens back"
+    return None
+
+
+@law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=cannot_rewind)
+def tokens_given_back_leave_nothing(case: Case) -> None:
+    """Feed other tokens after a turn, take back as many as possible, and go on. Do all of it twice."""
+    _, state = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
+    plain, start = state.fork(), np.asarray(state.lengths)
+    for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
+        _, state = decode.extend(model(), wrong, TURN[::-1], state)
+        held = np.asarray(state.lengths)
+        back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
+        kept = np.minimum(back, held) - start
+        state = state.rewind(start + kept)
+        _, plain = decode.extend(model(), wrong, kept, plain)
+        close(state.room(), plain.room(), 0, "room")
+        got, state = run_steps(model(), state, STEPS[:, 7:10])
+        want, plain = run_steps(model(), plain, STEPS[:, 7:10])
+        close(got, want, 1e-4, "later logits")
+        close(state.last, plain.last, 0, "last tokens")
+        start = np.asarray(plain.lengths)
 
 
 def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jshadow.cache.accounting import layer_nbytes
@@ -30,44 +29,12 @@ from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.costs import Costs
 from jshadow.policies.full import Full
+from jshadow.policies.omnikv.state import FilterFrozen, FilterLive, SparseLive
 from jshadow.policies.registry import register
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix). For other numbers of
 # layers, those for 32 layers are scaled.
 PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
-
-
-class FilterFrozen(struct.PyTreeNode):
-    """The frozen part of filter layers and of sparse layers.
-
-    Attributes:
-        lengths: tokens of the prompt, int32 [B]. Only these can be chosen.
-    """
-
-    lengths: Array
-
-
-class FilterLive(struct.PyTreeNode):
-    """The live part of a filter layer.
-
-    Attributes:
-        cache: keys after RoPE and values of all tokens [B, h_kv, capacity, d].
-        queries: the last w queries after RoPE [B, w, h_q, d], or None with selector="last". The query at position p is
-            in slot p % w.
-    """
-
-    cache: KeyValues
-    queries: Array | None
-
-
-class SparseLive(struct.PyTreeNode):
-    """The live part of a sparse layer.
-
-    Attributes:
-        window: keys after RoPE and values of the tokens after the prompt [B, h_kv, W, d], in order.
-    """
-
-    window: KeyValues
 
 
 @register(
@@ -191,6 +158,11 @@ class OmniKVFilter(Full, PlansAhead):
             queries = jnp.where(here[..., None, None], step.q_post.astype(queries.dtype), queries)
         return state.replace(live=FilterLive(cache, queries)), None
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length of the prompt, of which tokens are chosen. None if older queries were overwritten."""
+        lengths: Array = state.frozen.lengths
+        return None if self.summed_queries else lengths
+
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """Select one set of prompt tokens for all heads of all layers that this filter serves."""
         if not self.serves:
@@ -274,6 +246,11 @@ class OmniKVSparse(LayerCache, Costs):
         seen = jnp.arange(spec.window) <= (step.positions - state.frozen.lengths[:, None])[..., None]
         chosen = Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
         return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
+
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length of the prompt: each later token has a slot of its own."""
+        lengths: Array = state.frozen.lengths
+        return lengths
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Return how many more tokens fit into both the capacity and the window."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from jshadow.ops.attention import group_queries
+from jshadow.ops.layout import write_rows
 from jshadow.ops.packing import Scaled, scale_dtype
 from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows
 from jshadow.policies.shadowkv.landmarks import landmark_logits, store_landmarks
@@ -195,3 +196,22 @@ def two_levels(levels: Levels, spread: Float[Array, "B h_kv n s"] | None) -> pal
 def first_rows(landmarks: Array | Scaled) -> Array:
     """Return an array with one row a landmark: its code if landmarks are quantized, else the landmark itself."""
     return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
+
+
+def write_marks(marks: Any, new: Any, parts: int, number: Array, leaves: Array) -> Any:
+    """Write landmarks or spreads of ShadowKV+'s later chunks where a chunk leaves the window.
+
+    Args:
+        marks: those of all later chunks, a pytree of arrays with `parts` rows of a chunk in axis 2.
+        new: those of the chunks `number`.
+        parts: number of rows of a chunk.
+        number: which later chunks they are, int32 [B, m].
+        leaves: which of them leave the window, bool [B, m].
+    """
+    places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
+    valid = jnp.repeat(leaves, parts, axis=1)
+
+    def write(old: Array, new: Array) -> Array:
+        return write_rows(old, new.transpose(0, 2, 1, 3), places, valid)
+
+    return jax.tree.map(write, marks, new)

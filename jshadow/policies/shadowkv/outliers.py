@@ -135,3 +135,18 @@ def keep_exact(live: PlusLive, number: Array, bad: Array, k: Array, v: Array) ->
             True, mode="drop"
         ),
     )
+
+
+def without_later(live: PlusLive, behind: Array, prompt: int) -> PlusLive:
+    """Return the state without the later chunks from number `behind` on, in the exact slots and in the cache.
+
+    Args:
+        live: the state.
+        behind: number of later chunks that have left the window, int32 [B, 1, 1].
+        prompt: the id of later chunk 0.
+    """
+    return live.replace(
+        kept=live.kept & (jnp.arange(live.kept.shape[2]) < behind),
+        extra_ids=jnp.where(live.extra_ids < behind, live.extra_ids, -1),
+        resident=jnp.where(live.resident < prompt + behind, live.resident, -1),
+    )

@@ -18,7 +18,6 @@ tokens badly.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,9 +32,9 @@ from jshadow.policies.parts import each_of, heads_axis, on_first
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import by_token
-from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread
+from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread, write_marks
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
-from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost
+from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost, without_later
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
 from jshadow.policies.shadowkv.records import weights_of
@@ -198,6 +197,17 @@ class ShadowKVPlus(ShadowKV):
         segment = self.later_chunks(spec) * self.chunk_size
         return jnp.minimum(segment - (lengths - state.frozen.chunks * self.chunk_size), spec.capacity - lengths)
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length at which the ring still has the next query's window, as in `ShadowKV.earliest`."""
+        first = super().earliest(spec, state, reached)
+        kept = reached - (self.ring_slots - self.window_chunks * self.chunk_size)
+        return None if first is None else jnp.maximum(jnp.where(reached <= self.ring_slots, 0, kept), first)
+
+    def rewound(self, spec: CacheSpec, state: LayerState, lengths: Array) -> LayerState:
+        """Take the chunks that are in the window again out of the exact slots and the cache."""
+        behind = self.left_behind(state.frozen, lengths[:, None] - 1)[..., None]
+        return state.replace(live=without_later(state.live, behind, self.stored_chunks(spec)))
+
     # One step
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
@@ -234,8 +244,8 @@ class ShadowKVPlus(ShadowKV):
         mean, worst = chunk_landmarks(k, parts)
         landmarks = stored_landmarks(mean, self.landmarks, parts, spec.dtype)
         spread = stored_spread(lambda parts: chunk_spread(k, parts), self.landmarks, parts, spec.dtype)
-        landmarks = self.write_marks(live.landmarks, landmarks, number, leaves)
-        spread = self.write_marks(live.spread, spread, number, leaves)
+        landmarks = write_marks(live.landmarks, landmarks, self.read_parts, number, leaves)
+        spread = write_marks(live.spread, spread, self.read_parts, number, leaves)
         bad = worst < state.frozen.cut[..., None]
         if state.frozen.most is not None:
             ids = jnp.broadcast_to(self.stored_chunks(spec) + number[:, None], bad.shape)
@@ -243,17 +253,6 @@ class ShadowKVPlus(ShadowKV):
             bad |= loses_more(keys, k, state.frozen.key_weights, state.frozen.most)
         live = keep_exact(live.replace(landmarks=landmarks, spread=spread), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
-
-    def write_marks(self, marks: Any, new: Any, number: Array, leaves: Array) -> Any:
-        """Write landmarks or spreads of the chunks `number` [B, most] where the chunk `leaves` the window."""
-        parts = self.read_parts  # number of rows of a chunk in axis 2 of the arrays
-        places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
-        valid = jnp.repeat(leaves, parts, axis=1)
-
-        def write(old: Array, new: Array) -> Array:
-            return write_rows(old, new.transpose(0, 2, 1, 3), places, valid)
-
-        return jax.tree.map(write, marks, new)
 
     def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
         """Return the prompt's chunks, and the later chunks that have left each query's window."""

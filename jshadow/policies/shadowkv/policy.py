@@ -167,6 +167,13 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         used = lengths - state.frozen.chunks * self.chunk_size
         return jnp.minimum(spec.capacity - lengths, spec.window - used)
 
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the first token of the window, in which every token has a slot of its own.
+
+        None with `Quirks.exact_preload`, because it remembers which chunks all queries have selected.
+        """
+        return None if self.quirks.exact_preload else jnp.maximum(state.frozen.chunks * self.chunk_size, 1)
+
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Store the new tokens in the window, exactly."""
         window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.chunks, self.chunk_size)

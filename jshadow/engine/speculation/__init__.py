@@ -1,0 +1,7 @@
+"""Speculation: a drafter proposes tokens, one turn of the model checks them, and wrong ones are given back.
+
+No token changes: each proposed token is kept only if the model draws the same one.
+"""
+
+from jshadow.engine.speculation.drafter import Drafter as Drafter
+from jshadow.engine.speculation.prompt_lookup import PromptLookup as PromptLookup

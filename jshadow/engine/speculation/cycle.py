@@ -1,0 +1,139 @@
+"""One cycle of speculation as one compiled program: propose, check, keep the longest equal beginning.
+
+The model takes the newest token and the proposed ones as one turn, which gives the logits of single steps. A token is
+drawn from each of them. A proposed token is accepted if it and all proposed tokens before it are the drawn ones. So the
+drawn tokens up to the first difference are those that single steps draw, greedy or not.
+
+For greedy decoding this is the rule of Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1). For sampling, their rule
+keeps the distribution, but the drawn tokens depend on the drafter. Here a draw depends only on the seed, the row and
+the number of the token (Gumbel coupling; Daliri et al. 2024, arXiv 2408.07978, section 4). If a drafter proposes one
+token and not a distribution, both rules accept it with the same probability.
+
+B rows, w proposed tokens.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.cache.rewind import rewound
+from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.cores import scan_tokens
+from jshadow.engine.sampling import Sampler, sample_numbered
+from jshadow.engine.speculation.drafter import Drafter
+from jshadow.engine.step import COMPILER_OPTIONS
+from jshadow.engine.turn import Turn
+from jshadow.models.config import ModelConfig
+from jshadow.planner.turn_pieces import takes_blocks, turn_piece
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclePlan:
+    """The static arguments of a cycle.
+
+    Attributes:
+        drafter: the drafter.
+        width: number of proposed tokens w. 0: a plain step.
+        sampler: how tokens are drawn.
+        stop: token ids that end a row. No token is kept after one of them.
+    """
+
+    drafter: Drafter
+    width: int
+    sampler: Sampler
+    stop: tuple[int, ...] = ()
+
+
+class Progress(NamedTuple):
+    """How far each row is.
+
+    Attributes:
+        token: the newest token, which the model has not read yet, int32 [B].
+        number: how many tokens were drawn so far, `token` included, int32 [B].
+        left: how many more tokens may be drawn, int32 [B]. 0: the row is not active.
+    """
+
+    token: Array
+    number: Array
+    left: Array
+
+
+class Drawn(NamedTuple):
+    """The new tokens of a cycle.
+
+    Attributes:
+        tokens: int32 [B, w + 1]. NO_TOKEN where the logits contain a NaN.
+        counts: how many of them are real, int32 [B]: at least 1 for an active row, else 0.
+        proposed: number of proposed tokens, int32 [B]. `counts - 1` of them were accepted.
+        ready: how many tokens the drafter can propose in the next cycle, int32 [B].
+    """
+
+    tokens: Array
+    counts: Array
+    proposed: Array
+    ready: Array
+
+
+def cycle(
+    weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Any, progress: Progress, key: Array
+) -> tuple[Drawn, Progress, KVState, Any]:
+    """Run one cycle. It can be traced by jit, and checks nothing.
+
+    Args:
+        weights, config: the model.
+        plan: the drafter and how tokens are drawn.
+        state: a state whose policy can give tokens back.
+        memory: what the drafter remembers.
+        progress: how far each row is.
+        key: PRNG key. Token number i of a row is drawn as by `sample_checked` with fold_in(key, i).
+
+    Returns:
+        The new tokens, the progress after them, the new state, and what the drafter then remembers.
+    """
+    width, lengths = plan.width, state.lengths
+    active = progress.left > 0
+    ready = plan.drafter.ready(memory)
+    proposed = jnp.minimum(jnp.minimum(ready, width), jnp.minimum(progress.left, state.room()) - 1)
+    proposed = jnp.where(active, jnp.maximum(proposed, 0), 0)
+    guesses = plan.drafter.propose(memory, width)
+    tokens = jnp.concatenate([progress.token[:, None], guesses], axis=1)
+    reads, writes = state.split()
+    size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
+    new = jnp.where(active, proposed + 1, 0)
+    logits, writes = scan_tokens(weights, config, tokens, new, reads, writes, Turn(size, "all"))
+    drawn = sample_numbered(plan.sampler, logits, key, progress.number)
+    ends = functools.reduce(jnp.logical_or, [drawn == token for token in plan.stop], jnp.zeros_like(drawn, bool))
+    goes_on = (drawn[:, :width] == guesses) & (jnp.arange(width) < proposed[:, None]) & ~ends[:, :width]
+    accepted = jnp.cumprod(goes_on, axis=1, dtype=jnp.int32).sum(axis=1)
+    counts = jnp.where(active, accepted + 1, 0)
+    fed = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    newest = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
+    after = state.join(writes)
+    after = rewound(after, lengths + counts, jnp.where(active, fed, after.last))
+    memory = plan.drafter.heard(memory, drawn, counts)
+    ended = jnp.take_along_axis(ends, accepted[:, None], axis=1)[:, 0]
+    left = jnp.where(ended, 0, progress.left - counts)
+    onward = Progress(jnp.where(active, newest, progress.token), progress.number + counts, left)
+    return Drawn(drawn, counts, proposed, plan.drafter.ready(memory)), onward, after, memory
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes", "memory"), compiler_options=COMPILER_OPTIONS
+)
+def run_cycle(
+    weights: dict,
+    reads: Reads,
+    writes: Writes,
+    memory: Any,
+    far: tuple[Progress, Array],
+    *,
+    config: ModelConfig,
+    plan: CyclePlan,
+) -> tuple[Drawn, Progress, Writes, Any]:
+    """Run `cycle` as a compiled program. `far` is the progress and the PRNG key."""
+    drawn, progress, state, memory = cycle(weights, config, plan, KVState.of(reads, writes), memory, *far)
+    return drawn, progress, state.split()[1], memory

@@ -1,0 +1,106 @@
+"""A run of cycles over the rows of a state, as `generate` uses it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jshadow.cache.state import KVState
+from jshadow.engine.host_notes import consuming
+from jshadow.engine.mesh.agree import run_together
+from jshadow.engine.sampling import Sampler
+from jshadow.engine.speculation.cycle import CyclePlan, Drawn, Progress, run_cycle
+from jshadow.engine.speculation.drafter import Drafter
+from jshadow.engine.speculation.pace import Pace
+from jshadow.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn: the sampler, its PRNG key, and the token ids that end a row."""
+
+    sampler: Sampler
+    key: Array
+    stop: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts of a run, one number for each row, int64 [B].
+
+    Attributes:
+        cycles: cycles in which the row was active.
+        proposed: proposed tokens.
+        accepted: proposed tokens that were accepted.
+    """
+
+    cycles: np.ndarray
+    proposed: np.ndarray
+    accepted: np.ndarray
+
+
+class SpeculativeRun:
+    """Draws tokens in cycles. Each cycle gives each active row one token or more.
+
+    Attributes:
+        tally: counts of the cycles so far.
+    """
+
+    def __init__(self, params: Params, drafter: Drafter, drawing: Drawing, prompt: list[list[int]], new: int) -> None:
+        """Let the drafter read the prompts. `new` is the most tokens that a row can get."""
+        lengths = np.array(list(map(len, prompt)))
+        tokens = np.zeros((len(prompt), int(lengths.max())), np.int32)
+        for row, ids in enumerate(prompt):
+            tokens[row, : len(ids)] = ids
+        self.params, self.drafter, self.drawing = params, drafter, drawing
+        self.memory: Any = drafter.begin(tokens, lengths, new + drafter.tokens + 1)
+        self.pace, self.tally = Pace(drafter.tokens), Tally(*np.zeros((3, len(prompt)), np.int64))
+        self.number = np.zeros(len(prompt), np.int32)
+        self.ready = np.zeros(len(prompt), np.int32)
+
+    def begin(self, tokens: np.ndarray) -> None:
+        """Take the first token of each row, which was drawn from the logits of the prompt, int32 [B]."""
+        self.newest = np.asarray(tokens, np.int32)
+        self.number += 1
+        self.memory = self.drafter.heard(self.memory, jnp.asarray(self.newest)[:, None], jnp.ones_like(self.number))
+        self.ready = np.asarray(self.drafter.ready(self.memory))
+
+    def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
+        """Run a cycle. This consumes the state.
+
+        Args:
+            state: the state, which has not read the newest tokens.
+            left: how many more tokens each row may get, int [B]; 0 for a row that has ended.
+
+        Returns:
+            The new tokens int32 [B, n], how many of them are real int32 [B], and the new state.
+        """
+        active = left > 0
+        plan = CyclePlan(self.drafter, self.pace.choose(self.ready[active]), self.drawing.sampler, self.drawing.stop)
+        progress = Progress(*(jnp.asarray(part, jnp.int32) for part in (self.newest, self.number, left)))
+        with consuming(state):
+            reads, writes = state.split()
+            drawn, _, writes, self.memory = run_together(
+                run_cycle,
+                self.params.weights,
+                reads,
+                writes,
+                self.memory,
+                (progress, self.drawing.key),
+                config=self.params.config,
+                plan=plan,
+            )
+        found: Drawn = jax.tree.map(np.asarray, drawn)
+        rows, last = np.arange(len(left)), np.maximum(found.counts - 1, 0)
+        self.newest = np.where(active, found.tokens[rows, last], self.newest)
+        self.number = self.number + found.counts
+        self.ready = found.ready
+        accepted = np.where(active, last, 0)
+        self.pace.heard(found.proposed, accepted)
+        self.tally.cycles += active
+        self.tally.proposed += found.proposed
+        self.tally.accepted += accepted
+        return found.tokens, found.counts, state.join(writes)
