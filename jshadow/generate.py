@@ -8,6 +8,7 @@ from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
 from jshadow.engine.result import Generation as Generation
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Batch, Fitted, OnePrompt, Prompt
 from jshadow.errors import PromptError
 from jshadow.policies import Policy
@@ -38,6 +39,7 @@ def generate(
     prefill: PrefillAttention | None = None,
     verify: bool = False,
     fitted: Fitted | None = None,
+    speculate: Drafter | None = None,
 ) -> Generation | list[Generation]:
     """Answer a prompt, or a batch of prompts of any lengths.
 
@@ -65,6 +67,8 @@ def generate(
             saves.
         fitted: arrays that the policy learned, from `policy.fit` or `load_fitted`. It must be None with a state, which
             holds its own.
+        speculate: a drafter, such as `PromptLookup()`. It proposes tokens, and the model checks several of them at
+            once. No token changes. The policy must be able to give tokens back (`KVState.rewind`).
 
     Returns:
         A Generation for one prompt, or a list of them for a list of prompts.
@@ -87,6 +91,7 @@ def generate(
         prefill=prefill,
         verify=verify,
         fitted=fitted,
+        speculate=speculate,
     )
     loop = GenerationLoop(params, prompt, options)
     for _ in loop:

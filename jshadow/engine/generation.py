@@ -1,8 +1,7 @@
 """The loop that generates text for a batch of prompts. It runs the compiled steps and makes a report at the end."""
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,16 @@ from jshadow.engine.host_notes import consuming
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.options import GenerateOptions, batch_of
 from jshadow.engine.prefill.job import own_attention, prepared_attention
-from jshadow.engine.report import (
-    CompileClock,
-    Report,
-    attended_parts,
-    explain_large_cache,
-    measured_bytes,
-    row_figures,
-)
+from jshadow.engine.report import PhaseClock, reports_of
 from jshadow.engine.result import FinalStates, Generation
 from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
+from jshadow.engine.speculation.checks import check_drafter, check_run
+from jshadow.engine.speculation.run import Drawing, SpeculativeRun
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, NumericalError, StateMismatch
 from jshadow.ops.buckets import round_up
-from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
@@ -69,6 +62,7 @@ class GenerationLoop:
             raise ConfigError("fitted must be left out with a state, because the state has its own arrays")
         self.marks: dict[int, tuple[KVState, int]] = {}
         self.verifier: Verifier | None = None
+        self.cycles: SpeculativeRun | None = None
         self.fallback: str | None = None
         self.prefill_label: str | None = None
         self.fetch_reason: str | None = None
@@ -77,8 +71,7 @@ class GenerationLoop:
             self._plan()
         else:
             self._continue(self.state)
-        self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
-        self.decoded = 0
+        self.clock, self.decoded = PhaseClock(), 0
 
     def _encode(self, prompts: list[OnePrompt]) -> list[list[int]]:
         """Return the token ids of the prompts. If there is a state, they continue its rows."""
@@ -107,6 +100,8 @@ class GenerationLoop:
         self.prefill_label = "exact" if attention is None else attention.label(longest)
         self.batch = batch_of(list(map(len, self.prompts)), self.capacity, str(self.params.dtype))
         self.fetch, self.fetch_reason = fetch_for(self.fetch, self.params, self.policy, self.batch)
+        if options.speculate is not None:
+            check_drafter(options.speculate, config, self.policy, self.capacity)
 
     def _continue(self, state: KVState) -> None:
         """Continue a state: check that it has room for the prompts and the answers."""
@@ -115,20 +110,8 @@ class GenerationLoop:
             raise StateMismatch(f"capacity must be the state's own {state.capacity}, got {capacity}")
         check_room(state, np.array([len(one) + self.options.max_new_tokens for one in self.prompts]))
         self.capacity, self.policy = state.capacity, state.policy
-
-    def _timed(self) -> Callable[[], float]:
-        """Start a clock, and return a function that stops it.
-
-        The function returns the seconds that did not go into compilation. It adds the others to `compile_seconds`.
-        """
-        start, compiled = time.perf_counter(), CompileClock.seconds
-
-        def stop() -> float:
-            spent = CompileClock.seconds - compiled
-            self.compile_seconds += spent
-            return max(0.0, time.perf_counter() - start - spent)
-
-        return stop
+        if self.options.speculate is not None:
+            check_drafter(self.options.speculate, self.params.config, self.policy, self.capacity)
 
     def _start(self) -> Array:
         """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""
@@ -171,25 +154,40 @@ class GenerationLoop:
         return logits
 
     def __iter__(self) -> Iterator[tuple[int, str, int]]:
-        count, key = self.options.max_new_tokens, seed_key(self.options.seed)
-        stop = self._timed()
-        logits = self._start()
-        if count == 0:
-            self.prefill_seconds = stop()
-            return
-        active = np.ones(len(self.prompts), bool)
-        tokens = run_together(decode.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
-        values = self.read_tokens(tokens, 0, active)
-        self.prefill_seconds = stop()
-        for index in range(1, count + 1):
-            yield from self._push(values, active, last=index == count)
-            if not active.any() or index == count:
+        key, active = seed_key(self.options.seed), np.ones(len(self.prompts), bool)
+        with self.clock.phase("prefill"):
+            logits = self._start()
+            if self.options.max_new_tokens == 0:
+                return
+            tokens = run_together(decode.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
+            values = self.read_tokens(tokens, 0, active)
+            cycles = self._speculation(key, values)
+        drawn, counts, index = values[:, None], active.astype(np.int32), 0
+        while True:
+            yield from self._push(drawn, counts, active)
+            if not active.any():
                 break
-            stop = self._timed()
-            self._mark(active)
-            values = self.read_tokens(self._next(values, active, Draw(key, jnp.int32(index))), index, active)
-            self.decode_seconds += stop()
-            self.decoded += int(active.sum())
+            with self.clock.phase("decode"):
+                self._mark(active)
+                index += 1
+                if cycles is None:
+                    values = self.read_tokens(self._next(values, active, Draw(key, jnp.int32(index))), index, active)
+                    drawn, counts = values[:, None], active.astype(np.int32)
+                else:
+                    drawn, counts = self._cycle(cycles, active, index)
+            self.decoded += int(counts.sum())
+
+    def _speculation(self, key: Array, first: np.ndarray) -> SpeculativeRun | None:
+        """Return the cycles that draw the tokens after `first`, int32 [B], or None without `speculate`."""
+        drafter, new = self.options.speculate, self.options.max_new_tokens
+        if drafter is None:
+            return None
+        assert self.state is not None
+        check_run(drafter, self.state, new)
+        drawing = Drawing(self.sampler, key, tuple(sorted(self.stop_ids)))
+        self.cycles = SpeculativeRun(self.params, drafter, drawing, self.prompts, new)
+        self.cycles.begin(first)
+        return self.cycles
 
     def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:
         """Copy the tokens that a step drew, int32 [B], to the host. Step 0 draws from the logits of the prompt.
@@ -233,19 +231,35 @@ class GenerationLoop:
         self.state = self.state.join(writes)
         return token
 
-    def _push(self, values: np.ndarray, active: np.ndarray, *, last: bool) -> Iterator[tuple[int, str, int]]:
-        """Add new tokens to the active rows and yield their text. Set `active` to False for rows that stop."""
-        for row in np.flatnonzero(active):
-            stream, token = self.streams[row], int(values[row])
-            if token in self.stop_ids:
-                text, active[row] = stream.finish(), False
-                stream.tokens.append(token)  # after the text has ended: the token may have a text of its own
-            else:
-                text = stream.push(token)
-                active[row] = not stream.stopped
-            if last:
-                text += stream.finish()
-            yield int(row), text, token
+    def _cycle(self, cycles: SpeculativeRun, active: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Run a cycle of speculation. Return the new tokens int32 [B, n], and how many of them are real, int32 [B]."""
+        assert self.state is not None
+        drawn = [len(stream.tokens) for stream in self.streams]
+        left = np.where(active, self.options.max_new_tokens - np.array(drawn), 0)
+        tokens, counts, self.state = cycles.cycle(self.state, left)
+        for place in range(tokens.shape[1]):
+            self.read_tokens(tokens[:, place], index, active & (place < counts))
+        return tokens, counts
+
+    def _push(self, drawn: np.ndarray, counts: np.ndarray, active: np.ndarray) -> Iterator[tuple[int, str, int]]:
+        """Add new tokens to the active rows and yield their text. Set `active` to False for rows that end.
+
+        The first `counts` [B] of `drawn`, int32 [B, n], are new tokens.
+        """
+        for row in np.flatnonzero(active).tolist():
+            stream = self.streams[row]
+            for token in drawn[row, : counts[row]].tolist():
+                if token in self.stop_ids:
+                    text, active[row] = stream.finish(), False
+                    stream.tokens.append(token)  # after the text has ended: the token may have a text of its own
+                else:
+                    text = stream.push(token)
+                    active[row] = not stream.stopped
+                if len(stream.tokens) == self.options.max_new_tokens:
+                    text, active[row] = text + stream.finish(), False
+                yield row, text, token
+                if not active[row]:
+                    break
 
     def close(self) -> None:
         """Drop all references to the KV state."""
@@ -255,46 +269,17 @@ class GenerationLoop:
     def results(self) -> list[Generation]:
         """Return one Generation for each row. The iteration must have ended."""
         assert self.state is not None
+        fed = [max(0, len(stream.tokens) - 1) for stream in self.streams]  # the last token was never fed
+        if self.cycles is not None:
+            self.state, fed = self.cycles.ended(self.state, self.streams, self.marks)
         bases = []
         for row, stream in enumerate(self.streams):
-            latest = self.state, max(0, len(stream.tokens) - 1)  # its last token was never fed
+            latest = self.state, fed[row]
             state, held = self.marks.get(row, latest) if stream.stopped else latest
             bases.append((state, stream.tokens[held : stream.kept()]))
         final, generations = FinalStates(self.params, bases), []
-        for row, (stream, report) in enumerate(zip(self.streams, self._reports(self.state), strict=True)):
+        for row, (stream, report) in enumerate(zip(self.streams, reports_of(self, self.state), strict=True)):
             text = stream.text if self.params.tokenizer is not None else None
             tokens = stream.tokens[: stream.kept()]
             generations.append(Generation(text, tokens, report, final, None if self.bare else row))
         return generations
-
-    def _reports(self, state: KVState) -> list[Report]:
-        """Return the report of each row."""
-        config, batch = self.params.config, len(self.prompts)
-        counters, sizes = jax.tree.map(np.asarray, state.counters), measured_bytes(state)
-        dense = full_bytes(config, self.capacity, jnp.dtype(self.params.dtype).itemsize)
-        parts = attended_parts(state, np.array([max(0, len(stream.tokens) - 1) for stream in self.streams]))
-        return [
-            Report(
-                policy=self.policy,
-                fetch=state.fetch,
-                fetch_reason=self.fetch_reason,
-                prompt_tokens=len(self.prompts[row]),
-                generated_tokens=len(self.streams[row].tokens),
-                attended_parts=parts[row],
-                device_bytes=sizes["device"] // batch,
-                host_bytes=sizes["host"] // batch,
-                full_bytes=dense,
-                prefill_seconds=self.prefill_seconds,
-                decode_seconds=self.decode_seconds,
-                compile_seconds=self.compile_seconds,
-                decode_tokens_per_second=self.decoded / self.decode_seconds if self.decode_seconds else None,
-                fallback=self.fallback,
-                verified_steps=self.verifier.steps if self.verifier else None,
-                prefill=self.prefill_label,
-                device_kind=next(iter(state.lengths.devices())).device_kind,
-                dtype=str(self.params.dtype),
-                large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
-                **row_figures(self.before, counters, row, config.num_layers),
-            )
-            for row in range(batch)
-        ]

@@ -8,6 +8,7 @@ from jshadow.cache.offload import check_fetch
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity, check_sampling
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Fitted, Progress
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.ops.buckets import round_up, step_of
@@ -48,6 +49,7 @@ class GenerateKeywords(TypedDict, total=False):
     prefill: PrefillAttention | None
     verify: bool
     fitted: Fitted | None
+    speculate: Drafter | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +57,8 @@ class GenerateOptions:
     """The arguments of `generate` except the model and the prompt, and three more options.
 
     Attributes:
-        policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
+        policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted,
+            speculate: see `generate`.
         progress: called with a `PrefillProgress` after each unit of the prefill, which is then waited for. With a
             state, it is called after each piece of the prompt that is appended.
         spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
@@ -74,6 +77,7 @@ class GenerateOptions:
     prefill: PrefillAttention | None = None
     verify: bool = False
     fitted: Fitted | None = None
+    speculate: Drafter | None = None
     progress: Progress | None = None
     spare: int = 0
     returns_state: bool = True

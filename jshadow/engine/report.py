@@ -1,15 +1,20 @@
 """The report of a generation: measured bytes, counted tokens, and seconds, with compilation counted separately."""
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
 from jshadow.cache.shared_rows import each_row
 from jshadow.cache.state import Counters, KVState
+from jshadow.planner.bytes import full_bytes
 from jshadow.policies.settings import policy_settings
 
 COMPILE_EVENTS = (
@@ -31,6 +36,33 @@ class CompileClock:
         if event in COMPILE_EVENTS:
             cls.seconds += duration_secs
             cls.programs += event == COMPILE_EVENTS[-1]
+
+
+class PhaseClock:
+    """Seconds of the phases of a generation, without those of compilation.
+
+    Attributes:
+        seconds: seconds of each phase.
+        compile_seconds: seconds of tracing, lowering and compiling in all phases.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.compile_seconds = {"prefill": 0.0, "decode": 0.0}, 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside the context to a phase."""
+        start, compiled = time.perf_counter(), CompileClock.seconds
+        try:
+            yield
+        finally:
+            spent = CompileClock.seconds - compiled
+            self.compile_seconds += spent
+            self.seconds[name] += max(0.0, time.perf_counter() - start - spent)
+
+    def rate(self, tokens: int) -> float | None:
+        """Return the tokens of a second of the phase "decode", or None if that phase took no time."""
+        return tokens / self.seconds["decode"] if self.seconds["decode"] else None
 
 
 jax.monitoring.register_event_duration_secs_listener(CompileClock.on_event)
@@ -72,6 +104,8 @@ class Report:
         dtype: dtype of the weights and the cache.
         large_cache: a sentence about the largest parts of the state if it takes more device bytes than full attention,
             else None.
+        cycles: cycles of speculation. Each gave one token or more. None without `speculate`.
+        proposed_tokens, accepted_tokens: tokens that the drafter proposed, and how many of them were kept; or None.
     """
 
     policy: Any
@@ -96,6 +130,9 @@ class Report:
     dtype: str = ""
     fetch_reason: str | None = None
     large_cache: str | None = None
+    cycles: int | None = None
+    proposed_tokens: int | None = None
+    accepted_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as values for JSON. The policy is given by its name and settings."""
@@ -179,3 +216,37 @@ def row_figures(before: Counters, after: Counters, row: int, num_layers: int) ->
         "hit_rate": gained("hits") / selected if selected else None,
         "bytes_fetched": gained("fetched") * FETCH_QUANTUM,
     }
+
+
+def reports_of(loop: Any, state: KVState) -> list[Report]:
+    """Return the report of each row of a GenerationLoop, with its final state."""
+    config, batch = loop.params.config, len(loop.prompts)
+    counters, sizes = jax.tree.map(np.asarray, state.counters), measured_bytes(state)
+    dense = full_bytes(config, loop.capacity, jnp.dtype(loop.params.dtype).itemsize)
+    parts = attended_parts(state, np.array([max(0, len(stream.tokens) - 1) for stream in loop.streams]))
+    return [
+        Report(
+            policy=loop.policy,
+            fetch=state.fetch,
+            fetch_reason=loop.fetch_reason,
+            prompt_tokens=len(loop.prompts[row]),
+            generated_tokens=len(loop.streams[row].tokens),
+            attended_parts=parts[row],
+            device_bytes=sizes["device"] // batch,
+            host_bytes=sizes["host"] // batch,
+            full_bytes=dense,
+            prefill_seconds=loop.clock.seconds["prefill"],
+            decode_seconds=loop.clock.seconds["decode"],
+            compile_seconds=loop.clock.compile_seconds,
+            decode_tokens_per_second=loop.clock.rate(loop.decoded),
+            fallback=loop.fallback,
+            verified_steps=loop.verifier.steps if loop.verifier else None,
+            prefill=loop.prefill_label,
+            device_kind=next(iter(state.lengths.devices())).device_kind,
+            dtype=str(loop.params.dtype),
+            large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
+            **({} if loop.cycles is None else loop.cycles.figures(row)),
+            **row_figures(loop.before, counters, row, config.num_layers),
+        )
+        for row in range(batch)
+    ]

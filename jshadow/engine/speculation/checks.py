@@ -57,7 +57,7 @@ def check_run(drafter: Drafter, state: KVState, new: int) -> None:
 
 def can_rewind(config: ModelConfig, policy: Policy, capacity: int) -> bool:
     """Return whether a resolved policy can give tokens back."""
-    state = abstract_state(config, policy, batch=1, capacity=capacity, fetch="resident", dtype="float32")
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=1, fetch="resident", dtype="float32")
     try:
         jax.eval_shape(earliest, state, state.lengths)
     except ConfigError:

@@ -1,6 +1,7 @@
 """A run of cycles over the rows of a state, as `generate` uses it."""
 
 import dataclasses
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.cycle import CyclePlan, Drawn, Progress, run_cycle
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.speculation.pace import Pace
+from jshadow.engine.text import TextStream
 from jshadow.weights.params import Params
 
 
@@ -55,7 +57,7 @@ class SpeculativeRun:
         tokens = np.zeros((len(prompt), int(lengths.max())), np.int32)
         for row, ids in enumerate(prompt):
             tokens[row, : len(ids)] = ids
-        self.params, self.drafter, self.drawing = params, drafter, drawing
+        self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
         self.memory: Any = drafter.begin(tokens, lengths, new + drafter.tokens + 1)
         self.pace, self.tally = Pace(drafter.tokens), Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
@@ -104,3 +106,36 @@ class SpeculativeRun:
         self.tally.proposed += found.proposed
         self.tally.accepted += accepted
         return found.tokens, found.counts, state.join(writes)
+
+    def ended(self, state: KVState, streams: Sequence[TextStream], marked: Container[int]) -> tuple[KVState, list[int]]:
+        """Give back the tokens after the end of each row's text, which a stop string may have ended inside a cycle.
+
+        Args:
+            state: the state after the last cycle.
+            streams: the text of each row.
+            marked: rows whose state is another one, so that theirs does not matter.
+
+        Returns:
+            The state, and how many new tokens it holds in each row.
+        """
+        fed = (self.number - 1).tolist()
+        ends = [min(count, stream.kept()) for count, stream in zip(fed, streams, strict=True)]
+        kept = [count if row in marked else end for row, (count, end) in enumerate(zip(fed, ends, strict=True))]
+        if kept == fed:
+            return state, fed
+        texts = [[*prompt, *stream.tokens] for prompt, stream in zip(self.prompts, streams, strict=True)]
+        last = [
+            text[min(len(prompt) + count, len(text)) - 1]
+            for text, prompt, count in zip(texts, self.prompts, kept, strict=True)
+        ]
+        lengths = np.asarray(state.lengths) - (np.array(fed) - np.array(kept))
+        return state.rewind(lengths, last), kept
+
+    def figures(self, row: int) -> dict[str, int]:
+        """Return the counts of a row, by the names of the fields of `Report`."""
+        tally = self.tally
+        return {
+            "cycles": int(tally.cycles[row]),
+            "proposed_tokens": int(tally.proposed[row]),
+            "accepted_tokens": int(tally.accepted[row]),
+        }
