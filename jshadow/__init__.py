@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jshadow.engine.sparse_prefill import AShape as AShape
     from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
+    from jshadow.engine.speculation import PromptLookup as PromptLookup
     from jshadow.generate import Generation as Generation
     from jshadow.generate import generate as generate
     from jshadow.generate import stream as stream
@@ -97,6 +98,7 @@ FACE = {
         "BlockSparse",
         "VerticalSlash",
     ),
+    "engine.speculation": ("PromptLookup",),
     "generate": (
         "Generation",
         "generate",

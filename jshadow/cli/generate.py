@@ -30,6 +30,10 @@ from jshadow.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from jshadow.engine.result import Generation
 
+SPECULATE_HELP = (
+    "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "
+    "tokens before (:tokens=8:ngram=3)"
+)
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
@@ -45,6 +49,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
     add_sampling_options(add)
+    add.add_argument("--speculate", metavar="NAME[:KEY=NUMBER...]", help=SPECULATE_HELP)
     add.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
     add.add_argument("--capacity", type=int, help="tokens to allocate (default: what is needed, rounded up)")
     add.add_argument(
@@ -88,6 +93,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 def run_generate(args: argparse.Namespace) -> int:
     """Run `jshadow generate`, and return 0 when the answer is complete."""
     from jshadow.engine.sparse_prefill import parse_prefill
+    from jshadow.engine.speculation import parse_drafter
     from jshadow.policies import parse_policy
 
     text = read_prompt(args)
@@ -97,9 +103,10 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
     prefill, sampler = parse_prefill(args.prefill or "exact"), sampler_of(args)
+    drafter = None if args.speculate is None else parse_drafter(args.speculate)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     several = len(policies) > 1
-    questions = [Question(prompt, policy, sampler, prefill, None, labeled=several) for policy in policies]
+    questions = [Question(prompt, policy, sampler, prefill, drafter, None, labeled=several) for policy in policies]
     with joined(args):
         params = load_model(args)
         check_same(args, params, {"prompt": text.encode(), "fitted": args.fitted})
@@ -177,6 +184,7 @@ class Question:
         policy: the policy. None: the policy of the saved state.
         sampler: how tokens are drawn.
         prefill: the attention between the tokens of the prompt.
+        drafter: what proposes tokens, or None.
         fitted: arrays that the policy has learned, or None.
         labeled: whether the policy's name is printed before the answer.
     """
@@ -185,6 +193,7 @@ class Question:
     policy: Any
     sampler: Any
     prefill: Any
+    drafter: Any
     fitted: Any
     labeled: bool
 
@@ -213,6 +222,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
             prefill=question.prefill,
             verify=args.verify,
             fitted=question.fitted,
+            speculate=question.drafter,
             progress=progress.prefill,
             spare=SPARE if args.save_state is not None else 0,
             returns_state=args.save_state is not None,

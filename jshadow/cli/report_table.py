@@ -51,6 +51,8 @@ def figures(results: Sequence["Generation"], expected: str | None = None) -> "Ta
     row("prefill", lambda m: m.report.prefill or "-")
     row("prefill seconds", lambda m: f"{m.report.prefill_seconds:.2f}")
     row("decode tokens/s", lambda m: optional(m.report.decode_tokens_per_second, "{:.1f}"))
+    if any(generation.report.cycles is not None for generation in results):
+        row("speculation", lambda m: speculation_text(m.report))
     row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
     row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
     row("fallback", lambda m: str(m.report.fallback))
@@ -62,6 +64,14 @@ def figures(results: Sequence["Generation"], expected: str | None = None) -> "Ta
 def parts_text(parts: dict[str, float]) -> str:
     """Return a text such as "256 selected, 384 outliers" of the parts that are not empty."""
     return ", ".join(f"{tokens:,.4g} {name.replace('_', ' ')}" for name, tokens in parts.items() if tokens) or "-"
+
+
+def speculation_text(report: "Report") -> str:
+    """Return a text such as "2.4 tokens a cycle, 57 of 80 proposed tokens kept", or "-" without speculation."""
+    if not report.cycles:
+        return "-"
+    tokens = (report.cycles + (report.accepted_tokens or 0)) / report.cycles
+    return f"{tokens:.2f} tokens a cycle, {report.accepted_tokens:,} of {report.proposed_tokens:,} proposed kept"
 
 
 def notes(results: Sequence["Generation"]) -> list[str]:

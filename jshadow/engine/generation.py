@@ -20,8 +20,9 @@ from jshadow.engine.prefill.job import own_attention, prepared_attention
 from jshadow.engine.report import PhaseClock, reports_of
 from jshadow.engine.result import FinalStates, Generation
 from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
-from jshadow.engine.speculation.checks import check_drafter, check_run
+from jshadow.engine.speculation.checks import check_drafter, empty
 from jshadow.engine.speculation.run import Drawing, SpeculativeRun
+from jshadow.engine.speculation.verified import VerifiedRun
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
@@ -101,7 +102,7 @@ class GenerationLoop:
         self.batch = batch_of(list(map(len, self.prompts)), self.capacity, str(self.params.dtype))
         self.fetch, self.fetch_reason = fetch_for(self.fetch, self.params, self.policy, self.batch)
         if options.speculate is not None:
-            check_drafter(options.speculate, config, self.policy, self.capacity)
+            self._check_drafter(empty(config, self.policy, self.capacity, len(self.prompts)))
 
     def _continue(self, state: KVState) -> None:
         """Continue a state: check that it has room for the prompts and the answers."""
@@ -111,7 +112,12 @@ class GenerationLoop:
         check_room(state, np.array([len(one) + self.options.max_new_tokens for one in self.prompts]))
         self.capacity, self.policy = state.capacity, state.policy
         if self.options.speculate is not None:
-            check_drafter(self.options.speculate, self.params.config, self.policy, self.capacity)
+            self._check_drafter(state)
+
+    def _check_drafter(self, state: KVState) -> None:
+        """Raise ConfigError unless `speculate` is a drafter that suits a state, which may be abstract."""
+        lengths, options = list(map(len, self.prompts)), self.options
+        check_drafter(options.speculate, self.params.config, state, lengths, options.max_new_tokens)
 
     def _start(self) -> Array:
         """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""
@@ -183,10 +189,13 @@ class GenerationLoop:
         if drafter is None:
             return None
         assert self.state is not None
-        check_run(drafter, self.state, new)
         drawing = Drawing(self.sampler, key, tuple(sorted(self.stop_ids)))
-        self.cycles = SpeculativeRun(self.params, drafter, drawing, self.prompts, new)
-        self.cycles.begin(first)
+        if self.verifier is None:
+            self.cycles = SpeculativeRun(self.params, drafter, drawing, self.prompts, new)
+        else:
+            run = VerifiedRun(self.params, drafter, drawing, self.prompts, new)
+            self.cycles = run.watch(self.verifier, self.state.fork())
+        self.cycles.begin(first, self.state.specs[0].shards)
         return self.cycles
 
     def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:

@@ -29,7 +29,12 @@ def commit(state: KVState) -> KVState:
     Without this function, the first and the second step after a prefill would each be compiled. Nothing is copied. On
     a mesh, an array that lies on one device is copied to all devices.
     """
-    shards = state.specs[0].shards
+    committed: KVState = commit_arrays(state, state.specs[0].shards)
+    return committed
+
+
+def commit_arrays(tree: Any, shards: Shards | None) -> Any:
+    """Do what `commit` does for a pytree of arrays beside a state. `shards` is how that state is split."""
 
     def bind(leaf: Any) -> Any:
         if not isinstance(leaf, Array):
@@ -38,7 +43,7 @@ def commit(state: KVState) -> KVState:
             return leaf if len(leaf.sharding.device_set) > 1 else to_all(leaf, shards)
         return jax.device_put(leaf, leaf.sharding)
 
-    return jax.tree.map(bind, state)
+    return jax.tree.map(bind, tree)
 
 
 def to_all(leaf: Array, shards: Shards) -> Array:

@@ -1,11 +1,12 @@
 """Checks of a speculation, before anything runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.state import KVState
@@ -18,46 +19,53 @@ from jshadow.policies import POLICIES, Policy
 TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
 
 
-def check_drafter(drafter: Any, config: ModelConfig, policy: Policy, capacity: int) -> None:
-    """Raise ConfigError unless `drafter` is a drafter, and the policy can give tokens back.
-
-    Args:
-        drafter: any value.
-        config: the model.
-        policy: the resolved policy.
-        capacity: maximum number of tokens that a row can hold.
-    """
-    if not isinstance(drafter, Drafter):
-        raise ConfigError(f"speculate must be a drafter, such as PromptLookup(), got {drafter!r:.80}")
-    if not can_rewind(config, policy, capacity):
-        raise ConfigError(
-            f"policy must be able to give tokens back to speculate, as {', '.join(rewinding(config))} are, got {policy}"
-        )
-
-
-def check_run(drafter: Drafter, state: KVState, new: int) -> None:
+def check_drafter(drafter: Any, config: ModelConfig, state: KVState, prompts: Sequence[int], new: int) -> None:
     """Raise ConfigError unless a state can give back as many tokens as a drafter proposes, at any time of a run.
 
     Args:
-        drafter: the drafter.
-        state: the state before the first cycle.
+        drafter: any value. An error is raised if it is not a Drafter.
+        config: the model.
+        state: the state before the prompts, or an abstract one.
+        prompts: number of tokens of each prompt, which the state has not read yet.
         new: the most tokens that a row can get.
     """
-    held, reached = np.asarray(state.lengths), np.asarray(reached_tokens(state))
-    for start in (held, np.minimum(held + max(new - 2, 0), state.capacity - 1)):
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(f"speculate must be a drafter, such as PromptLookup(), got {drafter!r:.80}")
+    if not can_rewind(state):
+        raise ConfigError(
+            f"policy must be able to give tokens back to speculate, as {', '.join(rewinding(config))} are, got "
+            f"{state.policy.name}"
+        )
+    is_abstract = isinstance(state.lengths, jax.ShapeDtypeStruct)
+    held, reached = (np.zeros((2, len(prompts)), np.int64)) if is_abstract else (state.lengths, reached_tokens(state))
+    first = np.asarray(held) + np.asarray(prompts)
+    for start in (first, np.minimum(first + max(new - 2, 0), state.capacity - 1)):
         fed = np.minimum(start + 1 + drafter.tokens, state.capacity)
-        limit = np.asarray(earliest(state, jnp.asarray(np.maximum(reached, fed), jnp.int32)))
-        if (missing := int((limit - (start + 1)).max())) > 0:
-            row = int(np.argmax(limit - (start + 1)))
+        limit = np.asarray(limits(state, jnp.asarray(np.maximum(reached, fed), jnp.int32)))
+        missing = limit - (start + 1)
+        if (row := int(np.argmax(missing))) >= 0 and missing[row] > 0:
+            most = max(drafter.tokens - int(missing[row]), 0)
             raise ConfigError(
-                f"speculate.tokens must be at most {max(drafter.tokens - missing, 0)}, as row {row} of "
-                f"{state.policy.name} cannot give back more of {int(fed[row])} tokens, got {drafter.tokens}"
+                f"speculate.tokens must be at most {most}, because {state.policy} "
+                f"cannot give back more when row {row} holds {int(fed[row])} tokens, got {drafter.tokens}"
             )
 
 
-def can_rewind(config: ModelConfig, policy: Policy, capacity: int) -> bool:
-    """Return whether a resolved policy can give tokens back."""
-    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=1, fetch="resident", dtype="float32")
+def limits(state: KVState, reached: Array) -> Array:
+    """Return `earliest` of a state, or of an abstract state as if all its arrays were zero, int32 [B]."""
+    if not isinstance(state.lengths, jax.ShapeDtypeStruct):
+        return earliest(state, reached)
+
+    def of_zeros(reached: Array) -> Array:
+        # The compiler removes the arrays that `earliest` does not read, so the caches are not allocated.
+        return earliest(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state), reached)
+
+    result: Array = jax.jit(of_zeros)(reached)
+    return result
+
+
+def can_rewind(state: KVState) -> bool:
+    """Return whether the policy of a state, which may be abstract, can give tokens back."""
     try:
         jax.eval_shape(earliest, state, state.lengths)
     except ConfigError:
@@ -69,7 +77,12 @@ def rewinding(config: ModelConfig) -> Iterator[str]:
     """Yield the names of the registered policies whose usual settings can give tokens back."""
     for name, policy in POLICIES.items():
         try:
-            if can_rewind(config, policy().resolve(config, TOKENS), TOKENS):
+            if can_rewind(empty(config, policy().resolve(config, TOKENS), TOKENS)):
                 yield name
         except ConfigError:
             continue
+
+
+def empty(config: ModelConfig, policy: Policy, capacity: int, batch: int = 1) -> KVState:
+    """Return the abstract state of a resolved policy, in one memory."""
+    return abstract_state(config, policy, batch=batch, capacity=capacity, prompt=1, fetch="resident", dtype="float32")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.rewind import rewound
+from jshadow.cache.shards import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.sampling import Sampler, sample_numbered
@@ -118,7 +119,9 @@ def cycle(
     ended = jnp.take_along_axis(ends, accepted[:, None], axis=1)[:, 0]
     left = jnp.where(ended, 0, progress.left - counts)
     onward = Progress(jnp.where(active, newest, progress.token), progress.number + counts, left)
-    return Drawn(drawn, counts, proposed, plan.drafter.ready(memory)), onward, after, memory
+    found = Drawn(drawn, counts, proposed, plan.drafter.ready(memory))
+    found, onward, memory = everywhere((found, onward, memory), state.specs[0].shards)
+    return found, onward, after, memory
 
 
 @functools.partial(

@@ -37,7 +37,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, prompt: np.ndarray, lengths: np.ndarray, new: int) -> Any:
-        """Return the memory before the first new token.
+        """Return the memory before the first new token, which `heard` gets.
 
         Args:
             prompt: token ids, int32 [B, S], right padded.

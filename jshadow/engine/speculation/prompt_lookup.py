@@ -51,10 +51,9 @@ class PromptLookup(Drafter):
     source = "github.com/apoorvumang/prompt-lookup-decoding"
 
     def begin(self, prompt: np.ndarray, lengths: np.ndarray, new: int) -> History:
-        """Store the prompts, with space for the new tokens."""
+        """Store the prompts, with space for the new tokens. `heard` searches them."""
         tokens = jnp.asarray(np.pad(prompt, ((0, 0), (0, new))), jnp.int32)
-        counts = jnp.asarray(lengths, jnp.int32)
-        return History(tokens, counts, self.search(tokens, counts))
+        return History(tokens, jnp.asarray(lengths, jnp.int32), jnp.full(len(lengths), -1, jnp.int32))
 
     def ready(self, memory: History) -> Array:
         """Return `tokens` for rows with such a place, and 0 for the others."""

@@ -1,6 +1,7 @@
 """A run of cycles over the rows of a state, as `generate` uses it."""
 
 import dataclasses
+import functools
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jshadow.cache.shards import Shards
 from jshadow.cache.state import KVState
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.mesh.agree import run_together
+from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.cycle import CyclePlan, Drawn, Progress, run_cycle
 from jshadow.engine.speculation.drafter import Drafter
@@ -44,6 +47,13 @@ class Tally:
     accepted: np.ndarray
 
 
+@functools.partial(jax.jit, static_argnames="drafter")
+def hear(memory: Any, tokens: Array, counts: Array, *, drafter: Drafter) -> tuple[Any, Array]:
+    """Return what a drafter remembers after new tokens, and how many tokens it can propose then."""
+    memory = drafter.heard(memory, tokens, counts)
+    return memory, drafter.ready(memory)
+
+
 class SpeculativeRun:
     """Draws tokens in cycles. Each cycle gives each active row one token or more.
 
@@ -63,12 +73,15 @@ class SpeculativeRun:
         self.number = np.zeros(len(prompt), np.int32)
         self.ready = np.zeros(len(prompt), np.int32)
 
-    def begin(self, tokens: np.ndarray) -> None:
-        """Take the first token of each row, which was drawn from the logits of the prompt, int32 [B]."""
+    def begin(self, tokens: np.ndarray, shards: Shards | None) -> None:
+        """Take the first token of each row, which was drawn from the logits of the prompt, int32 [B].
+
+        `shards` is how the state is split over devices.
+        """
         self.newest = np.asarray(tokens, np.int32)
         self.number += 1
-        self.memory = self.drafter.heard(self.memory, jnp.asarray(self.newest)[:, None], jnp.ones_like(self.number))
-        self.ready = np.asarray(self.drafter.ready(self.memory))
+        memory, ready = hear(self.memory, self.newest[:, None], self.number, drafter=self.drafter)
+        self.memory, self.ready = commit_arrays(memory, shards), np.asarray(ready)
 
     def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
         """Run a cycle. This consumes the state.
