@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They also come together in the order of the run, so that a worker needs no more than one policy's at a time.
     """
     from cases import POLICY_CASES
-    from tiers import is_whole
+    from tiers import is_in_part, is_whole
 
     from jshadow.policies import POLICIES
 
@@ -72,6 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("parity")]
     items.sort(key=policy_of)  # stable
     places: Counter[str] = Counter()  # how many cases of a function came before, by its file and name
+    left_out, part = set(), os.environ.get("TESTS_PART", "")
     for item in items:
         policy = policy_of(item)
         if policy:
@@ -81,7 +82,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = f"{item.path}::{function}"
         if is_whole(function, case, policy, places[place], policy in POLICIES):
             item.add_marker(pytest.mark.whole)
+        if item.get_closest_marker("whole") and not is_in_part(policy or str(Path(place).relative_to(REPO)), part):
+            left_out.add(id(item))
         places[place] += 1
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -6,7 +6,14 @@ import platform
 import sys
 from typing import Any
 
-from jshadow.cli.bench_tables import print_ceilings, print_growth, print_model, print_rows, print_stages
+from jshadow.cli.bench_tables import (
+    print_ceilings,
+    print_growth,
+    print_model,
+    print_rows,
+    print_speculation,
+    print_stages,
+)
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console, print_table
 from jshadow.cli.options import FETCH_HELP, JSON_HELP
@@ -45,6 +52,13 @@ def add_options(add: argparse.ArgumentParser) -> None:
             "runs in processes of its own, in turn; its first answer compiles and warms up, its second counts.",
         )
         add_model_options(model)
+    guess = parts.add_parser(
+        "speculate",
+        help="decoding with and without speculation",
+        description="Continue texts of four tasks without and with drafters, and with transformers, prompt lookup too, "
+        "where torch is installed. The runs alternate. The first run of each system compiles and does not count.",
+    )
+    add_speculation_options(guess)
     most = parts.add_parser(
         "ceilings",
         help="what the machine can do at best",
@@ -78,6 +92,51 @@ def add_model_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--no-peers", action="store_true", help="leave transformers out")
     add_cache_option(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
+
+
+def add_speculation_options(add: argparse.ArgumentParser) -> None:
+    """Add the options of `speculate`."""
+    add.set_defaults(run=run_speculation)
+    add.add_argument("model", help="HF directory or hub id")
+    add_count(add, "tokens", 4096, "tokens of each text")
+    add_count(add, "new", 128, "new tokens")
+    add_count(add, "repeats", 3, "measured runs of each system")
+    add.add_argument("--drafters", default="prompt_lookup", help="NAME or NAME:key=value:..., comma list")
+    add.add_argument("--policy", default="full", help="NAME or NAME:key=value:... (default: %(default)s)")
+    add.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: %(default)s)")
+    add.add_argument("--no-peers", action="store_true", help="leave transformers out")
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
+
+
+def run_speculation(args: argparse.Namespace) -> int:
+    """Run `jshadow bench speculate`, and return 0 when all texts are continued."""
+    from jshadow.engine.speculation import parse_drafter
+    from jshadow.evaluation.speed.speculation import bench_speculation, bench_transformers, texts_of
+    from jshadow.policies import parse_policy
+    from jshadow.weights.params import load
+
+    check_repeats(args.repeats)
+    drafters = [parse_drafter(text) for text in args.drafters.split(",")]
+    name, *settings = args.policy.split(":")
+    policy = parse_policy(name, settings)
+    params = load(args.model, dtype=args.dtype)
+    if params.tokenizer is None:
+        raise ConfigError(f"model must have a tokenizer to be measured on texts, got {args.model!r} without one")
+
+    def progress(text: str) -> None:
+        print(f"jshadow: {text}", file=sys.stderr, flush=True)
+
+    texts = texts_of(params.tokenizer, args.tokens)
+    rows = bench_speculation(params, policy, drafters, texts, args.new, args.repeats, progress)
+    if not args.no_peers:
+        progress("transformers")
+        rows += bench_transformers(args.model, texts, args.new, args.repeats)
+    if args.json:
+        print(json.dumps({"machine": machine(), "rows": rows}))
+        return 0
+    print_speculation(rows)
+    return 0
 
 
 def check_repeats(repeats: int) -> None:

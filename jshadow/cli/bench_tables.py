@@ -139,3 +139,24 @@ def print_ceilings(best: dict[str, float]) -> None:
     """Print the measured rates that the bounds are computed from."""
     rates = ", ".join(f"{name} {value / 1e9:,.1f} G/s" for name, value in best.items())
     print(f"bounds from the rates measured on this machine: {rates}")
+
+
+def print_speculation(rows: list[dict[str, Any]]) -> None:
+    """Print the table of `bench speculate`: the rows of `evaluation.speed.speculation`."""
+    from rich.table import Table
+
+    table = Table(
+        "task", "system", "tokens/s", "this / plain", "least to most", "tokens a cycle", "kept", "same tokens"
+    )
+    for row in rows:
+        table.add_row(
+            row["task"],
+            row["system"],
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['least']:.2f} to {row['most']:.2f}",
+            "-" if row["tokens_a_cycle"] is None else f"{row['tokens_a_cycle']:.2f}",
+            "-" if row["accepted"] is None else f"{row['accepted']:.0%}",
+            f"{'yes' if row['same'] else 'NO'}, {row['new_tokens']}",
+        )
+    print_table(table, console(140))

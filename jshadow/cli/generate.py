@@ -224,6 +224,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
             fitted=question.fitted,
             speculate=question.drafter,
             progress=progress.prefill,
+            before=tokens_before or None,
             spare=SPARE if args.save_state is not None else 0,
             returns_state=args.save_state is not None,
         )

@@ -190,10 +190,12 @@ class GenerationLoop:
             return None
         assert self.state is not None
         drawing = Drawing(self.sampler, key, tuple(sorted(self.stop_ids)))
+        before = self.options.before or [()] * len(self.prompts)
+        texts = [[*held, *prompt] for held, prompt in zip(before, self.prompts, strict=True)]
         if self.verifier is None:
-            self.cycles = SpeculativeRun(self.params, drafter, drawing, self.prompts, new)
+            self.cycles = SpeculativeRun(self.params, drafter, drawing, texts, new)
         else:
-            run = VerifiedRun(self.params, drafter, drawing, self.prompts, new)
+            run = VerifiedRun(self.params, drafter, drawing, texts, new)
             self.cycles = run.watch(self.verifier, self.state.fork())
         self.cycles.begin(first, self.state.specs[0].shards)
         return self.cycles

@@ -54,7 +54,7 @@ class GenerateKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateOptions:
-    """The arguments of `generate` except the model and the prompt, and three more options.
+    """The arguments of `generate` except the model and the prompt, and four more options.
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted,
@@ -63,6 +63,7 @@ class GenerateOptions:
             state, it is called after each piece of the prompt that is appended.
         spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
             the capacity.
+        before: the token ids that each row of `state` holds, for a drafter that searches the text. None: not known.
         returns_state: whether the caller may ask for the final state. If not, no fork is kept for stop strings.
     """
 
@@ -80,6 +81,7 @@ class GenerateOptions:
     speculate: Drafter | None = None
     progress: Progress | None = None
     spare: int = 0
+    before: Sequence[Sequence[int]] | None = None
     returns_state: bool = True
 
     def check(self, params: Params) -> None:

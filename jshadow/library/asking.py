@@ -52,7 +52,7 @@ class Asking:
             fields["stop"] = PLAIN_STOP
         needed = len(self.ids) + options["max_new_tokens"]
         room = min(round_up(needed, ROOM_STEP), library.capacity - len(self.before))
-        fields |= {"state": state.with_room(max(needed, room)), "returns_state": store}
+        fields |= {"state": state.with_room(max(needed, room)), "returns_state": store, "before": [self.before]}
         self.loop = GenerationLoop(library.params, self.ids, GenerateOptions(**fields))
 
 

@@ -3,7 +3,11 @@
 `make test` must prove the library within minutes, and most of a case's time is compiling. So every policy meets the
 laws that share the compiled prefill and step of other laws, a few policies meet all laws, and the tests in FEW_CASES
 run on some of their cases. All other cases have the marker `whole`. Tests that are not named here always run.
+
+The cases with that marker take long. `make test-tiny PART=2/6` runs every sixth group of them.
 """
+
+import zlib
 
 # These meet every law in `make test`: exact attention, a retrieval of tokens, the paper's method.
 QUICK_POLICIES = ("full", "quest", "shadowkv")
@@ -151,3 +155,17 @@ def is_whole(function: str, case: str, policy: str, index: int, registered: bool
     if index % ONE_OF.get(function, 1):
         return True
     return bool(policy) and policy not in QUICK_POLICIES and not (registered and function in QUICK_LAWS)
+
+
+def is_in_part(group: str, part: str) -> bool:
+    """Whether the cases of a group with the marker `whole` belong to a part of them.
+
+    Args:
+        group: the policy of the cases, or the file and the name of their function. They share what is compiled.
+        part: "K/N", the part K of N, from 1. "": all cases.
+    """
+    if not part:
+        return True
+    number, parts = map(int, part.split("/"))
+    assert 1 <= number <= parts, part
+    return zlib.crc32(group.encode()) % parts == number - 1

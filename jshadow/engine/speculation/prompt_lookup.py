@@ -38,7 +38,8 @@ class History(NamedTuple):
 class PromptLookup(Drafter):
     """Propose what followed the newest tokens when they stood in the prompt or in the answer before.
 
-    If a state is continued, only the tokens of the new turn are searched.
+    If `generate` continues a state, only the tokens of the new turn are searched, because a state does not have the
+    tokens that it has read. `jshadow generate --load-state` and `jshadow.Library` know them.
 
     Attributes:
         tokens: the most tokens that are proposed at once.

@@ -62,7 +62,7 @@ class SpeculativeRun:
     """
 
     def __init__(self, params: Params, drafter: Drafter, drawing: Drawing, prompt: list[list[int]], new: int) -> None:
-        """Let the drafter read the prompts. `new` is the most tokens that a row can get."""
+        """Let the drafter read the texts of the rows, prompts included. `new` is the most tokens that a row can get."""
         lengths = np.array(list(map(len, prompt)))
         tokens = np.zeros((len(prompt), int(lengths.max())), np.int32)
         for row, ids in enumerate(prompt):

@@ -1,0 +1,201 @@
+"""Decoding with and without speculation on texts, beside the prompt lookup of transformers.
+
+Each text is read once. Then the systems continue forks of its state in turn, so that all share the load of the machine.
+"""
+
+import importlib.util
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jshadow.engine import decode
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.options import GenerateOptions
+from jshadow.engine.speculation import Drafter
+from jshadow.errors import ConfigError
+from jshadow.evaluation.tasks.texts import documentation, paragraphs
+from jshadow.policies import Policy
+from jshadow.weights.params import Params
+
+SHOWN = 12  # words of a passage that the prompt already has when the passage is to be copied
+HELD_BACK = 8  # the last tokens of a prompt are read with the answer, after the state of the others was forked
+LOOKUP = 8  # tokens that transformers proposes
+
+
+class Text(NamedTuple):
+    """A text to continue, as token ids, and the name of its task."""
+
+    task: str
+    ids: list[int]
+
+
+def texts_of(tokenizer: Any, tokens: int, seed: int = 0) -> list[Text]:
+    """Return a text of about `tokens` tokens for each task.
+
+    "copy" ends with the beginning of an earlier passage. "rewrite" does so after two passages that were rewritten with
+    a word replaced. "extract" ends with a list of names that begins, whose members stand in the text. "free" goes on
+    with the text.
+    """
+    rng = random.Random(seed)
+    stream = documentation(tokenizer, random.Random(seed))
+    chosen = [passage for passage in paragraphs() if 80 <= len(passage.split()) <= 160]
+    passages = rng.sample(chosen, 3)
+    names = rng.sample(sorted({word for passage in chosen for word in passage.split() if word.isalpha()}), 24)
+    facts = "\n".join(f"The color of item {name} is {rng.choice(('red', 'blue', 'green'))}." for name in names)
+
+    def start(passage: str) -> str:
+        return " ".join(passage.split()[:SHOWN])
+
+    def rewritten(passage: str) -> str:
+        return f"Original: {passage}\n\nWith every THE in capital letters: {passage.replace(' the ', ' THE ')}\n\n"
+
+    parts = {
+        "copy": (passages[0], f"The passage once more, word for word:\n\n{start(passages[0])}"),
+        "extract": (facts, "All facts about colors, in their order:\n\n" + "\n".join(facts.split("\n")[:2]) + "\n"),
+        "rewrite": (
+            rewritten(passages[1]) + rewritten(passages[2]),
+            rewritten(passages[0]).split("With every")[0]
+            + f"With every THE in capital letters: {start(passages[0]).replace(' the ', ' THE ')}",
+        ),
+        "free": ("", ""),
+    }
+    found = []
+    for task, (first, last) in parts.items():
+        head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in (f"{first}\n\n", f"\n\n{last}"))
+        filler = [next(stream) for _ in range(max(0, tokens - len(head) - (len(tail) if last else 0)))]
+        found.append(Text(task, [*(head if first else []), *filler, *(tail if last else [])]))
+    return found
+
+
+def bench_speculation(
+    params: Params,
+    policy: Policy,
+    drafters: Sequence[Drafter],
+    texts: Sequence[Text],
+    new: int,
+    repeats: int = 3,
+    progress: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Continue each text without and with each drafter, `repeats` times after a run that compiles.
+
+    Args:
+        params: the model.
+        policy: the policy, which must be able to give tokens back.
+        drafters: the drafters.
+        texts: the texts to continue.
+        new: number of new tokens. A text ends earlier at an end token.
+        repeats: number of measured runs of each system, in turn.
+        progress: called with the name of each text and system before its runs.
+
+    Returns:
+        One row for each text and system: task, system, tokens_per_second (its median), ratio, least and most (to plain
+        decoding: the median, the smallest and the largest ratio of two runs that followed each other), tokens_a_cycle,
+        accepted (the share of the proposed tokens), new_tokens, and same (whether the tokens are those of plain
+        decoding).
+
+    Raises:
+        ConfigError: `repeats` is below 1, or as in `generate`.
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, got {repeats}")
+    rows = []
+    for text in texts:
+        capacity = len(text.ids) + new + 2 * max((drafter.tokens for drafter in drafters), default=0)
+        ids = np.array([text.ids[:-HELD_BACK]], np.int32)
+        _, state = decode.prefill(params, ids, [ids.shape[1]], policy, capacity=capacity, fetch="resident")
+
+        def run(drafter: Drafter | None, state: Any = state, text: Text = text) -> Any:
+            before = [text.ids[:-HELD_BACK]]
+            options = GenerateOptions(
+                max_new_tokens=new, state=state.fork(), speculate=drafter, before=before, returns_state=False
+            )
+            loop = GenerationLoop(params, text.ids[-HELD_BACK:], options)
+            for _ in loop:
+                pass
+            return loop.results()[0]
+
+        systems: dict[str, Drafter | None] = {"plain": None} | {str(drafter): drafter for drafter in drafters}
+        results: dict[str, list[Any]] = {name: [] for name in systems}
+        for turn in range(1 + repeats):
+            for name, drafter in systems.items():
+                if progress is not None:
+                    progress(f"{text.task}, {name}, run {turn} of {repeats}")
+                result = run(drafter)
+                if turn:
+                    results[name].append(result)
+        rows += [row_of(text.task, name, results[name], results["plain"]) for name in systems]
+    return rows
+
+
+def row_of(task: str, name: str, results: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
+    """Return the row of a system, from its generations and those of plain decoding."""
+    rates, others = ([one.report.decode_tokens_per_second for one in runs] for runs in (results, plain))
+    ratios, report = [rate / other for rate, other in zip(rates, others, strict=True)], results[0].report
+    cycles, accepted = report.cycles or report.generated_tokens, report.accepted_tokens or 0
+    return {
+        "task": task,
+        "system": name,
+        "tokens_per_second": statistics.median(rates),
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "tokens_a_cycle": (report.cycles + accepted) / cycles if report.cycles else None,
+        "accepted": accepted / report.proposed_tokens if report.proposed_tokens else None,
+        "new_tokens": len(results[0].tokens),
+        "same": results[0].tokens == plain[0].tokens,
+    }
+
+
+def bench_transformers(model: str, texts: Sequence[Text], new: int, repeats: int = 3) -> list[dict[str, Any]]:
+    """Continue each text with transformers, without and with its prompt lookup. Return rows as `bench_speculation`.
+
+    The time of the prompt, which each run reads again, is that of a run with one new token. No row if torch is not
+    installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rows = []
+    for text in texts:
+        ids = torch.tensor([text.ids])
+
+        def run(count: int, ids: Any = ids, **options: Any) -> tuple[float, list[int]]:
+            start = time.perf_counter()
+            with torch.no_grad():
+                out = network.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0, **options)
+            return time.perf_counter() - start, out[0, ids.shape[1] :].tolist()
+
+        rates: dict[str, list[float]] = {"transformers": [], "transformers, prompt lookup": []}
+        tokens: dict[str, list[int]] = {}
+        for _ in range(repeats):
+            reading = run(1)[0]
+            for name, options in zip(rates, ({}, {"prompt_lookup_num_tokens": LOOKUP}), strict=True):
+                seconds, tokens[name] = run(new, **options)
+                rates[name].append((len(tokens[name]) - 1) / max(seconds - reading, 1e-9))
+        plain = rates["transformers"]
+        for name, found in rates.items():
+            ratios = [rate / other for rate, other in zip(found, plain, strict=True)]
+            rows.append(
+                {
+                    "task": text.task,
+                    "system": name,
+                    "tokens_per_second": statistics.median(found),
+                    "ratio": statistics.median(ratios),
+                    "least": min(ratios),
+                    "most": max(ratios),
+                    "tokens_a_cycle": None,
+                    "accepted": None,
+                    "new_tokens": len(tokens[name]),
+                    "same": tokens[name] == tokens["transformers"],
+                }
+            )
+    return rows
