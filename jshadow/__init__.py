@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
     from jshadow.engine.speculation import PromptLookup as PromptLookup
+    from jshadow.engine.speculation import SelfDraft as SelfDraft
     from jshadow.generate import Generation as Generation
     from jshadow.generate import generate as generate
     from jshadow.generate import stream as stream
@@ -98,7 +99,10 @@ FACE = {
         "BlockSparse",
         "VerticalSlash",
     ),
-    "engine.speculation": ("PromptLookup",),
+    "engine.speculation": (
+        "PromptLookup",
+        "SelfDraft",
+    ),
     "generate": (
         "Generation",
         "generate",

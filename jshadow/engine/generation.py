@@ -197,7 +197,7 @@ class GenerationLoop:
         else:
             run = VerifiedRun(self.params, drafter, drawing, texts, new)
             self.cycles = run.watch(self.verifier, self.state.fork())
-        self.cycles.begin(first, self.state.specs[0].shards)
+        self.cycles.begin(first, self.state)
         return self.cycles
 
     def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from cases import CAPACITY, TINY, model, setting
 import jshadow
 from jshadow import PromptLookup, Sampler
 from jshadow.engine.sampling import sample_checked, sample_numbered
+from jshadow.engine.speculation.drafter import Target, Text
 from jshadow.engine.speculation.pace import Pace
 from jshadow.errors import ConfigError, VerificationError
 
@@ -18,6 +19,7 @@ RNG = np.random.default_rng(5)
 PATTERN = RNG.integers(0, TINY.vocab_size, 9)
 PROMPTS = [np.tile(PATTERN, 4).tolist(), RNG.integers(0, TINY.vocab_size, 21).tolist(), [7]]
 LOOKUP = PromptLookup(tokens=4, ngram=1)
+TARGET = Target(*[None] * 7)  # prompt lookup does not look at the model
 
 
 @functools.cache
@@ -57,17 +59,17 @@ def test_the_longest_and_newest_agreement_is_found():
         lookup = PromptLookup(tokens=6, ngram=ngram)
         lengths = rng.integers(1, 40, 60)
         texts = rng.integers(0, 3 + ngram, (60, 40))
-        memory = lookup.begin(texts[:, :40], lengths, 20)
-        memory = lookup.heard(memory, jnp.zeros((60, 1), int), jnp.zeros(60, int))
+        memory = lookup.begin(Text(texts[:, :40], lengths, 20, TINY), None)
+        memory = lookup.heard(memory, jnp.zeros((60, 1), int), jnp.zeros(60, int), None)
         for _ in range(2):
-            guesses, ready = np.asarray(lookup.propose(memory, 6)), np.asarray(lookup.ready(memory))
+            guesses, ready = np.asarray(lookup.propose(memory, TARGET, 6)[0]), np.asarray(lookup.ready(memory))
             for row, length in enumerate(lengths):
                 want = continuation(texts[row, :length].tolist(), ngram, 6)
                 assert ready[row] == (0 if want is None else 6)
                 assert want is None or guesses[row].tolist() == want
                 found += want is not None
             more, counts = rng.integers(0, 3 + ngram, (60, 5)), rng.integers(0, 6, 60)
-            memory = lookup.heard(memory, jnp.asarray(more), jnp.asarray(counts))
+            memory = lookup.heard(memory, jnp.asarray(more), jnp.asarray(counts), None)
             texts = np.pad(texts, ((0, 0), (0, 5)))
             for row, count in enumerate(counts):
                 texts[row, lengths[row] : lengths[row] + count] = more[row, :count]
@@ -152,7 +154,7 @@ def test_verified_speculation_is_compared_with_single_steps(monkeypatch):
 
 
 def test_the_pace_follows_what_is_accepted():
-    pace, ready = Pace(8), np.full(2, 8)
+    pace, ready = Pace(8, 0.08), np.full(2, 8)
     assert pace.choose(ready) == 8
     assert pace.choose(np.zeros(2)) == 0
     for _ in range(20):

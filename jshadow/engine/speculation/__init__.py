@@ -6,3 +6,4 @@ No token changes: each proposed token is kept only if the model draws the same o
 from jshadow.engine.speculation.drafter import Drafter as Drafter
 from jshadow.engine.speculation.parse import parse_drafter as parse_drafter
 from jshadow.engine.speculation.prompt_lookup import PromptLookup as PromptLookup
+from jshadow.engine.speculation.self_draft import SelfDraft as SelfDraft

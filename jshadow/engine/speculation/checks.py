@@ -36,6 +36,7 @@ def check_drafter(drafter: Any, config: ModelConfig, state: KVState, prompts: Se
             f"policy must be able to give tokens back to speculate, as {', '.join(rewinding(config))} are, got "
             f"{state.policy.name}"
         )
+    drafter.check_target(config, state)
     is_abstract = isinstance(state.lengths, jax.ShapeDtypeStruct)
     held, reached = (np.zeros((2, len(prompts)), np.int64)) if is_abstract else (state.lengths, reached_tokens(state))
     first = np.asarray(held) + np.asarray(prompts)

@@ -25,7 +25,7 @@ from jshadow.cache.shards import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.sampling import Sampler, sample_numbered
-from jshadow.engine.speculation.drafter import Drafter
+from jshadow.engine.speculation.drafter import Drafter, Progress, Target
 from jshadow.engine.step import COMPILER_OPTIONS
 from jshadow.engine.turn import Turn
 from jshadow.models.config import ModelConfig
@@ -47,20 +47,6 @@ class CyclePlan:
     width: int
     sampler: Sampler
     stop: tuple[int, ...] = ()
-
-
-class Progress(NamedTuple):
-    """How far each row is.
-
-    Attributes:
-        token: the newest token, which the model has not read yet, int32 [B].
-        number: how many tokens were drawn so far, `token` included, int32 [B].
-        left: how many more tokens may be drawn, int32 [B]. 0: the row is not active.
-    """
-
-    token: Array
-    number: Array
-    left: Array
 
 
 class Drawn(NamedTuple):
@@ -100,7 +86,8 @@ def cycle(
     ready = plan.drafter.ready(memory)
     proposed = jnp.minimum(jnp.minimum(ready, width), jnp.minimum(progress.left, state.room()) - 1)
     proposed = jnp.where(active, jnp.maximum(proposed, 0), 0)
-    guesses = plan.drafter.propose(memory, width)
+    target = Target(weights, config, state, progress, proposed, plan.sampler, key)
+    guesses, state = plan.drafter.propose(memory, target, width)
     tokens = jnp.concatenate([progress.token[:, None], guesses], axis=1)
     reads, writes = state.split()
     size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
@@ -115,7 +102,7 @@ def cycle(
     newest = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
     after = state.join(writes)
     after = rewound(after, lengths + counts, jnp.where(active, fed, after.last))
-    memory = plan.drafter.heard(memory, drawn, counts)
+    memory = plan.drafter.heard(memory, drawn, counts, after)
     ended = jnp.take_along_axis(ends, accepted[:, None], axis=1)[:, 0]
     left = jnp.where(ended, 0, progress.left - counts)
     onward = Progress(jnp.where(active, newest, progress.token), progress.number + counts, left)

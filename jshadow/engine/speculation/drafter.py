@@ -1,18 +1,71 @@
 """The contract of a drafter: it proposes the tokens that may come next, and learns which ones came.
 
-B is the number of rows, and w the number of tokens that are proposed at once.
+B is the number of rows, S the tokens of the longest text, and w the number of tokens that are proposed at once.
 """
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jax import Array
 
+from jshadow.cache.state import KVState
+from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
 
 MOST_TOKENS = 64
+
+
+class Progress(NamedTuple):
+    """How far each row is.
+
+    Attributes:
+        token: the newest token, which the model has not read yet, int32 [B].
+        number: how many tokens were drawn so far, `token` included, int32 [B].
+        left: how many more tokens may be drawn, int32 [B]. 0: the row is not active.
+    """
+
+    token: Array
+    number: Array
+    left: Array
+
+
+class Target(NamedTuple):
+    """The model whose tokens are to be guessed, where a cycle begins.
+
+    Attributes:
+        weights, config: the model.
+        state: its state, which has not read `progress.token`.
+        progress: how far each row is.
+        wanted: how many tokens are needed for each row, int32 [B], at most the width that is asked for.
+        sampler, key: how the model draws. Token number i of a row is drawn with fold_in(key, i).
+    """
+
+    weights: dict
+    config: ModelConfig
+    state: KVState
+    progress: Progress
+    wanted: Array
+    sampler: Sampler
+    key: Array
+
+
+class Text(NamedTuple):
+    """The texts before the first new token.
+
+    Attributes:
+        tokens: token ids, int32 [B, S], right padded.
+        lengths: number of real tokens of each row, int [B].
+        new: the most tokens that a row can get.
+        config: the model.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    new: int
+    config: ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,36 +76,57 @@ class Drafter(abc.ABC):
 
     Attributes:
         tokens: the most tokens that are proposed at once. Fewer are proposed while few are accepted.
+
+    Class attributes:
+        name: the name on the command line.
+        source: the paper, or the program.
+        cost: what a proposed token costs, its check included, in plain steps. It decides how many tokens pay.
     """
 
     tokens: int = 8
+
+    cost: ClassVar[float] = 0.08
 
     name: ClassVar[str] = ""
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        self.check_numbers(tokens=self.tokens)
+
+    def check_numbers(self, **values: Any) -> None:
+        """Raise ConfigError unless these settings are integers in [1, MOST_TOKENS]."""
+        for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
                 raise ConfigError(f"{self.name}.{name} must be an integer in [1, {MOST_TOKENS}], got {value!r}")
 
-    @abc.abstractmethod
-    def begin(self, prompt: np.ndarray, lengths: np.ndarray, new: int) -> Any:
-        """Return the memory before the first new token, which `heard` gets.
+    def check_target(self, config: ModelConfig, state: KVState) -> None:
+        """Raise ConfigError if the drafter cannot serve a model with such a state, which may be abstract."""
+        return
 
-        Args:
-            prompt: token ids, int32 [B, S], right padded.
-            lengths: number of real tokens of each row, int [B].
-            new: the most tokens that a row can get.
-        """
+    @abc.abstractmethod
+    def begin(self, text: Text, state: KVState) -> Any:
+        """Return the memory before the first new token, which `heard` gets. The state has read the text."""
 
     @abc.abstractmethod
     def ready(self, memory: Any) -> Array:
         """Return how many tokens can be proposed for each row, int32 [B]: 0, or at least 1."""
 
     @abc.abstractmethod
-    def propose(self, memory: Any, width: int) -> Array:
-        """Return proposed tokens, int32 [B, width]. Those of a row that is not ready have no meaning."""
+    def propose(self, memory: Any, target: Target, width: int) -> tuple[Array, KVState]:
+        """Propose tokens.
+
+        Returns:
+            Tokens, int32 [B, width]. Those after the first `target.wanted` of a row have no meaning. And the state of
+            the target, whose arrays may differ only where tokens after `lengths` are stored.
+        """
 
     @abc.abstractmethod
-    def heard(self, memory: Any, tokens: Array, counts: Array) -> Any:
-        """Return the memory after new tokens. The first `counts` [B] of `tokens` [B, n] are real."""
+    def heard(self, memory: Any, tokens: Array, counts: Array, state: KVState) -> Any:
+        """Return the memory after new tokens.
+
+        Args:
+            memory: the memory before them.
+            tokens: the tokens, int32 [B, n]. The first `counts` [B] of them are real.
+            counts: number of new tokens of each row, int32 [B].
+            state: the target's state, which has read all but the newest token.
+        """

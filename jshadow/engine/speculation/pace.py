@@ -4,8 +4,6 @@ import dataclasses
 
 import numpy as np
 
-# A cycle that checks w proposed tokens is taken to cost 1 + COST * w plain steps.
-COST = 0.08
 FORGET = 0.8  # weight of the older cycles in the share of accepted tokens, for each new one
 TRY_AGAIN = 32  # after so many cycles without a proposal, a few tokens are proposed to see whether they are accepted
 PRIOR = (4.0, 1.0)  # accepted and refused tokens before the first cycle
@@ -19,12 +17,14 @@ class Pace:
 
     Attributes:
         most: the most tokens that may be proposed.
+        cost: a cycle with w proposed tokens is taken to cost 1 + cost * w plain steps.
         accepted, refused: proposed tokens that were accepted, and first tokens that were not, with lower weights for
             older cycles.
         idle: number of cycles since the last proposal in which tokens could have been proposed.
     """
 
     most: int
+    cost: float
     accepted: float = PRIOR[0]
     refused: float = PRIOR[1]
     idle: int = 0
@@ -50,7 +50,7 @@ class Pace:
         gains = []
         for width in self.widths:
             tokens = 1 + sum(share**place * (ready >= place).mean() for place in range(1, width + 1))
-            gains.append(tokens / (1 + COST * width))
+            gains.append(tokens / (1 + self.cost * width))
         best = self.widths[int(np.argmax(gains))]
         self.idle = 0 if best else self.idle
         return best

@@ -1,21 +1,30 @@
 """The drafters by name, and the parser of the command line's `--speculate`."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.speculation.prompt_lookup import PromptLookup
+from jshadow.engine.speculation.self_draft import SelfDraft
 from jshadow.errors import ConfigError
+from jshadow.policies import Policy, parse_policy, parse_settings
+from jshadow.policies.retrieval import RetrievalPolicy
+from jshadow.policies.settings import with_settings
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup,)}
+DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft)}
 
 
 def parse_drafter(text: str) -> Drafter:
     """Parse NAME or NAME:key=value:..., the value of `--speculate`.
 
+    "self" may be followed by the name of a policy. All its settings but `tokens` are those of the policy.
+
     Raises:
         ConfigError: the name or a setting is unknown, or a value is out of range.
     """
     name, *settings = text.split(":")
+    if name == SelfDraft.name:
+        return parse_self_draft(settings)
     if name not in DRAFTERS:
         raise ConfigError(f"speculate must be one of {sorted(DRAFTERS)}, got {text!r}")
     fields, values = {field.name for field in dataclasses.fields(DRAFTERS[name])}, {}
@@ -25,3 +34,19 @@ def parse_drafter(text: str) -> Drafter:
             raise ConfigError(f"speculate must be {name}:KEY=NUMBER with a key of {sorted(fields)}, got {setting!r}")
         values[key] = int(value)
     return DRAFTERS[name](**values)
+
+
+def parse_self_draft(settings: Sequence[str]) -> SelfDraft:
+    """Parse the settings of "self": the name of a policy, and key=value settings."""
+    usual, named = SelfDraft().policy, bool(settings) and "=" not in settings[0]
+    own = [setting for setting in settings[named:] if setting.partition("=")[0] == "tokens"]
+    others = [setting for setting in settings[named:] if setting not in own]
+    policy: Policy
+    if named:
+        policy = parse_policy(settings[0], others)
+    else:
+        policy = with_settings(usual, parse_settings(usual.name, others).get("", {}))
+    if not isinstance(policy, RetrievalPolicy):
+        raise ConfigError(f"speculate must be self:POLICY with a policy such as quest, got {policy.name}")
+    tokens = int(own[-1].partition("=")[2]) if own and own[-1].partition("=")[2].isdecimal() else SelfDraft.tokens
+    return SelfDraft(tokens, policy)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jshadow.engine.speculation.drafter import Drafter
+from jshadow.cache.state import KVState
+from jshadow.engine.speculation.drafter import Drafter, Target, Text
 
 LONGEST = 16  # agreements of more tokens count as this many
 
@@ -51,22 +52,25 @@ class PromptLookup(Drafter):
     name = "prompt_lookup"
     source = "github.com/apoorvumang/prompt-lookup-decoding"
 
-    def begin(self, prompt: np.ndarray, lengths: np.ndarray, new: int) -> History:
-        """Store the prompts, with space for the new tokens. `heard` searches them."""
-        tokens = jnp.asarray(np.pad(prompt, ((0, 0), (0, new))), jnp.int32)
-        return History(tokens, jnp.asarray(lengths, jnp.int32), jnp.full(len(lengths), -1, jnp.int32))
+    def __post_init__(self) -> None:
+        self.check_numbers(tokens=self.tokens, ngram=self.ngram)
+
+    def begin(self, text: Text, state: KVState) -> History:
+        """Store the texts, with space for the new tokens. `heard` searches them."""
+        tokens = jnp.asarray(np.pad(text.tokens, ((0, 0), (0, text.new))), jnp.int32)
+        return History(tokens, jnp.asarray(text.lengths, jnp.int32), jnp.full(len(tokens), -1, jnp.int32))
 
     def ready(self, memory: History) -> Array:
         """Return `tokens` for rows with such a place, and 0 for the others."""
         return jnp.where(memory.places >= 0, self.tokens, 0)
 
-    def propose(self, memory: History, width: int) -> Array:
+    def propose(self, memory: History, target: Target, width: int) -> tuple[Array, KVState]:
         """Return the tokens from the place on. At the end of the text, go on at the place."""
         period = jnp.maximum(memory.counts - memory.places, 1)[:, None]
         index = memory.places[:, None] + jnp.arange(width) % period
-        return jnp.take_along_axis(memory.tokens, jnp.maximum(index, 0), axis=1, mode="clip")
+        return jnp.take_along_axis(memory.tokens, jnp.maximum(index, 0), axis=1, mode="clip"), target.state
 
-    def heard(self, memory: History, tokens: Array, counts: Array) -> History:
+    def heard(self, memory: History, tokens: Array, counts: Array, state: KVState) -> History:
         """Append the new tokens to the text, and search again."""
         rows, count = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
         index = jnp.where(jnp.arange(count) < counts[:, None], memory.counts[:, None] + jnp.arange(count), -1)

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.shards import Shards
 from jshadow.cache.state import KVState
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler
-from jshadow.engine.speculation.cycle import CyclePlan, Drawn, Progress, run_cycle
-from jshadow.engine.speculation.drafter import Drafter
+from jshadow.engine.speculation.cycle import CyclePlan, Drawn, run_cycle
+from jshadow.engine.speculation.drafter import Drafter, Progress, Text
 from jshadow.engine.speculation.pace import Pace
 from jshadow.engine.text import TextStream
 from jshadow.weights.params import Params
@@ -48,9 +47,9 @@ class Tally:
 
 
 @functools.partial(jax.jit, static_argnames="drafter")
-def hear(memory: Any, tokens: Array, counts: Array, *, drafter: Drafter) -> tuple[Any, Array]:
+def hear(memory: Any, tokens: Array, counts: Array, state: KVState, *, drafter: Drafter) -> tuple[Any, Array]:
     """Return what a drafter remembers after new tokens, and how many tokens it can propose then."""
-    memory = drafter.heard(memory, tokens, counts)
+    memory = drafter.heard(memory, tokens, counts, state)
     return memory, drafter.ready(memory)
 
 
@@ -68,20 +67,19 @@ class SpeculativeRun:
         for row, ids in enumerate(prompt):
             tokens[row, : len(ids)] = ids
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
-        self.memory: Any = drafter.begin(tokens, lengths, new + drafter.tokens + 1)
-        self.pace, self.tally = Pace(drafter.tokens), Tally(*np.zeros((3, len(prompt)), np.int64))
+        self.text = Text(tokens, lengths, new + drafter.tokens + 1, params.config)
+        self.memory: Any = None
+        self.pace, self.tally = Pace(drafter.tokens, drafter.cost), Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
         self.ready = np.zeros(len(prompt), np.int32)
 
-    def begin(self, tokens: np.ndarray, shards: Shards | None) -> None:
-        """Take the first token of each row, which was drawn from the logits of the prompt, int32 [B].
-
-        `shards` is how the state is split over devices.
-        """
+    def begin(self, tokens: np.ndarray, state: KVState) -> None:
+        """Take the first token of each row, int32 [B], which was drawn from the logits of the prompt, and the state."""
         self.newest = np.asarray(tokens, np.int32)
         self.number += 1
-        memory, ready = hear(self.memory, self.newest[:, None], self.number, drafter=self.drafter)
-        self.memory, self.ready = commit_arrays(memory, shards), np.asarray(ready)
+        memory = self.drafter.begin(self.text, state)
+        memory, ready = hear(memory, self.newest[:, None], self.number, state, drafter=self.drafter)
+        self.memory, self.ready = commit_arrays(memory, state.specs[0].shards), np.asarray(ready)
 
     def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
         """Run a cycle. This consumes the state.
