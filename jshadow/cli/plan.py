@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jshadow.cli.console import console, print_table
 from jshadow.cli.options import JSON_HELP
 from jshadow.cli.plan_mesh import add_mesh_options, given, mesh_of
+from jshadow.cli.plan_speculation import add_speculation_options, check_given, print_speculation
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, Gpu, custom_gpu, gpu_named
 
@@ -62,6 +63,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
         help=f"plan the sessions of a serving engine, whose program steps that many (default: {GROUP_ROWS})",
     )
     add.add_argument("--shared", type=int, metavar="N", help="plan sessions over N documents, each held once")
+    add_speculation_options(add)
     add.add_argument(
         "--room",
         type=int,
@@ -86,6 +88,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from jshadow.weights.convert.safetensors_file import check_dtype
 
     check_dtype(args.dtype)
+    check_given(args)
     policy = parse_policy(args.policy, args.set)
     if args.context is None:
         gpu_options = {
@@ -100,6 +103,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "--repeat-share": args.repeat_share,
             "--group-rows": args.group_rows,
             "--shared": args.shared,
+            "--speculate": args.speculate,
             **given(args),
         }
         wrong = [name for name, value in gpu_options.items() if value is not None]
@@ -254,6 +258,8 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         room=args.room,
         mesh=mesh_of(args),
     )
+    if args.speculate is not None:
+        return print_speculation(args, gpus, config, serving)
     plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))

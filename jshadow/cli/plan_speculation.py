@@ -1,0 +1,64 @@
+"""`jshadow plan --speculate N --acceptance A`: the predicted speed of full attention with speculation."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jshadow.cli.console import console, print_table
+from jshadow.errors import ConfigError
+from jshadow.planner.gpu_specs import GIB, Gpu
+
+if TYPE_CHECKING:
+    from jshadow.models.config import ModelConfig
+    from jshadow.planner.gpu_plan import Serving
+
+SELF = "self"
+
+
+def add_speculation_options(add: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add.add_argument("--speculate", type=int, metavar="N", help="plan full attention that checks N drafts at once")
+    add.add_argument("--acceptance", type=float, metavar="SHARE", help="share of the drafts that are accepted")
+    add.add_argument(
+        "--drafter", help="self, self:POLICY:key=value:..., or prompt_lookup, whose drafts take no time (default: self)"
+    )
+
+
+def check_given(args: argparse.Namespace) -> None:
+    """Raise ConfigError if one of the options comes without the others that it needs."""
+    if (args.speculate is None) != (args.acceptance is None):
+        raise ConfigError("--speculate and --acceptance must come together")
+    if args.drafter is not None and args.speculate is None:
+        raise ConfigError(f"--drafter must come with --speculate, got {args.drafter!r} alone")
+
+
+def print_speculation(args: argparse.Namespace, gpus: Sequence[Gpu], config: "ModelConfig", serving: "Serving") -> int:
+    """Print the plans of full attention with speculation on the GPUs, and return 0."""
+    from rich.table import Table
+
+    from jshadow.engine.speculation import SelfDraft, parse_drafter
+    from jshadow.planner.speculation import speculation_plan
+
+    drafter = parse_drafter(args.drafter or SELF)
+    policy = drafter.policy if isinstance(drafter, SelfDraft) else None
+    plans = [speculation_plan(config, gpu, serving, policy, args.speculate, args.acceptance) for gpu in gpus]
+    if args.json:
+        print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
+        return 0
+    table = Table(f"full attention, {args.speculate} drafts of {drafter.name}, {serving.context:,} tokens")
+    for plan in plans:
+        table.add_column(plan.gpu, justify="right")
+    for label, cells in (
+        ("requests", [f"{plan.batch:,}" for plan in plans]),
+        ("tokens a cycle", [f"{plan.tokens_a_cycle:.2f}" for plan in plans]),
+        ("drafts, ms", [f"{plan.draft_seconds * 1e3:.1f}" for plan in plans]),
+        ("check, ms", [f"{plan.check_seconds * 1e3:.1f}" for plan in plans]),
+        ("a plain step, ms", [f"{plan.step_seconds * 1e3:.1f}" for plan in plans]),
+        ("summaries, GiB", [f"{plan.summary_bytes / GIB:.2f}" for plan in plans]),
+        ("predicted tokens/s", [f"{plan.tokens_per_second:,.0f}" for plan in plans]),
+        ("this / plain", [f"{plan.ratio:.2f}" for plan in plans]),
+    ):
+        table.add_row(label, *cells)
+    print_table(table, console())
+    return 0
