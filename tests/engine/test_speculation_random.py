@@ -1,0 +1,140 @@
+"""Speculation at random: the tokens of plain decoding, and the distribution of the model."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, TINY, model, setting
+from scipy import stats
+
+import jshadow
+from jshadow import Full, PromptLookup, Quest, Sampler, SelfDraft
+from jshadow.engine import decode
+from jshadow.engine.speculation import cycle
+from jshadow.weights.params import init_params
+
+ROWS = 40  # of a batch
+NEAR = 1e-4  # two logits that differ by less may be ordered either way
+LOOKUP = PromptLookup(tokens=4, ngram=1)
+SELF = SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=0))
+CASES = [("full", LOOKUP), ("full", SELF), ("snapkv", LOOKUP), ("quest", LOOKUP), ("loki", LOOKUP)]
+CASES += [("shadowkv", LOOKUP), ("shadowkv_transform", LOOKUP), ("shadowkv_plus", LOOKUP), ("omnikv", LOOKUP)]
+
+
+def prompts(rng):
+    """Random prompts of all lengths. Half of them repeat themselves."""
+    found = []
+    for row in range(ROWS):
+        count = int(rng.integers(1, 48))
+        base = rng.integers(0, TINY.vocab_size, count if row % 2 else int(rng.integers(1, 7)))
+        found.append(np.resize(base, count).tolist())
+    return found
+
+
+def margin(ids, policy, drawn, other):
+    """How much the logits of two tokens differ that may follow a text."""
+    logits, _ = decode.prefill(model(), np.array([ids]), [len(ids)], policy, capacity=CAPACITY)
+    return abs(float(logits[0, drawn] - logits[0, other]))
+
+
+@pytest.mark.parametrize(("name", "drafter"), CASES, ids=[f"{name}-{drafter.name}" for name, drafter in CASES])
+def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
+    """Greedy and drawn, with stop tokens, and with a second turn on the state. Rows are independent cases."""
+    rng, policy, ties, cases = np.random.default_rng(len(name)), setting(name, "restricted"), 0, 0
+    for round_ in range(3):
+        temperature, texts = (0.0, 0.0, 0.7)[round_], prompts(rng)
+        asked = {"max_new_tokens": 20, "sampler": Sampler(temperature), "seed": round_, "capacity": CAPACITY}
+        asked["stop"] = [int(token) for token in rng.integers(0, TINY.vocab_size, 3)] if round_ else None
+        plain = jshadow.generate(model(), texts, policy, **asked)
+        fast = jshadow.generate(model(), texts, policy, **asked, speculate=drafter)
+        for row, (one, other) in enumerate(zip(plain, fast, strict=True)):
+            cases += 1
+            if one.tokens == other.tokens:
+                assert other.state.lengths.tolist() == [len(texts[row]) + len(one.tokens)]
+                continue
+            at = next(i for i, pair in enumerate(itertools.zip_longest(one.tokens, other.tokens)) if pair[0] != pair[1])
+            ids = [*texts[row], *one.tokens[:at]]
+            assert temperature == 0, "a draw is not the draw of its number"
+            assert margin(ids, policy, one.tokens[at], other.tokens[at]) < NEAR
+            ties += 1
+        if round_ == 0:
+            turns = [
+                jshadow.generate(model(), [3, 4, 5], state=one.state, max_new_tokens=5).tokens for one in plain[:4]
+            ]
+            again = [
+                jshadow.generate(model(), [3, 4, 5], state=one.state, max_new_tokens=5, speculate=drafter).tokens
+                for one in fast[:4]
+            ]
+            assert again == turns or ties
+    assert ties <= cases // 20
+    record_property("random_cases", cases)
+    record_property("near_ties", ties)
+
+
+# The distribution of drawn tokens
+
+SMALL = dataclasses.replace(TINY, vocab_size=5, num_layers=1)
+FIRST = [1, 2, 3, 1, 2, 3, 1, 2]
+DRAWN, DRAWS, SEEDS = 4, 2000, 10
+WARM = Sampler(temperature=1.0)
+
+
+@functools.cache
+def tiny():
+    return init_params(SMALL, seed=3)
+
+
+@functools.cache
+def probabilities():
+    """The probability of every sequence of four tokens after the prompt, float64 [625]."""
+    sequences = np.array(list(itertools.product(range(5), repeat=DRAWN)), np.int32)
+    texts = np.concatenate([np.tile(FIRST, (len(sequences), 1)), sequences], axis=1)
+    lengths = np.full(len(texts), texts.shape[1])
+    logits, _ = decode.prefill(tiny(), texts, lengths, Full(), capacity=16, logits="all")
+    shares = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)[:, len(FIRST) - 1 : -1]
+    return np.take_along_axis(shares, sequences[:, :, None], axis=2)[..., 0].prod(axis=1)
+
+
+def is_the_model_s(drafter):
+    """Whether 20,000 draws with speculation have the model's distribution, by a chi-square test at 1 %."""
+    counts = np.zeros(5**DRAWN)
+    for seed in range(SEEDS):
+        out = jshadow.generate(
+            tiny(), [FIRST] * DRAWS, Full(), max_new_tokens=DRAWN, sampler=WARM, seed=seed, speculate=drafter
+        )
+        numbers = np.array([one.tokens for one in out]) @ 5 ** np.arange(DRAWN)[::-1]
+        counts += np.bincount(numbers, minlength=len(counts))
+    expected = probabilities() * SEEDS * DRAWS
+    rare = expected < 5
+    pairs = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
+    kept = pairs[1] > 0
+    return stats.chisquare(pairs[0][kept], pairs[1][kept] * pairs[0].sum() / pairs[1].sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("drafter", [PromptLookup(tokens=3, ngram=1), SelfDraft(tokens=3, policy=SELF.policy)], ids=str)
+def test_draws_have_the_model_s_distribution(drafter):
+    assert is_the_model_s(drafter)
+
+
+def test_a_wrong_rule_of_acceptance_has_another_distribution(monkeypatch):
+    """A planted fault: the first proposed token of a cycle is always accepted."""
+    real = cycle.sample_numbered
+
+    def wrong(sampler, logits, key, first):
+        drawn = real(sampler, logits, key, first)
+        return drawn.at[:, 0].set(wrong.guess) if logits.shape[1] > 1 else drawn
+
+    propose = PromptLookup.propose
+
+    def spy(self, memory, target, width):
+        tokens, state = propose(self, memory, target, width)
+        wrong.guess = jnp.where(target.wanted > 0, tokens[:, 0], 0) if width else 0
+        return tokens, state
+
+    monkeypatch.setattr(cycle, "sample_numbered", wrong)
+    monkeypatch.setattr(PromptLookup, "propose", spy)
+    assert not is_the_model_s(PromptLookup(tokens=2, ngram=1))

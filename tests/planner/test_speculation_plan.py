@@ -1,0 +1,80 @@
+"""The predicted speed of full attention with speculation: `jshadow plan --speculate`."""
+
+import json
+
+import pytest
+
+from jshadow.cli.main import main
+from jshadow.errors import ConfigError
+from jshadow.models.published import published_config
+from jshadow.models.registry import family_of
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_specs import gpu_named
+from jshadow.planner.mesh import MeshSizes
+from jshadow.planner.speculation import speculation_plan
+from jshadow.policies import Full, Quest
+
+H200 = gpu_named("h200")
+HF = published_config("llama-3.1-8b")
+LLAMA = family_of(HF).config_from_hf(HF)
+SERVING = Serving(122_880, batch=7)
+
+
+def test_a_cycle_is_its_drafts_and_its_check():
+    policy = Quest(budget=512, unit=16, recent=64, dense_layers=0)
+    plan = speculation_plan(LLAMA, H200, SERVING, policy, drafts=8, acceptance=0.93)
+    full = capacity_plan(LLAMA, Full(), H200, SERVING).full.step
+    sparse = capacity_plan(LLAMA, policy, H200, Serving(122_880, batch=7, fetch="resident")).chosen.step
+    assert plan.batch == 7
+    assert plan.tokens_a_cycle == pytest.approx((1 - 0.93**9) / 0.07)
+    assert plan.step_seconds == pytest.approx(7 / full.tokens_per_second)
+    # the check reads what a step reads, and computes nine times as much
+    assert plan.check_seconds == pytest.approx(sum(full.hbm_bytes.values()) / 4.8e12 + 9 * full.flops / H200.flops)
+    assert plan.draft_seconds == pytest.approx(8 * 7 / sparse.tokens_per_second)
+    cycle = plan.check_seconds + plan.draft_seconds
+    assert plan.tokens_per_second == pytest.approx(7 * plan.tokens_a_cycle / cycle)
+    # two rows of 128 numbers in 16 bits for each unit, 8 heads and 32 layers, beside 32 rows of keys and values
+    units = -(-(122_880 + 64) // 16)
+    assert 0.9 < plan.summary_bytes / (7 * units * 2 * 128 * 2 * 8 * 32) < 1.1
+    assert plan.ratio > 1
+
+
+def test_drafts_that_take_no_time():
+    plan = speculation_plan(LLAMA, H200, SERVING, None, drafts=4, acceptance=0.0)
+    assert plan.tokens_a_cycle == 1
+    assert plan.draft_seconds == plan.summary_bytes == 0
+    assert plan.ratio < 1
+    assert speculation_plan(LLAMA, H200, SERVING, None, drafts=4, acceptance=1.0).tokens_a_cycle == 5
+
+
+def test_the_command(capsys):
+    words = "plan llama-3.1-8b --context 122880 --gpu h200 --batch 7 --speculate 8 --acceptance 0.93".split()
+    assert main([*words, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["policy"]["name"] == "quest"
+    assert plan["ratio"] > 2
+    assert main([*words, "--drafter", "prompt_lookup"]) == 0
+    assert "tokens a cycle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"drafts": 0}, "drafts must be an integer of at least 1, got 0"),
+        ({"acceptance": 1.5}, r"acceptance must lie in \[0, 1\], got 1.5"),
+        ({"serving": Serving(122_880, batch=70)}, "batch must be at most 8 on"),
+        ({"serving": Serving(4096, mesh=MeshSizes(tp=2))}, "a speculation is planned for one GPU, got 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, error):
+    usual = {"serving": SERVING, "drafts": 8, "acceptance": 0.9}
+    with pytest.raises(ConfigError, match=error):
+        speculation_plan(LLAMA, H200, policy=None, **usual | options)
+
+
+def test_options_that_belong_together(capsys):
+    assert main("plan llama-3.1-8b --context 4096 --speculate 8".split()) == 2
+    assert "--speculate and --acceptance must come together" in capsys.readouterr().err
+    assert main("plan llama-3.1-8b --context 4096 --drafter self".split()) == 2
+    assert "--drafter must come with --speculate" in capsys.readouterr().err
