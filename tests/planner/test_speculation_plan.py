@@ -49,7 +49,20 @@ def test_drafts_that_take_no_time():
 
 
 def test_the_command(capsys):
-    words = "plan llama-3.1-8b --context 122880 --gpu h200 --batch 7 --speculate 8 --acceptance 0.93".split()
+    words = [
+        "plan",
+        "llama-3.1-8b",
+        "--context",
+        "122880",
+        "--gpu",
+        "h200",
+        "--batch",
+        "7",
+        "--speculate",
+        "8",
+        "--acceptance",
+        "0.93",
+    ]
     assert main([*words, "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["policy"]["name"] == "quest"
@@ -74,7 +87,7 @@ def test_what_cannot_be_planned_is_refused(options, error):
 
 
 def test_options_that_belong_together(capsys):
-    assert main("plan llama-3.1-8b --context 4096 --speculate 8".split()) == 2
+    assert main(["plan", "llama-3.1-8b", "--context", "4096", "--speculate", "8"]) == 2
     assert "--speculate and --acceptance must come together" in capsys.readouterr().err
-    assert main("plan llama-3.1-8b --context 4096 --drafter self".split()) == 2
+    assert main(["plan", "llama-3.1-8b", "--context", "4096", "--drafter", "self"]) == 2
     assert "--drafter must come with --speculate" in capsys.readouterr().err
