@@ -46,7 +46,7 @@ test: check
 	$(MAKE) test-quick
 
 test-quick: $(BIN)/.setup
-	$(PYTEST)
+	TESTS_PART=$(PART) $(PYTEST)
 
 # Everything, in three parts: the quick cases, the other cases on tiny models, the tests on the real model.
 test-all:
@@ -55,17 +55,17 @@ test-all:
 	$(MAKE) test-slow
 
 test-whole: $(BIN)/.setup
-	$(PYTEST) -m "whole and not slow"
+	TESTS_PART=$(PART) $(PYTEST) -m "whole and not slow"
 
 # The first two parts in one run: all cases of a policy share what is traced. With PART=2/6, the quick cases and every
 # sixth group of the others.
 test-tiny: $(BIN)/.setup
-	TESTS_PART=$(PART) $(PYTEST) -m "not slow"
+	TESTS_PART=$(PART) TESTS_PART_OF_WHOLE=1 $(PYTEST) -m "not slow"
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	$(if $(shell command -v npm),npm install --silent --no-fund --no-audit --prefix .cache/node openai@7 || true)
-	$(PYTEST) -m slow --timeout=2400
+	TESTS_PART=$(PART) $(PYTEST) -m slow --timeout=2400
 
 # The documentation as a site of static pages: build/site/index.html. A warning is an error.
 docs: $(BIN)/.docs

@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("parity")]
     items.sort(key=policy_of)  # stable
     places: Counter[str] = Counter()  # how many cases of a function came before, by its file and name
-    left_out, part = set(), os.environ.get("TESTS_PART", "")
+    left_out, part, only_whole = set(), os.environ.get("TESTS_PART", ""), bool(os.environ.get("TESTS_PART_OF_WHOLE"))
     for item in items:
         policy = policy_of(item)
         if policy:
@@ -82,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = f"{item.path}::{function}"
         if is_whole(function, case, policy, places[place], policy in POLICIES):
             item.add_marker(pytest.mark.whole)
-        if item.get_closest_marker("whole") and not is_in_part(policy or str(Path(place).relative_to(REPO)), part):
+        # The cases of a policy and those of a function share programs. Slow tests do not.
+        group = item.nodeid if item.get_closest_marker("slow") else policy or str(Path(place).relative_to(REPO))
+        if not is_in_part(group, part) and (item.get_closest_marker("whole") or not only_whole):
             left_out.add(id(item))
         places[place] += 1
     items[:] = [item for item in items if id(item) not in left_out]

@@ -4,7 +4,8 @@
 laws that share the compiled prefill and step of other laws, a few policies meet all laws, and the tests in FEW_CASES
 run on some of their cases. All other cases have the marker `whole`. Tests that are not named here always run.
 
-The cases with that marker take long. `make test-tiny PART=2/6` runs every sixth group of them.
+The cases with that marker take long. `make test-tiny PART=2/6` runs the quick cases, and every sixth group of the
+others. `make test-quick PART=1/2` and `make test-slow PART=1/2` run every second group of theirs.
 """
 
 import zlib
@@ -182,10 +183,10 @@ def is_whole(function: str, case: str, policy: str, index: int, registered: bool
 
 
 def is_in_part(group: str, part: str) -> bool:
-    """Whether the cases of a group with the marker `whole` belong to a part of them.
+    """Whether the cases of a group belong to a part of the suite.
 
     Args:
-        group: the policy of the cases, or the file and the name of their function. They share what is compiled.
+        group: the policy of the cases, or the file and the name of their function; of a slow test, its own name.
         part: "K/N", the part K of N, from 1. "": all cases.
     """
     if not part:
