@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 SPECULATE_HELP = (
     "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "
-    "tokens before (:tokens=8:ngram=3)"
+    "tokens before (:tokens=8:ngram=3). self: steps of the model over a part of its cache, with --policy full "
+    "(:tokens=8:budget=512)"
 )
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
@@ -49,7 +50,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
     add_sampling_options(add)
-    add.add_argument("--speculate", metavar="NAME[:KEY=NUMBER...]", help=SPECULATE_HELP)
+    add.add_argument("--speculate", metavar="NAME[:KEY=VALUE...]", help=SPECULATE_HELP)
     add.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
     add.add_argument("--capacity", type=int, help="tokens to allocate (default: what is needed, rounded up)")
     add.add_argument(

@@ -49,20 +49,8 @@ def test_drafts_that_take_no_time():
 
 
 def test_the_command(capsys):
-    words = [
-        "plan",
-        "llama-3.1-8b",
-        "--context",
-        "122880",
-        "--gpu",
-        "h200",
-        "--batch",
-        "7",
-        "--speculate",
-        "8",
-        "--acceptance",
-        "0.93",
-    ]
+    words = ["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200", "--batch", "7"]
+    words += ["--speculate", "8", "--acceptance", "0.93"]
     assert main([*words, "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["policy"]["name"] == "quest"
