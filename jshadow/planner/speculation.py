@@ -88,16 +88,19 @@ def speculation_plan(
     if serving.mesh != ONE_GPU:
         raise ConfigError(f"a speculation is planned for one GPU, got {serving.mesh.devices}")
     planner = Planner(share_of(config, 1), config, gpu, serving)
-    plain = planner.plan(Full(), serving.batch, capped=serving.batch is None)
-    if not plain.fits or plain.step is None:
-        raise ConfigError(f"batch must be at most {plain.largest_batch} on {gpu.name}, got {plain.batch}")
-    step, batch = plain.step, plain.batch
-    draft_seconds, summaries = 0.0, 0
-    if policy is not None:
-        sparse = planner.plan(policy, batch, capped=False)
-        assert sparse.step is not None
-        draft_seconds = drafts * batch / sparse.step.tokens_per_second
-        summaries = batch * sum(device for name, (device, _) in sparse.row_parts.items() if "summaries" in name)
+    sparse, one = None if policy is None else planner.plan(policy, 1, capped=False), 0
+    if sparse is not None:
+        one = sum(device for name, (device, _) in sparse.row_parts.items() if "summaries" in name)
+    largest = planner.plan(Full(), None, capped=False).largest_batch
+    while largest and planner.plan(Full(), largest, capped=False).device_bytes + largest * one > gpu.memory_bytes:
+        largest -= 1
+    batch = largest if serving.batch is None else serving.batch
+    if not 0 < batch <= largest:
+        raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")
+    step = planner.step(Full(), batch)
+    draft_seconds = 0.0
+    if sparse is not None:
+        draft_seconds = drafts * batch / planner.step(sparse.policy, batch).tokens_per_second
     return SpeculationPlan(
         gpu=gpu.name,
         policy=policy,
@@ -108,5 +111,5 @@ def speculation_plan(
         draft_seconds=draft_seconds,
         check_seconds=step.hbm_seconds + (drafts + 1) * step.flop_seconds,
         step_seconds=batch / step.tokens_per_second,
-        summary_bytes=summaries,
+        summary_bytes=batch * one,
     )

@@ -35,6 +35,9 @@ def test_a_cycle_is_its_drafts_and_its_check():
     cycle = plan.check_seconds + plan.draft_seconds
     assert plan.tokens_per_second == pytest.approx(7 * plan.tokens_a_cycle / cycle)
     # two rows of 128 numbers in 16 bits for each unit, 8 heads and 32 layers, beside 32 rows of keys and values
+    assert (
+        speculation_plan(LLAMA, H200, Serving(122_880), policy, drafts=8, acceptance=0.9).batch == 7
+    )  # 8 without them
     units = -(-(122_880 + 64) // 16)
     assert 0.9 < plan.summary_bytes / (7 * units * 2 * 128 * 2 * 8 * 32) < 1.1
     assert plan.ratio > 1
@@ -64,7 +67,7 @@ def test_the_command(capsys):
     [
         ({"drafts": 0}, "drafts must be an integer of at least 1, got 0"),
         ({"acceptance": 1.5}, r"acceptance must lie in \[0, 1\], got 1.5"),
-        ({"serving": Serving(122_880, batch=70)}, "batch must be at most 8 on"),
+        ({"serving": Serving(122_880, batch=70)}, "batch must be at least 1 and at most 8 on"),
         ({"serving": Serving(4096, mesh=MeshSizes(tp=2))}, "a speculation is planned for one GPU, got 2"),
     ],
 )
