@@ -200,7 +200,7 @@ class GenerationLoop:
         self.cycles.begin(first, self.state)
         return self.cycles
 
-    def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:
+    def read_tokens(self, tokens: Array | np.ndarray, step: int, active: np.ndarray) -> np.ndarray:
         """Copy the tokens that a step drew, int32 [B], to the host. Step 0 draws from the logits of the prompt.
 
         Raises:

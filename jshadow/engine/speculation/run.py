@@ -15,7 +15,7 @@ from jshadow.engine.host_notes import consuming
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler
-from jshadow.engine.speculation.cycle import CyclePlan, Drawn, run_cycle
+from jshadow.engine.speculation.cycle import CyclePlan, run_cycle
 from jshadow.engine.speculation.drafter import Drafter, Progress, Text
 from jshadow.engine.speculation.pace import Pace
 from jshadow.engine.text import TextStream
@@ -106,17 +106,16 @@ class SpeculativeRun:
                 config=self.params.config,
                 plan=plan,
             )
-        found: Drawn = jax.tree.map(np.asarray, drawn)
-        rows, last = np.arange(len(left)), np.maximum(found.counts - 1, 0)
-        self.newest = np.where(active, found.tokens[rows, last], self.newest)
-        self.number = self.number + found.counts
-        self.ready = found.ready
+        tokens, counts, proposed, self.ready = map(np.asarray, drawn)
+        rows, last = np.arange(len(left)), np.maximum(counts - 1, 0)
+        self.newest = np.where(active, tokens[rows, last], self.newest)
+        self.number = self.number + counts
         accepted = np.where(active, last, 0)
-        self.pace.heard(found.proposed, accepted)
+        self.pace.heard(proposed, accepted)
         self.tally.cycles += active
-        self.tally.proposed += found.proposed
+        self.tally.proposed += proposed
         self.tally.accepted += accepted
-        return found.tokens, found.counts, state.join(writes)
+        return tokens, counts, state.join(writes)
 
     def ended(self, state: KVState, streams: Sequence[TextStream], marked: Container[int]) -> tuple[KVState, list[int]]:
         """Give back the tokens after the end of each row's text, which a stop string may have ended inside a cycle.
