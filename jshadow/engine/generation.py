@@ -185,7 +185,7 @@ class GenerationLoop:
 
     def _speculation(self, key: Array, first: np.ndarray) -> SpeculativeRun | None:
         """Return the cycles that draw the tokens after `first`, int32 [B], or None without `speculate`."""
-        drafter, new = self.options.speculate, self.options.max_new_tokens
+        drafter = self.options.speculate
         if drafter is None:
             return None
         assert self.state is not None
@@ -193,9 +193,9 @@ class GenerationLoop:
         before = self.options.before or [()] * len(self.prompts)
         texts = [[*held, *prompt] for held, prompt in zip(before, self.prompts, strict=True)]
         if self.verifier is None:
-            self.cycles = SpeculativeRun(self.params, drafter, drawing, texts, new)
+            self.cycles = SpeculativeRun(self.params, drafter, drawing, texts)
         else:
-            run = VerifiedRun(self.params, drafter, drawing, texts, new)
+            run = VerifiedRun(self.params, drafter, drawing, texts)
             self.cycles = run.watch(self.verifier, self.state.fork())
         self.cycles.begin(first, self.state)
         return self.cycles
@@ -282,7 +282,8 @@ class GenerationLoop:
         assert self.state is not None
         fed = [max(0, len(stream.tokens) - 1) for stream in self.streams]  # the last token was never fed
         if self.cycles is not None:
-            self.state, fed = self.cycles.ended(self.state, self.streams, self.marks)
+            marked = self.marks if self.options.returns_state else range(len(fed))
+            self.state, fed = self.cycles.ended(self.state, self.streams, marked)
         bases = []
         for row, stream in enumerate(self.streams):
             latest = self.state, fed[row]

@@ -118,6 +118,12 @@ def test_a_budget_may_have_more_units_than_a_device(name):
     assert counted
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "mesh"), [("shadowkv", "tp2_sp2"), ("full", "data2"), ("shadowkv_plus", "tp2")])
+def test_speculation_changes_no_token(name, mesh):
+    assert FOUR.call(mesh_cases.speculated, name, mesh) == [True] * 3
+
+
 def test_a_mesh_is_not_verified():
     assert (
         FOUR.call(mesh_cases.verified, "tp2") == "StateMismatch: verify needs a state on one device, got one on a mesh"

@@ -55,7 +55,7 @@ def test_summaries_follow_the_state():
         tokens[row, : len(prompt)] = prompt
     lengths = np.array(list(map(len, PROMPTS)))
     _, state = decode.prefill(model(), tokens, lengths, Full(), capacity=CAPACITY)
-    text = Text(tokens, lengths, 24, TINY)
+    text = Text(tokens, lengths, TINY)
     memory = SMALL.begin(text, state)
     assert memory[0] is None  # a dense layer
     for _ in range(4):

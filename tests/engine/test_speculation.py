@@ -1,6 +1,7 @@
 """Speculation: a drafter proposes tokens, the model checks several at once, and no token changes."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ from cases import CAPACITY, TINY, model, setting
 
 import jshadow
 from jshadow import PromptLookup, Sampler
+from jshadow.engine import decode
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.options import GenerateOptions
 from jshadow.engine.sampling import sample_checked, sample_numbered
 from jshadow.engine.speculation.drafter import Target, Text
 from jshadow.engine.speculation.pace import Pace
@@ -59,7 +63,7 @@ def test_the_longest_and_newest_agreement_is_found():
         lookup = PromptLookup(tokens=6, ngram=ngram)
         lengths = rng.integers(1, 40, 60)
         texts = rng.integers(0, 3 + ngram, (60, 40))
-        memory = lookup.begin(Text(texts[:, :40], lengths, 20, TINY), None)
+        memory = lookup.begin(Text(texts[:, :40], lengths, TINY), SimpleNamespace(capacity=60))
         memory = lookup.heard(memory, jnp.zeros((60, 1), int), jnp.zeros(60, int), None)
         for _ in range(2):
             guesses, ready = np.asarray(lookup.propose(memory, TARGET, 6)[0]), np.asarray(lookup.ready(memory))
@@ -123,6 +127,29 @@ def test_few_new_tokens_are_enough():
         out = generate("full", max_new_tokens=count, speculate=LOOKUP)
         assert [one.tokens for one in out] == [one.tokens[:count] for one in plain("full")]
         assert [int(one.state.lengths[0]) for one in out] == [len(prompt) + count for prompt in PROMPTS]
+
+
+def test_a_stop_string_that_began_in_an_earlier_cycle_needs_no_state():
+    """Without the final state, nothing is given back that a ring buffer has lost."""
+    answer = plain("quest")[0].tokens
+    words = {"max_new_tokens": 24, "capacity": CAPACITY, "returns_state": False, "speculate": LOOKUP}
+    loop = GenerationLoop(model(), PROMPTS[0], GenerateOptions(setting("quest", "restricted"), **words))
+    stream = loop.streams[0]
+    stream.kept = lambda: 2  # as if a long stop string had begun after two tokens
+    assert [token for _, _, token in loop] == answer
+    assert loop.results()[0].tokens == answer[:2]
+
+
+def test_rows_that_share_a_prompt():
+    policy = setting("shadowkv", "restricted")
+    _, state = decode.prefill(model(), np.array(PROMPTS[:1]), [len(PROMPTS[0])], policy, capacity=CAPACITY)
+    turns = [[5, 6, 7], [1], [8, 8, 8, 8]]
+    plain, fast = (
+        jshadow.generate(model(), turns, state=state.share(3), max_new_tokens=12, speculate=drafter)
+        for drafter in (None, LOOKUP)
+    )
+    assert [one.tokens for one in fast] == [one.tokens for one in plain]
+    assert sum(one.report.accepted_tokens for one in fast)
 
 
 def test_a_draw_depends_on_its_number_alone():

@@ -224,6 +224,20 @@ def sliding(mesh: str) -> float:
     return float(np.abs(outs[0] - outs[1]).max())
 
 
+def speculated(name: str, mesh: str) -> list[bool]:
+    """Whether speculation on a mesh gives the tokens of plain decoding on one device, and accepts some."""
+    from jshadow.engine.speculation import PromptLookup
+    from jshadow.generate import generate
+
+    prompts = [np.resize(PROMPT[0, :5], 40).tolist(), PROMPT[1, :33].tolist()]
+    asked: dict[str, Any] = {"max_new_tokens": 16, "capacity": CAPACITY}
+    plain = generate(model(), prompts, POLICIES[name], fetch="resident", **asked)
+    lookup = PromptLookup(tokens=4, ngram=1)
+    fast = generate(model(mesh), prompts, POLICIES[name], fetch="device_put", speculate=lookup, **asked)
+    same = [one.tokens == other.tokens for one, other in zip(plain, fast, strict=True)]
+    return [*same, sum(one.report.accepted_tokens or 0 for one in fast) > 0]
+
+
 def verified(mesh: str) -> str:
     """The error of a verified generation on a mesh."""
     from jshadow.generate import generate

@@ -58,13 +58,11 @@ class Text(NamedTuple):
     Attributes:
         tokens: token ids, int32 [B, S], right padded.
         lengths: number of real tokens of each row, int [B].
-        new: the most tokens that a row can get.
         config: the model.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
-    new: int
     config: ModelConfig
 
 
@@ -105,7 +103,10 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, text: Text, state: KVState) -> Any:
-        """Return the memory before the first new token, which `heard` gets. The state has read the text."""
+        """Return the memory before the first new token, which `heard` gets. The state has read the text.
+
+        The shapes of its arrays should depend on the state and not on the text, or each text compiles programs anew.
+        """
 
     @abc.abstractmethod
     def ready(self, memory: Any) -> Array:

@@ -56,9 +56,11 @@ class PromptLookup(Drafter):
         self.check_numbers(tokens=self.tokens, ngram=self.ngram)
 
     def begin(self, text: Text, state: KVState) -> History:
-        """Store the texts, with space for the new tokens. `heard` searches them."""
-        tokens = jnp.asarray(np.pad(text.tokens, ((0, 0), (0, text.new))), jnp.int32)
-        return History(tokens, jnp.asarray(text.lengths, jnp.int32), jnp.full(len(tokens), -1, jnp.int32))
+        """Store the texts, with space for as many tokens as a row can hold. `heard` searches them."""
+        tokens = np.zeros((len(text.tokens), state.capacity + self.tokens + 1), np.int32)
+        tokens[:, : text.tokens.shape[1]] = text.tokens
+        none = jnp.full(len(tokens), -1, jnp.int32)
+        return History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none)
 
     def ready(self, memory: History) -> Array:
         """Return `tokens` for rows with such a place, and 0 for the others."""

@@ -60,14 +60,14 @@ class SpeculativeRun:
         tally: counts of the cycles so far.
     """
 
-    def __init__(self, params: Params, drafter: Drafter, drawing: Drawing, prompt: list[list[int]], new: int) -> None:
-        """Let the drafter read the texts of the rows, prompts included. `new` is the most tokens that a row can get."""
+    def __init__(self, params: Params, drafter: Drafter, drawing: Drawing, prompt: list[list[int]]) -> None:
+        """Take the texts of the rows, prompts included."""
         lengths = np.array(list(map(len, prompt)))
         tokens = np.zeros((len(prompt), int(lengths.max())), np.int32)
         for row, ids in enumerate(prompt):
             tokens[row, : len(ids)] = ids
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
-        self.text = Text(tokens, lengths, new + drafter.tokens + 1, params.config)
+        self.text = Text(tokens, lengths, params.config)
         self.memory: Any = None
         self.pace, self.tally = Pace(drafter.tokens, drafter.cost), Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
