@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jshadow.engine.sparse_prefill import AShape as AShape
     from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
+    from jshadow.engine.speculation import DraftModel as DraftModel
     from jshadow.engine.speculation import PromptLookup as PromptLookup
     from jshadow.engine.speculation import SelfDraft as SelfDraft
     from jshadow.generate import Generation as Generation
@@ -100,6 +101,7 @@ FACE = {
         "VerticalSlash",
     ),
     "engine.speculation": (
+        "DraftModel",
         "PromptLookup",
         "SelfDraft",
     ),

@@ -117,7 +117,7 @@ def run_speculation(args: argparse.Namespace) -> int:
     from jshadow.weights.params import load
 
     check_repeats(args.repeats)
-    drafters = [parse_drafter(text) for text in args.drafters.split(",")]
+    drafters = [parse_drafter(text, args.dtype) for text in args.drafters.split(",")]
     name, *settings = args.policy.split(":")
     policy = parse_policy(name, settings)
     params = load(args.model, dtype=args.dtype)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SPECULATE_HELP = (
     "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "
     "tokens before (:tokens=8:ngram=3). self: steps of the model over a part of its cache, with --policy full "
-    "(:tokens=8:budget=512)"
+    "(:tokens=8:budget=512). A directory: a smaller model of the same tokenizer"
 )
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
@@ -104,7 +104,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
     prefill, sampler = parse_prefill(args.prefill or "exact"), sampler_of(args)
-    drafter = None if args.speculate is None else parse_drafter(args.speculate)
+    drafter = None if args.speculate is None else parse_drafter(args.speculate, args.dtype)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     several = len(policies) > 1
     questions = [Question(prompt, policy, sampler, prefill, drafter, None, labeled=several) for policy in policies]

@@ -57,14 +57,16 @@ def test_summaries_follow_the_state():
     _, state = decode.prefill(model(), tokens, lengths, Full(), capacity=CAPACITY)
     text = Text(tokens, lengths, TINY)
     memory = SMALL.begin(text, state)
-    assert memory[0] is None  # a dense layer
+    assert memory.live[0] is None  # a dense layer
     for _ in range(4):
         counts = rng.integers(0, 6, 3).astype(np.int32)
         drawn = rng.integers(0, TINY.vocab_size, (3, 6)).astype(np.int32)
         _, state = decode.extend(model(), drawn, counts, state)
-        memory = SMALL.heard(memory, drawn, counts, state)
+        memory = memory._replace(live=SMALL.heard(memory, drawn, counts, state))
         whole = np.asarray(state.lengths) // policy.unit
-        for kept, fresh in zip(jax.tree.leaves(memory), jax.tree.leaves(SMALL.begin(text, state)), strict=True):
+        for kept, fresh in zip(
+            jax.tree.leaves(memory.live), jax.tree.leaves(SMALL.begin(text, state).live), strict=True
+        ):
             for row, count in enumerate(whole):
                 np.testing.assert_array_equal(kept[row, :, :count], fresh[row, :, :count])
 

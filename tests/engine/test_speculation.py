@@ -64,16 +64,17 @@ def test_the_longest_and_newest_agreement_is_found():
         lengths = rng.integers(1, 40, 60)
         texts = rng.integers(0, 3 + ngram, (60, 40))
         memory = lookup.begin(Text(texts[:, :40], lengths, TINY), SimpleNamespace(capacity=60))
-        memory = lookup.heard(memory, jnp.zeros((60, 1), int), jnp.zeros(60, int), None)
+        live = lookup.heard(memory, jnp.zeros((60, 1), int), jnp.zeros(60, int), None)
+        memory = memory._replace(live=live)
         for _ in range(2):
-            guesses, ready = np.asarray(lookup.propose(memory, TARGET, 6)[0]), np.asarray(lookup.ready(memory))
+            guesses, ready = np.asarray(lookup.propose(memory, TARGET, 6).tokens), np.asarray(lookup.ready(memory))
             for row, length in enumerate(lengths):
                 want = continuation(texts[row, :length].tolist(), ngram, 6)
                 assert ready[row] == (0 if want is None else 6)
                 assert want is None or guesses[row].tolist() == want
                 found += want is not None
             more, counts = rng.integers(0, 3 + ngram, (60, 5)), rng.integers(0, 6, 60)
-            memory = lookup.heard(memory, jnp.asarray(more), jnp.asarray(counts), None)
+            memory = memory._replace(live=lookup.heard(memory, jnp.asarray(more), jnp.asarray(counts), None))
             texts = np.pad(texts, ((0, 0), (0, 5)))
             for row, count in enumerate(counts):
                 texts[row, lengths[row] : lengths[row] + count] = more[row, :count]

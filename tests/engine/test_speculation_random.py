@@ -131,9 +131,9 @@ def test_a_wrong_rule_of_acceptance_has_another_distribution(monkeypatch):
     propose = PromptLookup.propose
 
     def spy(self, memory, target, width):
-        tokens, state = propose(self, memory, target, width)
-        wrong.guess = jnp.where(target.wanted > 0, tokens[:, 0], 0) if width else 0
-        return tokens, state
+        proposal = propose(self, memory, target, width)
+        wrong.guess = jnp.where(target.wanted > 0, proposal.tokens[:, 0], 0) if width else 0
+        return proposal
 
     monkeypatch.setattr(cycle, "sample_numbered", wrong)
     monkeypatch.setattr(PromptLookup, "propose", spy)

@@ -25,7 +25,7 @@ from jshadow.cache.shards import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.sampling import Sampler, sample_numbered
-from jshadow.engine.speculation.drafter import Drafter, Progress, Target
+from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Target
 from jshadow.engine.step import COMPILER_OPTIONS
 from jshadow.engine.turn import Turn
 from jshadow.models.config import ModelConfig
@@ -66,7 +66,7 @@ class Drawn(NamedTuple):
 
 
 def cycle(
-    weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Any, progress: Progress, key: Array
+    weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Memory, progress: Progress, key: Array
 ) -> tuple[Drawn, Progress, KVState, Any]:
     """Run one cycle. It can be traced by jit, and checks nothing.
 
@@ -79,7 +79,7 @@ def cycle(
         key: PRNG key. Token number i of a row is drawn as by `sample_checked` with fold_in(key, i).
 
     Returns:
-        The new tokens, the progress after them, the new state, and what the drafter then remembers.
+        The new tokens, the progress after them, the new state, and the live part of what the drafter then remembers.
     """
     width, lengths = plan.width, state.lengths
     active = progress.left > 0
@@ -87,7 +87,7 @@ def cycle(
     proposed = jnp.minimum(jnp.minimum(ready, width), jnp.minimum(progress.left, state.room()) - 1)
     proposed = jnp.where(active, jnp.maximum(proposed, 0), 0)
     target = Target(weights, config, state, progress, proposed, plan.sampler, key)
-    guesses, state = plan.drafter.propose(memory, target, width)
+    guesses, state, live = plan.drafter.propose(memory, target, width)
     tokens = jnp.concatenate([progress.token[:, None], guesses], axis=1)
     reads, writes = state.split()
     size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
@@ -102,28 +102,32 @@ def cycle(
     newest = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
     after = state.join(writes)
     after = rewound(after, lengths + counts, jnp.where(active, fed, after.last))
-    memory = plan.drafter.heard(memory, drawn, counts, after)
+    live = plan.drafter.heard(memory._replace(live=live), drawn, counts, after)
     ended = jnp.take_along_axis(ends, accepted[:, None], axis=1)[:, 0]
     left = jnp.where(ended, 0, progress.left - counts)
     onward = Progress(jnp.where(active, newest, progress.token), progress.number + counts, left)
-    found = Drawn(drawn, counts, proposed, plan.drafter.ready(memory))
-    found, onward, memory = everywhere((found, onward, memory), state.specs[0].shards)
-    return found, onward, after, memory
+    found = Drawn(drawn, counts, proposed, plan.drafter.ready(memory._replace(live=live)))
+    found, onward, live = everywhere((found, onward, live), state.specs[0].shards)
+    return found, onward, after, live
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes", "memory"), compiler_options=COMPILER_OPTIONS
+    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes", "live"), compiler_options=COMPILER_OPTIONS
 )
 def run_cycle(
-    weights: dict,
+    models: tuple[dict, Any],
     reads: Reads,
     writes: Writes,
-    memory: Any,
+    live: Any,
     far: tuple[Progress, Array],
     *,
     config: ModelConfig,
     plan: CyclePlan,
 ) -> tuple[Drawn, Progress, Writes, Any]:
-    """Run `cycle` as a compiled program. `far` is the progress and the PRNG key."""
-    drawn, progress, state, memory = cycle(weights, config, plan, KVState.of(reads, writes), memory, *far)
-    return drawn, progress, state.split()[1], memory
+    """Run `cycle` as a compiled program.
+
+    `models` has the weights and the drafter's fixed arrays, `far` the progress and the PRNG key.
+    """
+    (weights, fixed), state = models, KVState.of(reads, writes)
+    drawn, progress, state, live = cycle(weights, config, plan, state, Memory(fixed, live), *far)
+    return drawn, progress, state.split()[1], live

@@ -66,11 +66,35 @@ class Text(NamedTuple):
     config: ModelConfig
 
 
+class Memory(NamedTuple):
+    """What a drafter remembers.
+
+    Attributes:
+        fixed: a pytree of arrays that stay as they are, such as weights. They are not copied.
+        live: a pytree of arrays that each cycle replaces.
+    """
+
+    fixed: Any
+    live: Any
+
+
+class Proposal(NamedTuple):
+    """What a drafter proposes.
+
+    Attributes:
+        tokens: int32 [B, w]. Those after the first `Target.wanted` of a row have no meaning.
+        state: the target's state. Its arrays may differ from before only where tokens after `lengths` are stored.
+        live: what the drafter then remembers.
+    """
+
+    tokens: Array
+    state: KVState
+    live: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafter(abc.ABC):
     """A way to propose tokens: a frozen, hashable dataclass of settings. Its methods can be traced by jit.
-
-    What a drafter remembers is a pytree of arrays, which its methods take and return.
 
     Attributes:
         tokens: the most tokens that are proposed at once. Fewer are proposed while few are accepted.
@@ -81,7 +105,7 @@ class Drafter(abc.ABC):
         cost: what a proposed token costs, its check included, in plain steps. It decides how many tokens pay.
     """
 
-    tokens: int = 8
+    tokens: int = dataclasses.field(default=8, kw_only=True)
 
     cost: ClassVar[float] = 0.08
 
@@ -97,33 +121,37 @@ class Drafter(abc.ABC):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
                 raise ConfigError(f"{self.name}.{name} must be an integer in [1, {MOST_TOKENS}], got {value!r}")
 
+    @property
+    def traced(self) -> "Drafter":
+        """The drafter that programs are traced with: one without arrays, and equal to others that trace the same."""
+        return self
+
     def check_target(self, config: ModelConfig, state: KVState) -> None:
         """Raise ConfigError if the drafter cannot serve a model with such a state, which may be abstract."""
         return
 
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise ConfigError if the drafter's token ids are not those of the model's tokenizer, which may be None."""
+        return
+
     @abc.abstractmethod
-    def begin(self, text: Text, state: KVState) -> Any:
+    def begin(self, text: Text, state: KVState) -> Memory:
         """Return the memory before the first new token, which `heard` gets. The state has read the text.
 
         The shapes of its arrays should depend on the state and not on the text, or each text compiles programs anew.
         """
 
     @abc.abstractmethod
-    def ready(self, memory: Any) -> Array:
+    def ready(self, memory: Memory) -> Array:
         """Return how many tokens can be proposed for each row, int32 [B]: 0, or at least 1."""
 
     @abc.abstractmethod
-    def propose(self, memory: Any, target: Target, width: int) -> tuple[Array, KVState]:
-        """Propose tokens.
-
-        Returns:
-            Tokens, int32 [B, width]. Those after the first `target.wanted` of a row have no meaning. And the state of
-            the target, whose arrays may differ only where tokens after `lengths` are stored.
-        """
+    def propose(self, memory: Memory, target: Target, width: int) -> Proposal:
+        """Propose `width` tokens for each row."""
 
     @abc.abstractmethod
-    def heard(self, memory: Any, tokens: Array, counts: Array, state: KVState) -> Any:
-        """Return the memory after new tokens.
+    def heard(self, memory: Memory, tokens: Array, counts: Array, state: KVState) -> Any:
+        """Return `Memory.live` after new tokens.
 
         Args:
             memory: the memory before them.

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
+from jshadow.engine.speculation.draft_model import DraftModel
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.speculation.prompt_lookup import PromptLookup
 from jshadow.engine.speculation.self_draft import SelfDraft
@@ -10,23 +12,32 @@ from jshadow.errors import ConfigError
 from jshadow.policies import Policy, parse_policy, parse_settings
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.settings import with_settings
+from jshadow.weights.params import load
 
 DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft)}
 
 
-def parse_drafter(text: str) -> Drafter:
+def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
     """Parse NAME or NAME:key=value:..., the value of `--speculate`.
 
-    "self" may be followed by the name of a policy. All its settings but `tokens` are those of the policy.
+    A directory with a checkpoint is a draft model. "self" may be followed by the name of a policy. All its settings but
+    `tokens` are those of the policy.
+
+    Args:
+        text: the value.
+        dtype: dtype of a draft model.
 
     Raises:
         ConfigError: the name or a setting is unknown, or a value is out of range.
+        CheckpointError: the draft model cannot be loaded.
     """
+    if Path(text).is_dir():
+        return DraftModel(load(text, dtype))
     name, *settings = text.split(":")
     if name == SelfDraft.name:
         return parse_self_draft(settings)
     if name not in DRAFTERS:
-        raise ConfigError(f"speculate must be one of {sorted(DRAFTERS)}, got {text!r}")
+        raise ConfigError(f"speculate must be one of {sorted(DRAFTERS)} or the directory of a model, got {text!r}")
     fields, values = {field.name for field in dataclasses.fields(DRAFTERS[name])}, {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -49,4 +60,4 @@ def parse_self_draft(settings: Sequence[str]) -> SelfDraft:
     if not isinstance(policy, RetrievalPolicy):
         raise ConfigError(f"speculate must be self:POLICY with a policy such as quest, got {policy.name}")
     tokens = int(own[-1].partition("=")[2]) if own and own[-1].partition("=")[2].isdecimal() else SelfDraft.tokens
-    return SelfDraft(tokens, policy)
+    return SelfDraft(policy, tokens=tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jshadow.cache.state import KVState
-from jshadow.engine.speculation.drafter import Drafter, Target, Text
+from jshadow.engine.speculation.drafter import Drafter, Memory, Proposal, Target, Text
 
 LONGEST = 16  # agreements of more tokens count as this many
 
@@ -55,30 +55,32 @@ class PromptLookup(Drafter):
     def __post_init__(self) -> None:
         self.check_numbers(tokens=self.tokens, ngram=self.ngram)
 
-    def begin(self, text: Text, state: KVState) -> History:
+    def begin(self, text: Text, state: KVState) -> Memory:
         """Store the texts, with space for as many tokens as a row can hold. `heard` searches them."""
         tokens = np.zeros((len(text.tokens), state.capacity + self.tokens + 1), np.int32)
         tokens[:, : text.tokens.shape[1]] = text.tokens
         none = jnp.full(len(tokens), -1, jnp.int32)
-        return History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none)
+        return Memory(None, History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none))
 
-    def ready(self, memory: History) -> Array:
+    def ready(self, memory: Memory) -> Array:
         """Return `tokens` for rows with such a place, and 0 for the others."""
-        return jnp.where(memory.places >= 0, self.tokens, 0)
+        return jnp.where(memory.live.places >= 0, self.tokens, 0)
 
-    def propose(self, memory: History, target: Target, width: int) -> tuple[Array, KVState]:
+    def propose(self, memory: Memory, target: Target, width: int) -> Proposal:
         """Return the tokens from the place on. At the end of the text, go on at the place."""
-        period = jnp.maximum(memory.counts - memory.places, 1)[:, None]
-        index = memory.places[:, None] + jnp.arange(width) % period
-        return jnp.take_along_axis(memory.tokens, jnp.maximum(index, 0), axis=1, mode="clip"), target.state
+        history: History = memory.live
+        period = jnp.maximum(history.counts - history.places, 1)[:, None]
+        index = jnp.maximum(history.places[:, None] + jnp.arange(width) % period, 0)
+        return Proposal(jnp.take_along_axis(history.tokens, index, axis=1, mode="clip"), target.state, history)
 
-    def heard(self, memory: History, tokens: Array, counts: Array, state: KVState) -> History:
+    def heard(self, memory: Memory, tokens: Array, counts: Array, state: KVState) -> History:
         """Append the new tokens to the text, and search again."""
+        history: History = memory.live
         rows, count = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
-        index = jnp.where(jnp.arange(count) < counts[:, None], memory.counts[:, None] + jnp.arange(count), -1)
-        index = jnp.where(index < 0, memory.tokens.shape[1], index)  # an index past the end is dropped
-        text = memory.tokens.at[rows, index].set(tokens, mode="drop")
-        held = memory.counts + counts
+        index = jnp.where(jnp.arange(count) < counts[:, None], history.counts[:, None] + jnp.arange(count), -1)
+        index = jnp.where(index < 0, history.tokens.shape[1], index)  # an index past the end is dropped
+        text = history.tokens.at[rows, index].set(tokens, mode="drop")
+        held = history.counts + counts
         return History(text, held, self.search(text, held))
 
     def search(self, tokens: Int[Array, "B H"], counts: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -16,7 +16,7 @@ from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.cycle import CyclePlan, run_cycle
-from jshadow.engine.speculation.drafter import Drafter, Progress, Text
+from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
 from jshadow.engine.speculation.pace import Pace
 from jshadow.engine.text import TextStream
 from jshadow.weights.params import Params
@@ -47,10 +47,10 @@ class Tally:
 
 
 @functools.partial(jax.jit, static_argnames="drafter")
-def hear(memory: Any, tokens: Array, counts: Array, state: KVState, *, drafter: Drafter) -> tuple[Any, Array]:
-    """Return what a drafter remembers after new tokens, and how many tokens it can propose then."""
-    memory = drafter.heard(memory, tokens, counts, state)
-    return memory, drafter.ready(memory)
+def hear(memory: Memory, tokens: Array, counts: Array, state: KVState, *, drafter: Drafter) -> tuple[Any, Array]:
+    """Return the live part of a drafter's memory after new tokens, and how many tokens it can propose then."""
+    live = drafter.heard(memory, tokens, counts, state)
+    return live, drafter.ready(memory._replace(live=live))
 
 
 class SpeculativeRun:
@@ -68,7 +68,7 @@ class SpeculativeRun:
             tokens[row, : len(ids)] = ids
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
         self.text = Text(tokens, lengths, params.config)
-        self.memory: Any = None
+        self.memory = Memory(None, None)
         self.pace, self.tally = Pace(drafter.tokens, drafter.cost), Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
         self.ready = np.zeros(len(prompt), np.int32)
@@ -78,8 +78,9 @@ class SpeculativeRun:
         self.newest = np.asarray(tokens, np.int32)
         self.number += 1
         memory = self.drafter.begin(self.text, state)
-        memory, ready = hear(memory, self.newest[:, None], self.number, state, drafter=self.drafter)
-        self.memory, self.ready = commit_arrays(memory, state.specs[0].shards), np.asarray(ready)
+        live, ready = hear(memory, self.newest[:, None], self.number, state, drafter=self.drafter.traced)
+        live = commit_arrays(live, state.specs[0].shards)
+        self.memory, self.ready = memory._replace(live=live), np.asarray(ready)
 
     def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
         """Run a cycle. This consumes the state.
@@ -92,20 +93,22 @@ class SpeculativeRun:
             The new tokens int32 [B, n], how many of them are real int32 [B], and the new state.
         """
         active = left > 0
-        plan = CyclePlan(self.drafter, self.pace.choose(self.ready[active]), self.drawing.sampler, self.drawing.stop)
+        width = self.pace.choose(self.ready[active])
+        plan = CyclePlan(self.drafter.traced, width, self.drawing.sampler, self.drawing.stop)
         progress = Progress(*(jnp.asarray(part, jnp.int32) for part in (self.newest, self.number, left)))
         with consuming(state):
             reads, writes = state.split()
-            drawn, _, writes, self.memory = run_together(
+            drawn, _, writes, live = run_together(
                 run_cycle,
-                self.params.weights,
+                (self.params.weights, self.memory.fixed),
                 reads,
                 writes,
-                self.memory,
+                self.memory.live,
                 (progress, self.drawing.key),
                 config=self.params.config,
                 plan=plan,
             )
+        self.memory = self.memory._replace(live=live)
         tokens, counts, proposed, self.ready = map(np.asarray, drawn)
         rows, last = np.arange(len(left)), np.maximum(counts - 1, 0)
         self.newest = np.where(active, tokens[rows, last], self.newest)

@@ -23,7 +23,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.layer_hooks import append_tokens
 from jshadow.engine.sampling import sample_numbered
-from jshadow.engine.speculation.drafter import Drafter, Target, Text
+from jshadow.engine.speculation.drafter import Drafter, Memory, Proposal, Target, Text
 from jshadow.engine.step import step_state
 from jshadow.engine.step_work import LayerWork
 from jshadow.errors import ConfigError
@@ -68,29 +68,28 @@ class SelfDraft(Drafter):
         assert spec.layer is not None
         return spec.sliding_window is None and not isinstance(self.policy.for_layer(spec.layer, config), Full)
 
-    def begin(self, text: Text, state: KVState) -> tuple[Any, ...]:
+    def begin(self, text: Text, state: KVState) -> Memory:
         """Return the summaries of all units of each layer, or None for a layer with full attention or a window."""
         layers = tuple(self.is_sparse(spec, text.config) for spec in state.specs)
-        summaries: tuple[Any, ...] = all_summaries(state, drafter=self, layers=layers)
-        return summaries
+        return Memory(None, all_summaries(state, drafter=self, layers=layers))
 
-    def ready(self, memory: tuple[Any, ...]) -> Array:
+    def ready(self, memory: Memory) -> Array:
         """Return `tokens` for every row."""
-        return jnp.full(jax.tree.leaves(memory)[0].shape[0], self.tokens, jnp.int32)
+        return jnp.full(jax.tree.leaves(memory.live)[0].shape[0], self.tokens, jnp.int32)
 
-    def propose(self, memory: tuple[Any, ...], target: Target, width: int) -> tuple[Array, KVState]:
+    def propose(self, memory: Memory, target: Target, width: int) -> Proposal:
         """Run `width` steps. Each draws with the key of its token, so that a good guess is also a good draw."""
-        config, held = target.config, target.state.lengths
+        config, held, summaries = target.config, target.state.lengths, memory.live
 
         def run_layer(
             spec: CacheSpec, state: LayerState, step: StepKV, everyone: Any
         ) -> tuple[Array, LayerState, LayerWork]:
             assert spec.layer is not None
             state, step = append_tokens(spec, state, step)
-            if memory[spec.layer] is None:
+            if summaries[spec.layer] is None:
                 out, state = spec.policy.attend(spec, state, step, None)
             else:
-                out = attend(step.q_post, self.pieces(spec, state, step, memory[spec.layer], held), spec.scale)
+                out = attend(step.q_post, self.pieces(spec, state, step, summaries[spec.layer], held), spec.scale)
             return out, state, LayerWork()
 
         def body(carry: tuple[KVState, Array], place: Array) -> tuple[tuple[KVState, Array], Array]:
@@ -102,7 +101,7 @@ class SelfDraft(Drafter):
             return (state, token), token
 
         (drafted, _), tokens = lax.scan(body, (target.state, target.progress.token), jnp.arange(width))
-        return tokens.T, target.state.replace(layers=drafted.layers)
+        return Proposal(tokens.T, target.state.replace(layers=drafted.layers), summaries)
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> list[Piece]:
         """Return the newest tokens and the selected units as pieces for attention.
@@ -130,7 +129,7 @@ class SelfDraft(Drafter):
             pieces.append(Piece(*taken(cache, tokens), there[:, :, None]))
         return pieces
 
-    def heard(self, memory: tuple[Any, ...], tokens: Array, counts: Array, state: KVState) -> tuple[Any, ...]:
+    def heard(self, memory: Memory, tokens: Array, counts: Array, state: KVState) -> tuple[Any, ...]:
         """Summarize the units of the newest tokens again."""
         unit = self.policy.unit
         touched = (tokens.shape[1] - 1) // unit + 2
@@ -138,7 +137,7 @@ class SelfDraft(Drafter):
         index = (units[..., None] * unit + jnp.arange(unit)).reshape(len(counts), -1)
         there = (index < state.lengths[:, None]).reshape(*units.shape, unit)
         fresh = []
-        for summaries, layer, spec in zip(memory, state.layers, state.specs, strict=True):
+        for summaries, layer, spec in zip(memory.live, state.layers, state.specs, strict=True):
             if summaries is not None:
                 rows = taken(layer.live.cache, index[:, None])[0]
                 keys = rows.reshape(*rows.shape[:2], touched, unit, spec.head_dim)
