@@ -89,7 +89,7 @@ class DraftModel(ModelSteps):
     @property
     def traced(self) -> Drafter:
         """The steps of the model, without its weights."""
-        return ModelSteps(self.tokens, self.params.config)
+        return ModelSteps(self.params.config, tokens=self.tokens)
 
     def check_target(self, config: ModelConfig, state: KVState) -> None:
         """Raise ConfigError unless the two models have the same token ids and there is one device."""
