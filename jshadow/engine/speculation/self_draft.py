@@ -89,7 +89,7 @@ class SelfDraft(Drafter):
             if summaries[spec.layer] is None:
                 out, state = spec.policy.attend(spec, state, step, None)
             else:
-                out = attend(step.q_post, self.pieces(spec, state, step, summaries[spec.layer], held), spec.scale)
+                out = self.attend(spec, state, step, summaries[spec.layer], held)
             return out, state, LayerWork()
 
         def body(carry: tuple[KVState, Array], place: Array) -> tuple[tuple[KVState, Array], Array]:
@@ -102,6 +102,10 @@ class SelfDraft(Drafter):
 
         (drafted, _), tokens = lax.scan(body, (target.state, target.progress.token), jnp.arange(width))
         return Proposal(tokens.T, target.state.replace(layers=drafted.layers), summaries)
+
+    def attend(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> Array:
+        """Return the attention of a draft step's query [B, 1, h_q, d]. The arguments are those of `pieces`."""
+        return attend(step.q_post, self.pieces(spec, state, step, summaries, held), spec.scale)
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> list[Piece]:
         """Return the newest tokens and the selected units as pieces for attention.
