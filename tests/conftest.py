@@ -82,9 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = f"{item.path}::{function}"
         if is_whole(function, case, policy, places[place], policy in POLICIES):
             item.add_marker(pytest.mark.whole)
-        # The cases of a policy and those of a function share programs. Slow tests do not.
-        group = item.nodeid if item.get_closest_marker("slow") else policy or str(Path(place).relative_to(REPO))
-        if not is_in_part(group, part) and (item.get_closest_marker("whole") or not only_whole):
+        # The cases of a policy share programs.
+        if not is_in_part(policy or item.nodeid, part) and (item.get_closest_marker("whole") or not only_whole):
             left_out.add(id(item))
         places[place] += 1
     items[:] = [item for item in items if id(item) not in left_out]

@@ -212,7 +212,7 @@ def commands(parser, path=()):
 
 def test_every_command_has_help_and_json(capsys):
     found = dict(commands(parser()))
-    assert len(found) == 19
+    assert len(found) == 20
     for path, command in found.items():
         assert "--json" in command.format_usage(), path
         with pytest.raises(SystemExit) as stopped:
