@@ -28,6 +28,7 @@ RUNNABLE = {
     "saved_states.md": "7 crowns",
     "library.md": "7 crowns",
     "serving.md": "7 crowns",
+    "speculation.md": "dried fish",
 }
 
 
