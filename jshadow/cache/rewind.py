@@ -80,4 +80,4 @@ def rewind(state: Any, lengths: Any, last: Any) -> Any:
         tokens = jnp.asarray(last, jnp.int32)
         if tokens.shape != held.shape:
             raise StateMismatch(f"last must be integers of shape {held.shape}, got {tokens.shape}")
-    return rewound(state, jnp.asarray(wanted, jnp.int32), tokens.astype(jnp.int32))
+    return rewound(state, jnp.asarray(wanted, jnp.int32), tokens)

@@ -67,7 +67,7 @@ class Drawn(NamedTuple):
 
 def cycle(
     weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Memory, progress: Progress, key: Array
-) -> tuple[Drawn, Progress, KVState, Any]:
+) -> tuple[Drawn, KVState, Any]:
     """Run one cycle. It can be traced by jit, and checks nothing.
 
     Args:
@@ -79,7 +79,7 @@ def cycle(
         key: PRNG key. Token number i of a row is drawn as by `sample_checked` with fold_in(key, i).
 
     Returns:
-        The new tokens, the progress after them, the new state, and the live part of what the drafter then remembers.
+        The new tokens, the new state, and the live part of what the drafter then remembers.
     """
     width, lengths = plan.width, state.lengths
     active = progress.left > 0
@@ -99,16 +99,12 @@ def cycle(
     accepted = jnp.cumprod(goes_on, axis=1, dtype=jnp.int32).sum(axis=1)
     counts = jnp.where(active, accepted + 1, 0)
     fed = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-    newest = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
     after = state.join(writes)
     after = rewound(after, lengths + counts, jnp.where(active, fed, after.last))
     live = plan.drafter.heard(memory._replace(live=live), drawn, counts, after)
-    ended = jnp.take_along_axis(ends, accepted[:, None], axis=1)[:, 0]
-    left = jnp.where(ended, 0, progress.left - counts)
-    onward = Progress(jnp.where(active, newest, progress.token), progress.number + counts, left)
     found = Drawn(drawn, counts, proposed, plan.drafter.ready(memory._replace(live=live)))
-    found, onward, live = everywhere((found, onward, live), state.specs[0].shards)
-    return found, onward, after, live
+    found, live = everywhere((found, live), state.specs[0].shards)
+    return found, after, live
 
 
 @functools.partial(
@@ -123,11 +119,11 @@ def run_cycle(
     *,
     config: ModelConfig,
     plan: CyclePlan,
-) -> tuple[Drawn, Progress, Writes, Any]:
+) -> tuple[Drawn, Writes, Any]:
     """Run `cycle` as a compiled program.
 
     `models` has the weights and the drafter's fixed arrays, `far` the progress and the PRNG key.
     """
     (weights, fixed), state = models, KVState.of(reads, writes)
-    drawn, progress, state, live = cycle(weights, config, plan, state, Memory(fixed, live), *far)
-    return drawn, progress, state.split()[1], live
+    drawn, state, live = cycle(weights, config, plan, state, Memory(fixed, live), *far)
+    return drawn, state.split()[1], live

@@ -67,7 +67,7 @@ class Text(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a drafter remembers.
+    """The arrays that a drafter keeps between cycles.
 
     Attributes:
         fixed: a pytree of arrays that stay as they are, such as weights. They are not copied.
@@ -79,7 +79,7 @@ class Memory(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a drafter proposes.
+    """The result of `Drafter.propose`.
 
     Attributes:
         tokens: int32 [B, w]. Those after the first `Target.wanted` of a row have no meaning.

@@ -98,7 +98,7 @@ class SpeculativeRun:
         progress = Progress(*(jnp.asarray(part, jnp.int32) for part in (self.newest, self.number, left)))
         with consuming(state):
             reads, writes = state.split()
-            drawn, _, writes, live = run_together(
+            drawn, writes, live = run_together(
                 run_cycle,
                 (self.params.weights, self.memory.fixed),
                 reads,
