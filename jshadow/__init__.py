@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jshadow.engine.sparse_prefill import AShape as AShape
     from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
+    from jshadow.engine.speculation import CompressedDraft as CompressedDraft
     from jshadow.engine.speculation import DraftModel as DraftModel
     from jshadow.engine.speculation import PromptLookup as PromptLookup
     from jshadow.engine.speculation import SelfDraft as SelfDraft
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from jshadow.policies import InfiniGen as InfiniGen
     from jshadow.policies import InfLLM as InfLLM
     from jshadow.policies import Loki as Loki
+    from jshadow.policies import Offloaded as Offloaded
     from jshadow.policies import OmniKV as OmniKV
     from jshadow.policies import Policy as Policy
     from jshadow.policies import Pyramid as Pyramid
@@ -101,6 +103,7 @@ FACE = {
         "VerticalSlash",
     ),
     "engine.speculation": (
+        "CompressedDraft",
         "DraftModel",
         "PromptLookup",
         "SelfDraft",
@@ -123,6 +126,7 @@ FACE = {
         "InfiniGen",
         "InfLLM",
         "Loki",
+        "Offloaded",
         "OmniKV",
         "Policy",
         "Pyramid",

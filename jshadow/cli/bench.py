@@ -2,16 +2,16 @@
 
 import argparse
 import json
-import platform
 import sys
 from typing import Any
 
+from jshadow.cli.bench_options import add_count, check_repeats, machine
+from jshadow.cli.bench_speculation import add_cycle_options, add_speculation_options, run_cycles
 from jshadow.cli.bench_tables import (
     print_ceilings,
     print_growth,
     print_model,
     print_rows,
-    print_speculation,
     print_stages,
 )
 from jshadow.cli.compile_cache import add_cache_option
@@ -42,6 +42,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     layer.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     layer.add_argument("--fetch", default="auto", help=FETCH_HELP)
     layer.add_argument("--stages", action="store_true", help="also each stage of the step, as a program of its own")
+    add_cycle_options(layer)
     add_cache_option(layer)
     layer.add_argument("--json", action="store_true", help=JSON_HELP)
     for part, text in (("decode", "decode steps of a checkpoint"), ("prefill", "the prefill of a checkpoint")):
@@ -70,11 +71,6 @@ def add_options(add: argparse.ArgumentParser) -> None:
     most.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
-def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    """Add an option --`name` that takes an integer. `text` is its help, without the default."""
-    parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-
-
 def add_model_options(add: argparse.ArgumentParser) -> None:
     """Add the options of `decode` and `prefill`.
 
@@ -92,89 +88,6 @@ def add_model_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--no-peers", action="store_true", help="leave transformers out")
     add_cache_option(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
-
-
-def add_speculation_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of `speculate`."""
-    add.set_defaults(run=run_speculation)
-    add.add_argument("model", help="HF directory or hub id")
-    add_count(add, "tokens", 4096, "tokens of each text")
-    add_count(add, "new", 128, "new tokens")
-    add_count(add, "repeats", 3, "measured runs of each system")
-    add.add_argument("--drafters", default="prompt_lookup", help="NAME or NAME:key=value:..., comma list")
-    add.add_argument("--policy", default="full", help="NAME or NAME:key=value:... (default: %(default)s)")
-    add.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: %(default)s)")
-    add.add_argument("--no-peers", action="store_true", help="leave transformers out")
-    add_cache_option(add)
-    add.add_argument("--json", action="store_true", help=JSON_HELP)
-
-
-def run_speculation(args: argparse.Namespace) -> int:
-    """Run `jshadow bench speculate`, and return 0 when all texts are continued."""
-    from jshadow.engine.speculation import parse_drafter
-    from jshadow.evaluation.speed.speculation import bench_speculation, bench_transformers, texts_of
-    from jshadow.policies import parse_policy
-    from jshadow.weights.params import load
-
-    check_repeats(args.repeats)
-    drafters = [parse_drafter(text, args.dtype) for text in args.drafters.split(",")]
-    name, *settings = args.policy.split(":")
-    policy = parse_policy(name, settings)
-    params = load(args.model, dtype=args.dtype)
-    if params.tokenizer is None:
-        raise ConfigError(f"model must have a tokenizer to be measured on texts, got {args.model!r} without one")
-
-    def progress(text: str) -> None:
-        print(f"jshadow: {text}", file=sys.stderr, flush=True)
-
-    texts = texts_of(params.tokenizer, args.tokens)
-    rows = bench_speculation(params, policy, drafters, texts, args.new, args.repeats, progress)
-    if not args.no_peers:
-        progress("transformers")
-        rows += bench_transformers(args.model, texts, args.new, args.repeats)
-    if args.json:
-        print(json.dumps({"machine": machine(), "rows": rows}))
-        return 0
-    print_speculation(rows)
-    return 0
-
-
-def check_repeats(repeats: int) -> None:
-    """Raise ConfigError for less than one repeat."""
-    if repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, got {repeats}")
-
-
-def machine() -> dict[str, str]:
-    """Return the device, platform, processor and versions, as the JSON output has them."""
-    import jax
-
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-    }
-
-
-def run_ceilings(args: argparse.Namespace) -> int:
-    """Run `jshadow bench ceilings`, and return 0 when all rates are measured."""
-    from rich.table import Table
-
-    from jshadow.evaluation.speed import ceilings
-
-    check_repeats(args.repeats)
-    rates = ceilings(args.repeats)
-    if args.json:
-        print(json.dumps({"machine": machine(), "ceilings": rates}))
-        return 0
-    table = Table("ceiling", "a second")
-    for name, value in rates.items():
-        table.add_row(name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
-    print_table(table, console(140))
-    return 0
 
 
 def check_dtype(dtype: str) -> None:
@@ -206,6 +119,8 @@ def run_layer(args: argparse.Namespace) -> int:
     shapes = [
         Shape(int(context), args.batch, args.heads, args.kv_heads, args.head_dim, args.dtype) for context in contexts
     ]
+    if args.speculate is not None:
+        return run_cycles(args, shapes)
     policies = policies_of(args.policies)
     best = ceilings(3)
     rows, stages = [], []
@@ -270,3 +185,21 @@ def run_model(args: argparse.Namespace) -> int:
         print_model(rows, args.part, args.tokens * args.batch)
         print_ceilings(best)
     return int(any(row["error"] is not None and row["policy"] != "transformers" for row in rows))
+
+
+def run_ceilings(args: argparse.Namespace) -> int:
+    """Run `jshadow bench ceilings`, and return 0 when all rates are measured."""
+    from rich.table import Table
+
+    from jshadow.evaluation.speed import ceilings
+
+    check_repeats(args.repeats)
+    rates = ceilings(args.repeats)
+    if args.json:
+        print(json.dumps({"machine": machine(), "ceilings": rates}))
+        return 0
+    table = Table("ceiling", "a second")
+    for name, value in rates.items():
+        table.add_row(name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
+    print_table(table, console(140))
+    return 0

@@ -146,7 +146,15 @@ def print_speculation(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(
-        "task", "system", "tokens/s", "this / plain", "least to most", "tokens a cycle", "kept", "same tokens"
+        "task",
+        "system",
+        "tokens/s",
+        "this / plain",
+        "least to most",
+        "tokens a cycle",
+        "kept",
+        "acceptance",
+        "same tokens",
     )
     for row in rows:
         table.add_row(
@@ -157,6 +165,25 @@ def print_speculation(rows: list[dict[str, Any]]) -> None:
             f"{row['least']:.2f} to {row['most']:.2f}",
             "-" if row["tokens_a_cycle"] is None else f"{row['tokens_a_cycle']:.2f}",
             "-" if row["accepted"] is None else f"{row['accepted']:.0%}",
+            "-" if row["acceptance"] is None else f"{row['acceptance']:.3f}",
             f"{'yes' if row['same'] else 'NO'}, {row['new_tokens']}",
+        )
+    print_table(table, console(140))
+
+
+def print_cycles(rows: list[dict[str, Any]]) -> None:
+    """Print the table of `bench layer --speculate`: the rows of `bench_cycle`."""
+    from rich.table import Table
+
+    table = Table(
+        "tokens", "full step, ms", "drafts, ms", "check, ms", "tokens a cycle", "this / full", "least to most"
+    )
+    for row in rows:
+        table.add_row(
+            f"{row['context']:,}",
+            *(f"{row[f'{name}_seconds'] * 1e3:.2f}" for name in ("step", "draft", "check")),
+            f"{row['tokens_a_cycle']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['least']:.2f} to {row['most']:.2f}",
         )
     print_table(table, console(140))

@@ -259,7 +259,7 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         mesh=mesh_of(args),
     )
     if args.speculate is not None:
-        return print_speculation(args, gpus, config, serving)
+        return print_speculation(args, gpus, config, serving, policy)
     plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))

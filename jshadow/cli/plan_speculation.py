@@ -1,4 +1,4 @@
-"""`jshadow plan --speculate N --acceptance A`: the predicted speed of full attention with speculation."""
+"""`jshadow plan --speculate N --acceptance A`: the predicted speed of exact attention with speculation."""
 
 import argparse
 import json
@@ -12,16 +12,19 @@ from jshadow.planner.gpu_specs import GIB, Gpu
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
     from jshadow.planner.gpu_plan import Serving
+    from jshadow.policies import Policy
 
 SELF = "self"
 
 
 def add_speculation_options(add: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add.add_argument("--speculate", type=int, metavar="N", help="plan full attention that checks N drafts at once")
+    add.add_argument("--speculate", type=int, metavar="N", help="plan exact attention that checks N drafts at once")
     add.add_argument("--acceptance", type=float, metavar="SHARE", help="share of the drafts that are accepted")
     add.add_argument(
-        "--drafter", help="self, self:POLICY:key=value:..., or prompt_lookup, whose drafts take no time (default: self)"
+        "--drafter",
+        help="self or compressed, NAME:POLICY:key=value:..., or prompt_lookup, whose drafts take no time (default: "
+        "self, or compressed with --policy offloaded)",
     )
 
 
@@ -33,32 +36,48 @@ def check_given(args: argparse.Namespace) -> None:
         raise ConfigError(f"--drafter must come with --speculate, got {args.drafter!r} alone")
 
 
-def print_speculation(args: argparse.Namespace, gpus: Sequence[Gpu], config: "ModelConfig", serving: "Serving") -> int:
-    """Print the plans of full attention with speculation on the GPUs, and return 0."""
+def print_speculation(
+    args: argparse.Namespace, gpus: Sequence[Gpu], config: "ModelConfig", serving: "Serving", policy: "Policy"
+) -> int:
+    """Print the plans of exact attention with speculation on the GPUs, and return 0.
+
+    Full attention is planned if `policy` does not have all keys and values.
+    """
     from rich.table import Table
 
-    from jshadow.engine.speculation import SelfDraft, parse_drafter
-    from jshadow.planner.speculation import speculation_plan
+    from jshadow.engine.speculation import CompressedDraft, SelfDraft, parse_drafter
+    from jshadow.planner.speculation import Drafting, speculation_plan
+    from jshadow.policies import Full, Offloaded
 
-    drafter = parse_drafter(args.drafter or SELF)
-    policy = drafter.policy if isinstance(drafter, SelfDraft) else None
-    plans = [speculation_plan(config, gpu, serving, policy, args.speculate, args.acceptance) for gpu in gpus]
+    target = policy if isinstance(policy, Offloaded) else Full()
+    drafter = parse_drafter(args.drafter or (SelfDraft.name if isinstance(target, Full) else CompressedDraft.name))
+    own = drafter.policy if isinstance(drafter, SelfDraft | CompressedDraft) else None
+    drafting = Drafting(args.speculate, args.acceptance, own, isinstance(drafter, CompressedDraft))
+    plans = [speculation_plan(config, gpu, serving, drafting, target) for gpu in gpus]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
         return 0
-    table = Table(f"full attention, {args.speculate} drafts of {drafter.name}, {serving.context:,} tokens")
+    table = Table(f"{target.name}, {args.speculate} drafts of {drafter.name}, {serving.context:,} tokens")
     for plan in plans:
         table.add_column(plan.gpu, justify="right")
     for label, cells in (
         ("requests", [f"{plan.batch:,}" for plan in plans]),
+        ("fetch", [plan.fetch for plan in plans]),
         ("tokens a cycle", [f"{plan.tokens_a_cycle:.2f}" for plan in plans]),
         ("drafts, ms", [f"{plan.draft_seconds * 1e3:.1f}" for plan in plans]),
         ("check, ms", [f"{plan.check_seconds * 1e3:.1f}" for plan in plans]),
         ("a plain step, ms", [f"{plan.step_seconds * 1e3:.1f}" for plan in plans]),
-        ("summaries, GiB", [f"{plan.summary_bytes / GIB:.2f}" for plan in plans]),
-        ("predicted tokens/s", [f"{plan.tokens_per_second:,.0f}" for plan in plans]),
+        ("keys and values, GiB", [sizes(plan.target_bytes) for plan in plans]),
+        ("beside them for drafts, GiB", [sizes(plan.draft_bytes) for plan in plans]),
+        ("predicted tokens/s", [f"{plan.tokens_per_second:,.3g}" for plan in plans]),
         ("this / plain", [f"{plan.ratio:.2f}" for plan in plans]),
     ):
         table.add_row(label, *cells)
     print_table(table, console())
     return 0
+
+
+def sizes(device_and_host: tuple[int, int]) -> str:
+    """Return bytes of the device and of the host as text."""
+    device, host = (f"{size / GIB:.2f}" for size in device_and_host)
+    return f"{device} + {host} in host memory" if device_and_host[1] else device

@@ -34,6 +34,8 @@ from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
+from jshadow.engine.speculation.run import Drawing
+from jshadow.engine.speculation.steps import StepsKeywords, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.turn import Turn, chunk_for, in_pieces
@@ -247,6 +249,7 @@ def decode_steps(
     sampler: Sampler | None = None,
     seed: int = 0,
     stop: Sequence[int] | None = None,
+    **options: Unpack[StepsKeywords],
 ) -> tuple[Array, KVState]:
     """Generate up to n tokens for each row in one compiled scan. This consumes the state.
 
@@ -260,6 +263,8 @@ def decode_steps(
         sampler: how tokens are drawn. None means greedy.
         seed: seed of the sampler, an integer of 64 bits.
         stop: token ids that end a row. A row that has drawn one of them is not fed again. None: no token ends a row.
+        options: `speculate` and `before`. speculate is a drafter. It changes no token (docs/speculation.md). before is
+            the token ids that the state holds in each row, for a drafter that searches the text.
 
     Returns:
         The new tokens int32 [B, n], with -1 after a row's stop token, and the new state.
@@ -267,7 +272,7 @@ def decode_steps(
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
         ConfigError: n is not an integer of at least 1, sampler is not a Sampler, seed is not an integer of 64 bits, or
-            stop contains anything but token ids.
+            stop contains anything but token ids. Or the drafter cannot serve the model or the state.
     """
     check_state(params, state, None)
     check_piece("n", n)
@@ -276,6 +281,10 @@ def decode_steps(
     ids = check_ids(params.config, token, (state.batch,), "token")
     room = check_room(state, np.full(state.batch, n, np.int64))
     key = seed_key(seed)
+    if (drafter := options.get("speculate")) is not None:
+        drawing = Drawing(plan.sampler, key, plan.stop)
+        tokens, writes = speculative_steps(params, drafter, drawing, state, ids, n, options.get("before"))
+        return tokens, note_room(state.join(writes), room)
     with consuming(state):
         reads, writes = state.split()
         tokens, writes = _generate_steps(

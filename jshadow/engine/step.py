@@ -29,7 +29,7 @@ from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.planner.turn_pieces import turn_piece
 from jshadow.policies.base import LayerCache
-from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
+from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, Streams, capability
 
 # For jax.jit around a step. Other backends accept these options and ignore them. Without the first, XLA's GPU compiler
 # may run the fetch and the rebuilding of keys one after the other instead of at the same time. The second is a size in
@@ -74,6 +74,8 @@ def step_layer(
     inbox = everyone.inbox.pop(index, None)
     fetched = inbox if brought is None else brought
     out, state = policy.attend(spec, state, step, fetched)
+    if isinstance(policy, Streams) and spec.fetch != "resident":
+        work.missed.append(policy.streamed(spec, state))
     for planned in policy.plan(spec, state, step) if isinstance(policy, PlansAhead) else ():
         target = index if planned.layer is None else planned.layer
         other = everyone.specs[target]

@@ -18,6 +18,7 @@ from jshadow.ops.prefix_attention import attend_prefixes, from_blocks, to_blocks
 from pallas_kernels import sparse_attention
 
 TURN_BLOCK = 256  # the most queries that `attend` handles at once
+CPU_BLOCK, CPU_ROWS = 2048, 8192  # a CPU takes blocks of so many keys for several queries, from so many keys on
 SHORT_TURN = 64  # more queries than these attend blockwise to pieces of which each query sees the first rows
 MASS_BLOCK = 256  # the number of queries, and of keys, in a tile of `key_mass`
 
@@ -194,7 +195,18 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
-    return sparse_attention(q, [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces], scale=scale)
+
+    def at_once(q: Array, pieces: list[Piece]) -> Array:
+        return sparse_attention(q, [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces], scale=scale)
+
+    def blockwise(q: Array, pieces: list[Piece]) -> Array:
+        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale, CPU_BLOCK)[0]
+
+    rows = sum(piece.k.shape[2] for piece in pieces)
+    if q.shape[1] > 1 and rows >= CPU_ROWS and q.dtype == jnp.float32 and all(piece.is_prefix for piece in pieces):
+        # A CPU takes longer to write and read the scores of several queries than to loop over blocks of keys.
+        return lax.platform_dependent(q, pieces, cpu=blockwise, default=at_once)
+    return at_once(q, pieces)
 
 
 def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:

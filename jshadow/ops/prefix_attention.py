@@ -5,7 +5,8 @@ width.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +19,9 @@ QUERY_BLOCK, KEY_BLOCK = 512, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 Prefix = tuple[Array, Array, Array]  # keys, values, and the number of the first rows that each query sees
+Softmax = tuple[
+    Array, Array, Array
+]  # of each query: the greatest score, the sum of weights, the weighted sum of values
 
 
 def to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[Array, "blocks B h_kv rows d"]:
@@ -40,7 +44,7 @@ def from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[
 
 
 def attend_prefixes(
-    q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float
+    q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float, block: int = KEY_BLOCK
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]]:
     """Compute softmax attention of T queries, each over the first rows of several pieces.
 
@@ -52,6 +56,7 @@ def attend_prefixes(
         pieces: keys and values [B, h_kv, N, d], and the number of rows that each query sees, int32 [B, h_kv, T, 1]. Its
             axes B, h_kv and T may have size 1.
         scale: factor by which the scores are multiplied.
+        block: number of keys that are read at once.
 
     Returns:
         The output [B, T, h_q, d] in q's dtype, which is 0 for a query that sees no row. The log-sum-exp of each query's
@@ -69,19 +74,79 @@ def attend_prefixes(
 
     def of_tile(args: tuple[Array, list[Array]]) -> tuple[Array, Array]:
         q_tile, ends = args
-        carry = jnp.full(q_tile.shape[:-1], MASKED), jnp.zeros(q_tile.shape[:-1]), jnp.zeros(q_tile.shape)
+        carry = nothing(q_tile)
         for (k, v, _), end in zip(pieces, ends, strict=True):
-            block = min(KEY_BLOCK, k.shape[2])
-            body = functools.partial(add_keys, q_tile, (k, v, end), 1.0 if scaled else scale)
-            whole, last = end.min() // block, -(-end.max() // block)
-            carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
-            carry = lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
+            carry = add_piece(q_tile, (k, v, end), 1.0 if scaled else scale, carry, block)
         top, total, out = carry
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = lax.map(of_tile, (tiles, ends))
     return from_blocks(out, tile)[:, :length], from_blocks(lse[..., None], tile)[:, :length, :, 0]
+
+
+class Stream(NamedTuple):
+    """Keys and values that are read block by block from where they are stored, such as host memory.
+
+    Attributes:
+        read: maps the number of a block to its keys and values [B, h_kv, n, d]. The numbers begin at 0.
+        blocks: number of blocks to read, at least 1, int32 [].
+        seen: number of the first tokens of all blocks that each query sees, int32 [B, h_kv, T, 1]. The axes B, h_kv and
+            T may have size 1.
+    """
+
+    read: Callable[[Array | int], tuple[Array, Array]]
+    blocks: Array
+    seen: Array
+
+
+def attend_stream(
+    q: Float[Array, "B T h_q d"], stream: Stream, pieces: Sequence[Prefix], scale: float
+) -> Float[Array, "B T h_q d"]:
+    """Compute softmax attention of T queries over a stream and the first rows of several pieces.
+
+    Each block of the stream is read once for all queries. The next block is read while queries attend to a block, so
+    two blocks exist at once. The other arguments and the result are those of `attend_prefixes`.
+    """
+    batch, length, q_heads, _ = q.shape
+    kv_heads = pieces[0][0].shape[1]
+    scaled = q.dtype == jnp.float32
+    tile = to_blocks(q * scale if scaled else q, kv_heads, length)[0]
+
+    def ends(seen: Array) -> Array:
+        return jnp.tile(jnp.broadcast_to(seen[..., 0], (batch, kv_heads, length)), q_heads // kv_heads)
+
+    def add(rows: tuple[Array, Array], end: Array, carry: Softmax) -> Softmax:
+        return add_piece(tile, (*rows, jnp.clip(end, 0, rows[0].shape[2])), 1.0 if scaled else scale, carry)
+
+    def next_block(index: Array, carry: tuple[tuple[Array, Array], Softmax]) -> tuple[tuple[Array, Array], Softmax]:
+        rows, softmax = carry
+        ahead = stream.read(index)
+        return ahead, add(rows, end - (index - 1) * rows[0].shape[2], softmax)
+
+    end = ends(stream.seen)
+    rows, carry = lax.fori_loop(1, stream.blocks, next_block, (stream.read(0), nothing(tile)))
+    carry = add(rows, end - (stream.blocks - 1) * rows[0].shape[2], carry)
+    for k, v, seen in pieces:
+        carry = add((k, v), ends(seen), carry)
+    _, total, out = carry
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return from_blocks(out.astype(q.dtype)[None], length)
+
+
+def nothing(q: Array) -> Softmax:
+    """Return the softmax of queries [B, h_kv, rows, d] over no keys."""
+    return jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
+
+
+def add_piece(q: Array, piece: Prefix, scale: float, carry: Softmax, block: int = KEY_BLOCK) -> Softmax:
+    """Add all keys of a piece that a query sees to the softmax. The arguments are those of `add_keys`."""
+    keys, _, end = piece
+    block = min(block, keys.shape[2])
+    body = functools.partial(add_keys, q, piece, scale, block)
+    whole, last = end.min() // block, -(-end.max() // block)
+    carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
+    return lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
 
 
 def add_rows(
@@ -122,16 +187,15 @@ def add_rows(
 
 
 def add_keys(
-    q: Array, piece: Prefix, scale: float, index: Array, carry: tuple[Array, Array, Array], *, masked: bool
-) -> tuple[Array, Array, Array]:
-    """Add block `index` of a piece's keys to the softmax of queries [B, h_kv, rows, d].
+    q: Array, piece: Prefix, scale: float, block: int, index: Array, carry: Softmax, *, masked: bool
+) -> Softmax:
+    """Add block `index` of a piece's keys, `block` of them, to the softmax of queries [B, h_kv, rows, d].
 
     The piece has the number of rows that each query sees as int32 [B, h_kv, rows]. `carry` is the greatest score, the
     sum of the weights and the weighted sum of the values.
     """
     (keys, values, end), (top, total, out) = piece, carry
     rows = keys.shape[2]
-    block = min(KEY_BLOCK, rows)
     start = jnp.minimum(index * block, rows - block)  # the last block overlaps the previous one
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (keys, values))
     product = functools.partial(jnp.einsum, precision=exact(q.dtype), preferred_element_type=jnp.float32)

@@ -30,6 +30,7 @@ from jshadow.planner.prefill_time import PrefillTime, prefill_time
 from jshadow.planner.step_temporaries import step_temporaries
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
+from jshadow.policies.capabilities import Streams
 from jshadow.policies.costs import costs_of, rows_of
 from jshadow.policies.links import added
 from jshadow.policies.mesh_checks import check_split
@@ -266,8 +267,9 @@ class Planner:
                 moved -= share * host if passes or part == "values" else 0.0
             flops += costs.step_flops(spec, layer)
             links = added(links, costs.step_links(spec))
-        whole = {part: round(size) for part, size in hbm.items() if size}
         by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
-        gather = None if by_kernel else self.serving.gather_bytes_per_second
+        whole = any(isinstance(spec.policy, Streams) for spec in state.specs)  # whole blocks need no gathering
+        gather = None if by_kernel or whole else self.serving.gather_bytes_per_second
         sent = Sent(links, self.serving.mesh.seconds(links, self.gpu))
-        return step_bound(self.gpu, whole, round(moved), flops, batch, gather, sent)
+        read_bytes = {part: round(size) for part, size in hbm.items() if size}
+        return step_bound(self.gpu, read_bytes, round(moved), flops, batch, gather, sent)

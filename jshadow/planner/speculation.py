@@ -1,19 +1,21 @@
-"""The predicted speed of full attention with speculation on one GPU. Nothing is allocated or run.
+"""The predicted speed of exact attention with speculation on one GPU. Nothing is allocated or run.
 
 A cycle drafts n tokens, and checks them in one turn. The check reads weights, keys and values once, as a step does, and
-computes n + 1 times as much. The prediction adds the times of all of this, as for a step (`gpu.py`).
+computes n + 1 times as much. If they lie in host memory (`Offloaded`), it also moves them over the link once. The
+prediction adds the times of all of this, as for a step (`gpu.py`).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu import Planner, checked
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_plan import PolicyPlan, Serving
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.planner.mesh import ONE_GPU, share_of
 from jshadow.policies import Full, Policy
+from jshadow.policies.capabilities import HasAll
 from jshadow.policies.settings import policy_settings
 
 
@@ -23,6 +25,8 @@ class SpeculationPlan:
 
     Attributes:
         gpu: name of the GPU.
+        target: the policy of the model, which is exact.
+        fetch: the fetch mode.
         policy: the sparse policy of the draft steps, or None if drafts take no time.
         drafts: number of proposed tokens of a cycle.
         acceptance: probability that a proposed token is accepted if those before it were.
@@ -31,10 +35,13 @@ class SpeculationPlan:
         draft_seconds: time of all draft steps of a cycle.
         check_seconds: time of the check.
         step_seconds: time of a plain step.
-        summary_bytes: device bytes of the summaries of all requests, beside keys and values.
+        draft_bytes: bytes (device, host) that drafting takes for all requests, beside the state of the model.
+        target_bytes: bytes (device, host) of the keys and values of all requests.
     """
 
     gpu: str
+    target: Policy
+    fetch: str
     policy: Policy | None
     drafts: int
     acceptance: float
@@ -43,7 +50,8 @@ class SpeculationPlan:
     draft_seconds: float
     check_seconds: float
     step_seconds: float
-    summary_bytes: int
+    draft_bytes: tuple[int, int]
+    target_bytes: tuple[int, int]
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,58 +66,101 @@ class SpeculationPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as values for JSON."""
         policy = None if self.policy is None else {"name": self.policy.name, **policy_settings(self.policy)}
-        values = dataclasses.asdict(self) | {"policy": policy}
+        values = dataclasses.asdict(self) | {"policy": policy, "target": self.target.name}
         return values | {"tokens_per_second": self.tokens_per_second, "ratio": self.ratio}
 
 
+class Drafting(NamedTuple):
+    """How tokens are drafted.
+
+    Attributes:
+        drafts: number of proposed tokens of a cycle.
+        acceptance: probability that a proposed token is accepted if those before it were.
+        policy: the sparse policy of the draft steps (`SelfDraft.policy`, `CompressedDraft.policy`). None: drafts take
+            no time, as with prompt lookup.
+        own_cache: whether the draft steps have a cache of their own, as with `CompressedDraft`. If not, they read that
+            of the model, and only the summaries of the policy are kept beside it.
+    """
+
+    drafts: int
+    acceptance: float
+    policy: Policy | None = None
+    own_cache: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError if a number is out of range."""
+        if isinstance(self.drafts, bool) or not isinstance(self.drafts, int) or self.drafts < 1:
+            raise ConfigError(f"drafts must be an integer of at least 1, got {self.drafts!r}")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance must lie in [0, 1], got {self.acceptance!r}")
+
+    @property
+    def tokens_a_cycle(self) -> float:
+        """The mean number of tokens that a cycle gives."""
+        return sum(self.acceptance**place for place in range(self.drafts + 1))
+
+    def row_bytes(self, plan: PolicyPlan | None) -> tuple[int, int]:
+        """Return the bytes (device, host) of a request, from the plan of `policy`."""
+        if plan is None:
+            return 0, 0
+        if self.own_cache:
+            return plan.row_bytes
+        return sum(device for name, (device, _) in plan.row_parts.items() if "summaries" in name), 0
+
+
 def speculation_plan(
-    config: ModelConfig, gpu: Gpu, serving: Serving, policy: Policy | None, drafts: int, acceptance: float
+    config: ModelConfig, gpu: Gpu, serving: Serving, drafting: Drafting, target: Policy | None = None
 ) -> SpeculationPlan:
-    """Predict the speed of full attention with speculation.
+    """Predict the speed of exact attention with speculation.
 
     Args:
         config: the model.
         gpu: the figures of the GPU.
-        serving: the requests. `fetch` is not used: keys and values are on the GPU.
-        policy: the sparse policy by which the model drafts for itself (`SelfDraft.policy`). None: drafts take no time,
-            as with prompt lookup.
-        drafts: number of proposed tokens of a cycle.
-        acceptance: probability that a proposed token is accepted if those before it were.
+        serving: the requests. With "auto", keys and values of `Offloaded()` are in host memory.
+        drafting: how tokens are drafted.
+        target: the policy of the model: `Full()`, the default, or `Offloaded()`.
 
     Raises:
-        ConfigError: drafts is below 1, acceptance is not in [0, 1], the batch does not fit, or the requests need
-            several GPUs.
+        ConfigError: a number is out of range, the target is another policy, the batch does not fit, or the requests
+            need several GPUs.
     """
-    serving = checked(config, dataclasses.replace(serving, fetch="resident"))
-    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 1:
-        raise ConfigError(f"drafts must be an integer of at least 1, got {drafts!r}")
-    if not 0 <= acceptance <= 1:
-        raise ConfigError(f"acceptance must lie in [0, 1], got {acceptance!r}")
+    target = Full() if target is None else target
+    if not isinstance(target, HasAll):
+        raise ConfigError(f"policy must be full or offloaded to plan a speculation, got {target.name}")
+    serving = checked(config, serving)
+    drafting.check()
     if serving.mesh != ONE_GPU:
         raise ConfigError(f"a speculation is planned for one GPU, got {serving.mesh.devices}")
     planner = Planner(share_of(config, 1), config, gpu, serving)
-    sparse, one = None if policy is None else planner.plan(policy, 1, capped=False), 0
-    if sparse is not None:
-        one = sum(device for name, (device, _) in sparse.row_parts.items() if "summaries" in name)
-    largest = planner.plan(Full(), None, capped=False).largest_batch
-    while largest and planner.plan(Full(), largest, capped=False).device_bytes + largest * one > gpu.memory_bytes:
+    if serving.fetch == "auto" or (isinstance(target, Full) and not drafting.own_cache):
+        planner = planner.with_fetch("resident" if isinstance(target, Full) else "device_put")
+    exact = planner.plan(target, 1, capped=False)
+    sparse = None if drafting.policy is None else planner.plan(drafting.policy, 1, capped=False)
+    device, host = drafting.row_bytes(sparse)
+    largest, limit = exact.largest_batch, serving.host_limit
+    while largest and not (
+        planner.plan(target, largest, capped=False).device_bytes + largest * device <= gpu.memory_bytes
+        and (limit is None or largest * (exact.row_bytes[1] + host) <= limit)
+    ):
         largest -= 1
     batch = largest if serving.batch is None else serving.batch
     if not 0 < batch <= largest:
         raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")
-    step = planner.step(Full(), batch)
-    draft_seconds = 0.0
+    step, draft_seconds = planner.step(exact.policy, batch), 0.0
     if sparse is not None:
-        draft_seconds = drafts * batch / planner.step(sparse.policy, batch).tokens_per_second
+        draft_seconds = drafting.drafts * batch / planner.step(sparse.policy, batch).tokens_per_second
     return SpeculationPlan(
         gpu=gpu.name,
-        policy=policy,
-        drafts=drafts,
-        acceptance=acceptance,
+        target=target,
+        fetch=exact.fetch,
+        policy=drafting.policy,
+        drafts=drafting.drafts,
+        acceptance=drafting.acceptance,
         batch=batch,
-        tokens_a_cycle=sum(acceptance**place for place in range(drafts + 1)),
+        tokens_a_cycle=drafting.tokens_a_cycle,
         draft_seconds=draft_seconds,
-        check_seconds=step.hbm_seconds + (drafts + 1) * step.flop_seconds,
+        check_seconds=step.hbm_seconds + step.pcie_seconds + (drafting.drafts + 1) * step.flop_seconds,
         step_seconds=batch / step.tokens_per_second,
-        summary_bytes=batch * one,
+        draft_bytes=(batch * device, batch * host),
+        target_bytes=(batch * exact.row_bytes[0], batch * exact.row_bytes[1]),
     )

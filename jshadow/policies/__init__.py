@@ -28,6 +28,7 @@ from jshadow.policies.infllm.policy import InfLLM as InfLLM
 from jshadow.policies.kivi import KIVI as KIVI
 from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
+from jshadow.policies.offloaded import Offloaded as Offloaded
 from jshadow.policies.omnikv.policy import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES

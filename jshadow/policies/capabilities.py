@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.records import Fetched, LayerState, Selection, StepKV
+from jshadow.cache.records import Fetched, KeyValues, LayerState, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -247,6 +247,22 @@ class PlansAhead:
     @abc.abstractmethod
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """Return the units to fetch for those layers. This is called after the layer's attention."""
+
+
+class HasAll:
+    """The layer has the exact keys and values of all tokens, so another cache can be made from it."""
+
+    @abc.abstractmethod
+    def all_tokens(self, spec: CacheSpec, state: LayerState) -> KeyValues:
+        """Return keys after RoPE and values [B, h_kv, capacity, d] on the device. Token p is at index p."""
+
+
+class Streams:
+    """The layer itself moves units of the host tier to the device while it attends."""
+
+    @abc.abstractmethod
+    def streamed(self, spec: CacheSpec, state: LayerState) -> tuple[int, Array]:
+        """Return the bytes of a unit of one head, and how many units a step moves, int32 [B, heads]."""
 
 
 class SplitsTurns:

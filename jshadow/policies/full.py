@@ -14,7 +14,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
-from jshadow.policies.capabilities import Sized
+from jshadow.policies.capabilities import HasAll, Sized
 from jshadow.policies.costs import Costs
 from jshadow.policies.parts import attend_parts, on_first, own_count, own_slots, own_units, parts_of
 from jshadow.policies.registry import register
@@ -32,7 +32,7 @@ class FullLive(struct.PyTreeNode):
 
 @register(lossless=lambda tokens, config: {})
 @dataclasses.dataclass(frozen=True)
-class Full(UniformPolicy, Sized, Costs):
+class Full(UniformPolicy, HasAll, Sized, Costs):
     """Keep all keys and values exactly, and attend to all of them."""
 
     name = "full"
@@ -77,6 +77,11 @@ class Full(UniformPolicy, Sized, Costs):
             guess = on_first(spec, jnp.eye(rows, dtype=bool) & ~step.valid[:, None])
             pieces.append(Piece(k, v, guess[:, None]))
         return attend_parts(spec, step.q_post, pieces), state
+
+    def all_tokens(self, spec: CacheSpec, state: LayerState) -> KeyValues:
+        """Return the cache."""
+        cache: KeyValues = state.live.cache
+        return cache
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
         """Return 1: every token has a slot of its own."""

@@ -12,18 +12,19 @@ from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.gpu_specs import gpu_named
 from jshadow.planner.mesh import MeshSizes
-from jshadow.planner.speculation import speculation_plan
-from jshadow.policies import Full, Quest
+from jshadow.planner.speculation import Drafting, speculation_plan
+from jshadow.policies import Full, Offloaded, Quest, ShadowKV, SnapKV
 
 H200 = gpu_named("h200")
 HF = published_config("llama-3.1-8b")
 LLAMA = family_of(HF).config_from_hf(HF)
+LONG = family_of(published_config("llama-3-8b-1m")).config_from_hf(published_config("llama-3-8b-1m"))
 SERVING = Serving(122_880, batch=7)
 
 
 def test_a_cycle_is_its_drafts_and_its_check():
     policy = Quest(budget=512, unit=16, recent=64, dense_layers=0)
-    plan = speculation_plan(LLAMA, H200, SERVING, policy, drafts=8, acceptance=0.93)
+    plan = speculation_plan(LLAMA, H200, SERVING, Drafting(8, 0.93, policy))
     full = capacity_plan(LLAMA, Full(), H200, SERVING).full.step
     sparse = capacity_plan(LLAMA, policy, H200, Serving(122_880, batch=7, fetch="resident")).chosen.step
     assert plan.batch == 7
@@ -35,20 +36,38 @@ def test_a_cycle_is_its_drafts_and_its_check():
     cycle = plan.check_seconds + plan.draft_seconds
     assert plan.tokens_per_second == pytest.approx(7 * plan.tokens_a_cycle / cycle)
     # two rows of 128 numbers in 16 bits for each unit, 8 heads and 32 layers, beside 32 rows of keys and values
-    assert (
-        speculation_plan(LLAMA, H200, Serving(122_880), policy, drafts=8, acceptance=0.9).batch == 7
-    )  # 8 without them
+    assert speculation_plan(LLAMA, H200, Serving(122_880), Drafting(8, 0.9, policy)).batch == 7  # 8 without them
     units = -(-(122_880 + 64) // 16)
-    assert 0.9 < plan.summary_bytes / (7 * units * 2 * 128 * 2 * 8 * 32) < 1.1
+    assert 0.9 < plan.draft_bytes[0] / (7 * units * 2 * 128 * 2 * 8 * 32) < 1.1
     assert plan.ratio > 1
 
 
 def test_drafts_that_take_no_time():
-    plan = speculation_plan(LLAMA, H200, SERVING, None, drafts=4, acceptance=0.0)
+    plan = speculation_plan(LLAMA, H200, SERVING, Drafting(4, 0.0))
     assert plan.tokens_a_cycle == 1
-    assert plan.draft_seconds == plan.summary_bytes == 0
+    assert plan.draft_seconds == sum(plan.draft_bytes) == 0
     assert plan.ratio < 1
-    assert speculation_plan(LLAMA, H200, SERVING, None, drafts=4, acceptance=1.0).tokens_a_cycle == 5
+    assert speculation_plan(LLAMA, H200, SERVING, Drafting(4, 1.0)).tokens_a_cycle == 5
+
+
+def test_keys_and_values_in_host_memory():
+    """A million tokens: each pass over the link checks many tokens, and drafts take little beside it."""
+    serving, drafting = Serving(1_000_000), Drafting(32, 0.93, ShadowKV(budget=2048), own_cache=True)
+    plan = speculation_plan(LONG, H200, serving, drafting, Offloaded())
+    step = capacity_plan(LONG, Offloaded(), H200, Serving(1_000_000, batch=plan.batch)).chosen.step
+    rows = plan.batch * 1_000_000 * 2 * 8 * 128 * 2 * 32
+    assert 1 <= step.pcie_bytes / rows < 1.01
+    assert step.gather_seconds == 0  # whole blocks are copied
+    assert plan.target_bytes[1] == pytest.approx(rows, rel=0.01)
+    assert plan.fetch == "device_put"
+    assert plan.draft_seconds < plan.check_seconds / 4
+    assert plan.step_seconds == pytest.approx(plan.batch / step.tokens_per_second)
+    assert plan.ratio == pytest.approx(
+        plan.tokens_a_cycle * plan.step_seconds / (plan.check_seconds + plan.draft_seconds)
+    )
+    least = capacity_plan(LONG, Offloaded(), H200, Serving(1_000_000, batch=1)).chosen.host_bytes
+    small = Serving(1_000_000, host_limit=int(1.6 * least))
+    assert speculation_plan(LONG, H200, small, drafting, Offloaded()).batch == 1
 
 
 def test_the_command(capsys):
@@ -60,21 +79,27 @@ def test_the_command(capsys):
     assert plan["ratio"] > 2
     assert main([*words, "--drafter", "prompt_lookup"]) == 0
     assert "tokens a cycle" in capsys.readouterr().out
+    words = ["plan", "llama-3-8b-1m", "--context", "1000000", "--gpu", "h200", "--policy", "offloaded"]
+    assert main([*words, "--speculate", "32", "--acceptance", "0.93"]) == 0
+    out = capsys.readouterr().out
+    assert "drafts of compressed" in out
+    assert "in host memory" in out
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"drafts": 0}, "drafts must be an integer of at least 1, got 0"),
-        ({"acceptance": 1.5}, r"acceptance must lie in \[0, 1\], got 1.5"),
+        ({"drafting": Drafting(0, 0.9)}, "drafts must be an integer of at least 1, got 0"),
+        ({"drafting": Drafting(8, 1.5)}, r"acceptance must lie in \[0, 1\], got 1.5"),
+        ({"target": SnapKV()}, "policy must be full or offloaded to plan a speculation, got snapkv"),
         ({"serving": Serving(122_880, batch=70)}, "batch must be at least 1 and at most 8 on"),
         ({"serving": Serving(4096, mesh=MeshSizes(tp=2))}, "a speculation is planned for one GPU, got 2"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, error):
-    usual = {"serving": SERVING, "drafts": 8, "acceptance": 0.9}
+    usual = {"serving": SERVING, "drafting": Drafting(8, 0.9)}
     with pytest.raises(ConfigError, match=error):
-        speculation_plan(LLAMA, H200, policy=None, **usual | options)
+        speculation_plan(LLAMA, H200, **usual | options)
 
 
 def test_options_that_belong_together(capsys):

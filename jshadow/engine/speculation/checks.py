@@ -9,11 +9,12 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.rewind import earliest, reached_tokens
+from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.bytes import abstract_of, abstract_state
 from jshadow.policies import POLICIES, Policy
 
 TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
@@ -50,6 +51,26 @@ def check_drafter(drafter: Any, config: ModelConfig, state: KVState, prompts: Se
                 f"speculate.tokens must be at most {most}, because {state.policy} "
                 f"cannot give back more when row {row} holds {int(fed[row])} tokens, got {drafter.tokens}"
             )
+
+
+def check_gives_back(drafter: Drafter, specs: tuple[CacheSpec, ...], policy: Policy, state: KVState) -> None:
+    """Raise ConfigError unless the own cache of a drafter can give back all tokens of a proposal at any time.
+
+    Args:
+        drafter: the drafter.
+        specs, policy: its own cache.
+        state: the state of the target, which may be abstract.
+    """
+    own = abstract_of(specs, policy)
+    if not can_rewind(own):
+        raise ConfigError(f"{drafter.name}.policy must be able to give tokens back, got {policy}")
+    reached = jnp.full(state.batch, state.capacity, jnp.int32)
+    kept = max(state.capacity - 1 - drafter.tokens, 1)
+    if (least := int(limits(own, reached).max())) > kept:
+        raise ConfigError(
+            f"{drafter.name}.tokens must be at most {state.capacity - 1 - least}, because {policy} cannot give back "
+            f"more, got {drafter.tokens}"
+        )
 
 
 def limits(state: KVState, reached: Array) -> Array:

@@ -11,10 +11,12 @@ from jshadow.cache.rewind import rewound
 from jshadow.cache.state import KVState
 from jshadow.engine.prefill.whole import prefill
 from jshadow.engine.sampling import sample_numbered
+from jshadow.engine.speculation.checks import check_gives_back
 from jshadow.engine.speculation.drafter import Drafter, Memory, Proposal, Target, Text
 from jshadow.engine.step import step_state
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import cache_specs
 from jshadow.policies import Full, Policy
 from jshadow.weights.params import Params
 
@@ -105,6 +107,9 @@ class DraftModel(ModelSteps):
             )
         if state.specs[0].shards is not None:
             raise ConfigError("speculate needs a model on one device for a draft model, got one on a mesh")
+        policy, first = self.policy.resolve(self.params.config, state.capacity), state.specs[0]
+        sizes = (state.batch, state.capacity, 1, str(self.params.dtype), first.fetch)
+        check_gives_back(self, cache_specs(self.params.config, policy, *sizes), policy, state)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ConfigError if both models have tokenizers, and their tokens differ."""

@@ -5,6 +5,7 @@ B is the number of rows, S the tokens of the longest text, and w the number of t
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -64,6 +65,15 @@ class Text(NamedTuple):
     tokens: np.ndarray
     lengths: np.ndarray
     config: ModelConfig
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], config: ModelConfig) -> "Text":
+        """Return the texts of rows of token ids, which may be empty."""
+        lengths = np.array(list(map(len, rows)))
+        tokens = np.zeros((len(rows), max(int(lengths.max()), 1)), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        return cls(tokens, lengths, config)
 
 
 class Memory(NamedTuple):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from jshadow.engine.speculation.compressed_draft import CompressedDraft
 from jshadow.engine.speculation.draft_model import DraftModel
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.speculation.prompt_lookup import PromptLookup
@@ -14,14 +15,14 @@ from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.settings import with_settings
 from jshadow.weights.params import load
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft)}
+DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft, CompressedDraft)}
 
 
 def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
     """Parse NAME or NAME:key=value:..., the value of `--speculate`.
 
-    A directory with a checkpoint is a draft model. "self" may be followed by the name of a policy. All its settings but
-    `tokens` are those of the policy.
+    A directory with a checkpoint is a draft model. "self" and "compressed" may be followed by the name of a policy. All
+    their settings but `tokens` are those of the policy.
 
     Args:
         text: the value.
@@ -34,8 +35,9 @@ def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
     if Path(text).is_dir():
         return DraftModel(load(text, dtype))
     name, *settings = text.split(":")
-    if name == SelfDraft.name:
-        return parse_self_draft(settings)
+    for drafter in (SelfDraft, CompressedDraft):
+        if name == drafter.name:
+            return parse_with_policy(drafter, settings)
     if name not in DRAFTERS:
         raise ConfigError(f"speculate must be one of {sorted(DRAFTERS)} or the directory of a model, got {text!r}")
     fields, values = {field.name for field in dataclasses.fields(DRAFTERS[name])}, {}
@@ -47,9 +49,9 @@ def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
     return DRAFTERS[name](**values)
 
 
-def parse_self_draft(settings: Sequence[str]) -> SelfDraft:
-    """Parse the settings of "self": the name of a policy, and key=value settings."""
-    usual, named = SelfDraft().policy, bool(settings) and "=" not in settings[0]
+def parse_with_policy(drafter: type[SelfDraft] | type[CompressedDraft], settings: Sequence[str]) -> Drafter:
+    """Parse the settings of a drafter that has a policy: the name of the policy, and key=value settings."""
+    usual, named = drafter().policy, bool(settings) and "=" not in settings[0]
     own = [setting for setting in settings[named:] if setting.partition("=")[0] == "tokens"]
     others = [setting for setting in settings[named:] if setting not in own]
     policy: Policy
@@ -57,7 +59,7 @@ def parse_self_draft(settings: Sequence[str]) -> SelfDraft:
         policy = parse_policy(settings[0], others)
     else:
         policy = with_settings(usual, parse_settings(usual.name, others).get("", {}))
-    if not isinstance(policy, RetrievalPolicy):
+    if drafter is SelfDraft and not isinstance(policy, RetrievalPolicy):
         raise ConfigError(f"speculate must be self:POLICY with a policy such as quest, got {policy.name}")
-    tokens = int(own[-1].partition("=")[2]) if own and own[-1].partition("=")[2].isdecimal() else SelfDraft.tokens
-    return SelfDraft(policy, tokens=tokens)
+    tokens = int(own[-1].partition("=")[2]) if own and own[-1].partition("=")[2].isdecimal() else drafter.tokens
+    return drafter(policy=policy, tokens=tokens)  # type: ignore[arg-type]

@@ -62,12 +62,8 @@ class SpeculativeRun:
 
     def __init__(self, params: Params, drafter: Drafter, drawing: Drawing, prompt: list[list[int]]) -> None:
         """Take the texts of the rows, prompts included."""
-        lengths = np.array(list(map(len, prompt)))
-        tokens = np.zeros((len(prompt), int(lengths.max())), np.int32)
-        for row, ids in enumerate(prompt):
-            tokens[row, : len(ids)] = ids
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
-        self.text = Text(tokens, lengths, params.config)
+        self.text = Text.of(prompt, params.config)
         self.memory = Memory(None, None)
         self.pace, self.tally = Pace(drafter.tokens, drafter.cost), Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)

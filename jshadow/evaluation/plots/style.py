@@ -18,6 +18,7 @@ PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # 
 # one hue, and its members have different markers.
 METHODS = {
     "full": ("0.55", "o"),
+    "offloaded": ("0.55", "s"),
     "streaming_llm": ("#000000", "x"),
     "h2o": ("#CC79A7", "s"),
     "less": ("#AA4499", "h"),

@@ -94,8 +94,8 @@ def bench_speculation(
     Returns:
         One row for each text and system: task, system, tokens_per_second (its median), ratio, least and most (to plain
         decoding: the median, the smallest and the largest ratio of two runs that followed each other), tokens_a_cycle,
-        accepted (the share of the proposed tokens), new_tokens, and same (whether the tokens are those of plain
-        decoding).
+        accepted (the share of the proposed tokens), acceptance (the result of `acceptance`), new_tokens, and same
+        (whether the tokens are those of plain decoding).
 
     Raises:
         ConfigError: `repeats` is below 1, or as in `generate`.
@@ -145,9 +145,22 @@ def row_of(task: str, name: str, results: Sequence[Any], plain: Sequence[Any]) -
         "most": max(ratios),
         "tokens_a_cycle": (report.cycles + accepted) / cycles if report.cycles else None,
         "accepted": accepted / report.proposed_tokens if report.proposed_tokens else None,
+        "acceptance": acceptance(report) if report.proposed_tokens else None,
         "new_tokens": len(results[0].tokens),
         "same": results[0].tokens == plain[0].tokens,
     }
+
+
+def acceptance(report: Any) -> float:
+    """Return the probability that a proposed token is accepted if those before it were.
+
+    It is taken to be the same for all tokens. With it, cycles of as many proposed tokens as those of the report have on
+    average give as many tokens as they gave.
+    """
+    drafts, given = report.proposed_tokens / report.cycles, 1 + report.accepted_tokens / report.cycles
+    shares = np.linspace(0, 1, 10_001)[:-1]
+    tokens = (1 - shares ** (drafts + 1)) / (1 - shares)
+    return float(shares[np.argmin(np.abs(tokens - given))])
 
 
 def bench_transformers(model: str, texts: Sequence[Text], new: int, repeats: int = 3) -> list[dict[str, Any]]:
@@ -194,6 +207,7 @@ def bench_transformers(model: str, texts: Sequence[Text], new: int, repeats: int
                     "most": max(ratios),
                     "tokens_a_cycle": None,
                     "accepted": None,
+                    "acceptance": None,
                     "new_tokens": len(tokens[name]),
                     "same": tokens[name] == tokens["transformers"],
                 }

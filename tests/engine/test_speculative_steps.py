@@ -1,0 +1,76 @@
+"""`decode_steps(speculate=)`: cycles in one compiled loop draw the tokens of plain steps."""
+
+import numpy as np
+import pytest
+from cases import CAPACITY, model, random_tokens, setting
+
+from jshadow import CompressedDraft, DraftModel, Full, Offloaded, PromptLookup, Quest, Sampler, SelfDraft
+from jshadow.engine import decode
+from jshadow.errors import ConfigError
+
+TEXTS = [np.tile(random_tokens(1, 7, seed=2)[0], 5).tolist(), random_tokens(1, 19, seed=1)[0].tolist(), [9]]
+LOOKUP = PromptLookup(tokens=4, ngram=1)
+N = 18
+
+
+def state_of(policy):
+    tokens = np.zeros((3, 35), np.int32)
+    for row, text in enumerate(TEXTS):
+        tokens[row, : len(text)] = text
+    lengths = np.array(list(map(len, TEXTS)))
+    logits, state = decode.prefill(model(), tokens, lengths, policy, capacity=CAPACITY)
+    return np.asarray(logits.argmax(-1), np.int32), state
+
+
+def both(policy, drafter, **options):
+    """Tokens and states of plain steps, and of cycles."""
+    first, state = state_of(policy)
+    plain = decode.decode_steps(model(), first, state.fork(), N, **options)
+    fast = decode.decode_steps(model(), first, state, N, **options, speculate=drafter, before=TEXTS)
+    return plain, fast
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("full", LOOKUP),
+        ("shadowkv", LOOKUP),
+        ("full", SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=1))),
+        pytest.param(Offloaded(block=8), CompressedDraft(tokens=3, policy=Full()), marks=pytest.mark.whole),
+        pytest.param("full", DraftModel(model(), tokens=3), marks=pytest.mark.whole),
+        pytest.param("loki", LOOKUP, marks=pytest.mark.whole),
+    ],
+    ids=["full-lookup", "shadowkv-lookup", "full-self", "offloaded-compressed", "full-model", "loki-lookup"],
+)
+def test_the_tokens_are_those_of_plain_steps(name, drafter):
+    policy = setting(name, "restricted") if isinstance(name, str) else name
+    (tokens, state), (again, after) = both(policy, drafter)
+    np.testing.assert_array_equal(again, tokens)
+    assert after.lengths.tolist() == state.lengths.tolist()
+    assert after.last.tolist() == state.last.tolist()
+    more = random_tokens(3, 1, seed=3)[:, 0]
+    logits = [decode.decode_step(model(), more, one)[0] for one in (state, after)]
+    np.testing.assert_allclose(*logits, atol=2e-4)
+
+
+def test_draws_and_stop_tokens():
+    (tokens, _), _ = both(Full(), LOOKUP, sampler=Sampler(0.9), seed=5)
+    stop = [int(tokens[0, 6]), int(tokens[1, 2])]
+    (tokens, state), (again, after) = both(Full(), LOOKUP, sampler=Sampler(0.9), seed=5, stop=stop)
+    np.testing.assert_array_equal(again, tokens)
+    assert (np.asarray(tokens) == -1).any()
+    assert after.lengths.tolist() == state.lengths.tolist()
+
+
+def test_a_drafter_that_searches_may_not_know_the_text():
+    first, state = state_of(Full())
+    plain, _ = decode.decode_steps(model(), first, state.fork(), N)
+    fast, _ = decode.decode_steps(model(), first, state, N, speculate=LOOKUP)
+    np.testing.assert_array_equal(fast, plain)
+
+
+def test_what_cannot_go_back_is_refused():
+    first, state = state_of(setting("h2o", "restricted"))
+    with pytest.raises(ConfigError, match="policy must be able to give tokens back to speculate"):
+        decode.decode_steps(model(), first, state, 4, speculate=LOOKUP)
+    assert state.lengths.tolist() == list(map(len, TEXTS))
