@@ -8,6 +8,7 @@ whole layer at once (`OffloadedCache`). Here two blocks are on the device at onc
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -23,7 +24,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import to_chunks, write_rows
 from jshadow.ops.prefix_attention import Stream, attend_stream
 from jshadow.policies.base import HookInputs, UniformPolicy
-from jshadow.policies.capabilities import HasAll, Streams
+from jshadow.policies.capabilities import HasAll, Sized, Streams
 from jshadow.policies.checks import check_range
 from jshadow.policies.costs import Costs
 from jshadow.policies.eviction import LaterTokens
@@ -42,7 +43,7 @@ class PromptLengths(struct.PyTreeNode):
 
 @register(small={"block": 8}, lossless=lambda tokens, config: {"block": 8})
 @dataclasses.dataclass(frozen=True)
-class Offloaded(UniformPolicy, HasAll, Streams, Costs):
+class Offloaded(UniformPolicy, HasAll, Streams, Sized, Costs):
     """Keep the keys and values of the prompt in host memory, and attend to all of them.
 
     Attributes:
@@ -169,3 +170,7 @@ class Offloaded(UniformPolicy, HasAll, Streams, Costs):
         """Count two blocks, a copy of one, and their scores."""
         block = spec.batch * spec.kv_heads * unit_bytes(spec, self.host_layout(spec))
         return 3 * block + 3 * 4 * spec.batch * spec.q_heads * max(self.block, spec.window)
+
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Return only the usual settings, since all tokens of the prompt are in host memory."""
+        return [[type(self)()]]

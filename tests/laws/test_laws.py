@@ -73,7 +73,7 @@ def test_lossless_is_full_in_bfloat16(name):
     answers.lossless_is_full_in_bfloat16(case_of(name, modes_of(name)[0], "lossless"))
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name != "full"])
+@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name not in ("full", "offloaded")])
 def test_restricted_is_not_full(name):
     answers.small_is_not_full(case_of(name))
 
