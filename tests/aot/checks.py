@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from aot import programs
 from aot.compiler import Program, compile_for
 from aot.compression import Work, compressions
+from aot.cycles import cycle_tasks, target_faults
 from aot.machine_code import tools_folder
 from aot.pools import pool_tasks
 from aot.prefill_kernel import KernelTable, kernel_table
@@ -89,6 +90,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield from read_faults(task.read, program)
     if task.prompt is not None:
         yield from copies_of(task.prompt, program)
+    if task.target is not None:
+        yield from target_faults(task.target, program)
     if task.state is not None:
         device, host = programs.planned(task)
         counters = sum(programs.size(part) for part in (task.state.lengths, task.state.last, task.state.counters))
@@ -119,7 +122,7 @@ def tasks_of(gpu: str) -> tuple[Task, ...]:
         assert most == 4, f"full attention fits {most} x 122,880 on an A100-80GB, the paper says 4"
     small = ShadowKV.packed(small=True)
     large = programs.step_task(PACKED, gpu, programs.LLAMA, small, PACKED_BATCH, 122_880, "device_put")
-    return (*programs.tasks(gpu, most), *pool_tasks(gpu), *shared_tasks(gpu), large)
+    return (*programs.tasks(gpu, most), *pool_tasks(gpu), *shared_tasks(gpu), *cycle_tasks(gpu), large)
 
 
 def full_batch(gpu: str) -> int:

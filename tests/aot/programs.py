@@ -67,6 +67,7 @@ class Task(NamedTuple):
         read: the limits of a layer of a prefill, or None for another program.
         reused: bytes of the arguments whose memory the results take, in both memories, or None if this is not checked.
         prompt: the prompt half that all rows of a step share, or None if each row has its own.
+        target: the abstract state whose tokens a cycle of speculation checks, or None for another program.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Task(NamedTuple):
     read: ReadLayer | None = None
     reused: int | None = None
     prompt: Reads | None = None
+    target: KVState | None = None
 
 
 def size(tree: Any) -> int:

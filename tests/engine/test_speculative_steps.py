@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 from cases import CAPACITY, model, random_tokens, setting
 
-from jshadow import CompressedDraft, DraftModel, Full, Offloaded, PromptLookup, Quest, Sampler, SelfDraft
+from jshadow import (
+    CompressedDraft,
+    DraftModel,
+    Full,
+    Offloaded,
+    PromptLookup,
+    Quest,
+    Sampler,
+    SelfDraft,
+    load_state,
+    save_state,
+)
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 
@@ -74,3 +85,41 @@ def test_what_cannot_go_back_is_refused():
     with pytest.raises(ConfigError, match="policy must be able to give tokens back to speculate"):
         decode.decode_steps(model(), first, state, 4, speculate=LOOKUP)
     assert state.lengths.tolist() == list(map(len, TEXTS))
+
+
+# A state between two cycles holds tokens that were proposed and given back. Nothing reads them.
+
+REWINDING = ("full", "snapkv", "quest", "loki", "omnikv", "offloaded")
+REWINDING += ("shadowkv", "shadowkv_plus", "shadowkv_transform")
+
+
+def forked(state, tmp_path):
+    return state.fork()
+
+
+def taken(state, tmp_path):
+    return state.take([2, 0, 1])
+
+
+def inserted(state, tmp_path):
+    return state.insert(1, state.take([0]))
+
+
+def saved(state, tmp_path):
+    save_state(tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors", state, model())
+    newest = max(tmp_path.iterdir(), key=lambda path: int(path.stem))
+    return load_state(newest, model())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "shadowkv" else pytest.mark.whole) for name in REWINDING]
+)
+def test_states_between_cycles_are_those_of_plain_decoding(name, tmp_path):
+    (_, plain), (_, fast) = both(setting(name, "restricted"), LOOKUP)
+    tokens = random_tokens(3, 6, seed=11)
+    for change in (forked, taken, inserted, saved):
+        logits = []
+        for state in (plain, fast):
+            out, _ = decode.extend(model(), tokens, [6, 2, 5], change(state, tmp_path), logits="all")
+            logits.append(np.concatenate([np.asarray(out[row, :count]) for row, count in enumerate((6, 2, 5))]))
+        np.testing.assert_allclose(*logits, atol=2e-4, err_msg=change.__name__)
