@@ -12,7 +12,7 @@ from cases import CAPACITY, TINY, model, setting
 from scipy import stats
 
 import jshadow
-from jshadow import Full, PromptLookup, Quest, Sampler, SelfDraft
+from jshadow import CompressedDraft, DraftModel, Full, PromptLookup, Quest, Sampler, SelfDraft, ShadowKV
 from jshadow.engine import decode
 from jshadow.engine.speculation import cycle
 from jshadow.weights.params import init_params
@@ -21,8 +21,14 @@ ROWS = 40  # of a batch
 NEAR = 1e-4  # two logits that differ by less may be ordered either way
 LOOKUP = PromptLookup(tokens=4, ngram=1)
 SELF = SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=0))
+COMPRESSED = CompressedDraft(
+    tokens=4, policy=ShadowKV(rank=8, budget=8, chunk_size=4, outlier_chunks=1, local_chunks=1)
+)
+OTHER = DraftModel(init_params(dataclasses.replace(TINY, num_layers=1), seed=9), tokens=3)
 CASES = [("full", LOOKUP), ("full", SELF), ("snapkv", LOOKUP), ("quest", LOOKUP), ("loki", LOOKUP)]
 CASES += [("shadowkv", LOOKUP), ("shadowkv_transform", LOOKUP), ("shadowkv_plus", LOOKUP), ("omnikv", LOOKUP)]
+CASES += [("offloaded", COMPRESSED), ("full", COMPRESSED), ("full", OTHER), ("shadowkv", OTHER)]
+ROUNDS = (0.0, 0.0, 0.0, 0.7)  # the temperature of each: 2,080 rows in all
 
 
 def prompts(rng):
@@ -45,8 +51,8 @@ def margin(ids, policy, drawn, other):
 def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
     """Greedy and drawn, with stop tokens, and with a second turn on the state. Rows are independent cases."""
     rng, policy, ties, cases = np.random.default_rng(len(name)), setting(name, "restricted"), 0, 0
-    for round_ in range(3):
-        temperature, texts = (0.0, 0.0, 0.7)[round_], prompts(rng)
+    for round_, temperature in enumerate(ROUNDS):
+        texts = prompts(rng)
         asked = {"max_new_tokens": 20, "sampler": Sampler(temperature), "seed": round_, "capacity": CAPACITY}
         asked["stop"] = [int(token) for token in rng.integers(0, TINY.vocab_size, 3)] if round_ else None
         plain = jshadow.generate(model(), texts, policy, **asked)
@@ -62,13 +68,14 @@ def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
             assert margin(ids, policy, one.tokens[at], other.tokens[at]) < NEAR
             ties += 1
         if round_ == 0:
-            turns = [
-                jshadow.generate(model(), [3, 4, 5], state=one.state, max_new_tokens=5).tokens for one in plain[:4]
-            ]
-            again = [
-                jshadow.generate(model(), [3, 4, 5], state=one.state, max_new_tokens=5, speculate=drafter).tokens
-                for one in fast[:4]
-            ]
+            second = None if isinstance(drafter, DraftModel) else drafter  # it would have to read the text again
+            turns, again = (
+                [
+                    jshadow.generate(model(), [3, 4, 5], state=one.state, max_new_tokens=5, speculate=which).tokens
+                    for one in ones[:4]
+                ]
+                for ones, which in ((plain, None), (fast, second))
+            )
             assert again == turns or ties
     assert ties <= cases // 20
     record_property("random_cases", cases)
