@@ -45,7 +45,7 @@ def both(policy, drafter, **options):
     ("name", "drafter"),
     [
         ("full", LOOKUP),
-        ("shadowkv", LOOKUP),
+        pytest.param("shadowkv", LOOKUP, marks=pytest.mark.whole),
         ("full", SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=1))),
         pytest.param(Offloaded(block=8), CompressedDraft(tokens=3, policy=Full()), marks=pytest.mark.whole),
         pytest.param("full", DraftModel(model(), tokens=3), marks=pytest.mark.whole),
@@ -64,6 +64,7 @@ def test_the_tokens_are_those_of_plain_steps(name, drafter):
     np.testing.assert_allclose(*logits, atol=2e-4)
 
 
+@pytest.mark.whole
 def test_draws_and_stop_tokens():
     (tokens, _), _ = both(Full(), LOOKUP, sampler=Sampler(0.9), seed=5)
     stop = [int(tokens[0, 6]), int(tokens[1, 2])]

@@ -43,31 +43,28 @@ def texts_of(tokenizer: Any, tokens: int, seed: int = 0) -> list[Text]:
     rng = random.Random(seed)
     stream = documentation(tokenizer, random.Random(seed))
     chosen = [passage for passage in paragraphs() if 80 <= len(passage.split()) <= 160]
-    passages = rng.sample(chosen, 3)
+    first, *others = rng.sample(chosen, 3)
     names = rng.sample(sorted({word for passage in chosen for word in passage.split() if word.isalpha()}), 24)
     facts = "\n".join(f"The color of item {name} is {rng.choice(('red', 'blue', 'green'))}." for name in names)
 
     def start(passage: str) -> str:
         return " ".join(passage.split()[:SHOWN])
 
-    def rewritten(passage: str) -> str:
-        return f"Original: {passage}\n\nWith every THE in capital letters: {passage.replace(' the ', ' THE ')}\n\n"
+    def rewriting(passage: str, rewritten: str) -> str:
+        return f"Original: {passage}\n\nWith every THE in capital letters: {rewritten.replace(' the ', ' THE ')}"
 
+    examples = "".join(f"{rewriting(passage, passage)}\n\n" for passage in others)
     parts = {
-        "copy": (passages[0], f"The passage once more, word for word:\n\n{start(passages[0])}"),
+        "copy": (first, f"The passage once more, word for word:\n\n{start(first)}"),
         "extract": (facts, "All facts about colors, in their order:\n\n" + "\n".join(facts.split("\n")[:2]) + "\n"),
-        "rewrite": (
-            rewritten(passages[1]) + rewritten(passages[2]),
-            rewritten(passages[0]).split("With every")[0]
-            + f"With every THE in capital letters: {start(passages[0]).replace(' the ', ' THE ')}",
-        ),
+        "rewrite": (examples, rewriting(first, start(first))),
         "free": ("", ""),
     }
     found = []
-    for task, (first, last) in parts.items():
-        head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in (f"{first}\n\n", f"\n\n{last}"))
-        filler = [next(stream) for _ in range(max(0, tokens - len(head) - (len(tail) if last else 0)))]
-        found.append(Text(task, [*(head if first else []), *filler, *(tail if last else [])]))
+    for task, (begin, end) in parts.items():
+        head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in (f"{begin}\n\n", f"\n\n{end}"))
+        filler = [next(stream) for _ in range(max(0, tokens - len(head) - (len(tail) if end else 0)))]
+        found.append(Text(task, [*(head if begin else []), *filler, *(tail if end else [])]))
     return found
 
 
@@ -134,8 +131,18 @@ def bench_speculation(
 def row_of(task: str, name: str, results: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
     """Return the row of a system, from its generations and those of plain decoding."""
     rates, others = ([one.report.decode_tokens_per_second for one in runs] for runs in (results, plain))
-    ratios, report = [rate / other for rate, other in zip(rates, others, strict=True)], results[0].report
-    cycles, accepted = report.cycles or report.generated_tokens, report.accepted_tokens or 0
+    report, row = results[0].report, rates_of(task, name, rates, others)
+    row |= {"new_tokens": len(results[0].tokens), "same": results[0].tokens == plain[0].tokens}
+    if report.cycles:
+        row["tokens_a_cycle"] = 1 + report.accepted_tokens / report.cycles
+    if report.proposed_tokens:
+        row |= {"accepted": report.accepted_tokens / report.proposed_tokens, "acceptance": acceptance(report)}
+    return row
+
+
+def rates_of(task: str, name: str, rates: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
+    """Return a row with the speed of a system, from its rates in tokens per second and those of plain decoding."""
+    ratios = [rate / other for rate, other in zip(rates, plain, strict=True)]
     return {
         "task": task,
         "system": name,
@@ -143,11 +150,9 @@ def row_of(task: str, name: str, results: Sequence[Any], plain: Sequence[Any]) -
         "ratio": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),
-        "tokens_a_cycle": (report.cycles + accepted) / cycles if report.cycles else None,
-        "accepted": accepted / report.proposed_tokens if report.proposed_tokens else None,
-        "acceptance": acceptance(report) if report.proposed_tokens else None,
-        "new_tokens": len(results[0].tokens),
-        "same": results[0].tokens == plain[0].tokens,
+        "tokens_a_cycle": None,
+        "accepted": None,
+        "acceptance": None,
     }
 
 
@@ -194,22 +199,7 @@ def bench_transformers(model: str, texts: Sequence[Text], new: int, repeats: int
             for name, options in zip(rates, ({}, {"prompt_lookup_num_tokens": LOOKUP}), strict=True):
                 seconds, tokens[name] = run(new, **options)
                 rates[name].append((len(tokens[name]) - 1) / max(seconds - reading, 1e-9))
-        plain = rates["transformers"]
         for name, found in rates.items():
-            ratios = [rate / other for rate, other in zip(found, plain, strict=True)]
-            rows.append(
-                {
-                    "task": text.task,
-                    "system": name,
-                    "tokens_per_second": statistics.median(found),
-                    "ratio": statistics.median(ratios),
-                    "least": min(ratios),
-                    "most": max(ratios),
-                    "tokens_a_cycle": None,
-                    "accepted": None,
-                    "acceptance": None,
-                    "new_tokens": len(tokens[name]),
-                    "same": tokens[name] == tokens["transformers"],
-                }
-            )
+            told = {"new_tokens": len(tokens[name]), "same": tokens[name] == tokens["transformers"]}
+            rows.append(rates_of(text.task, name, found, rates["transformers"]) | told)
     return rows
