@@ -1,9 +1,10 @@
 """`jshadow plan --speculate N --acceptance A`: the predicted speed of exact attention with speculation."""
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.console import console, print_table
 from jshadow.errors import ConfigError
@@ -45,12 +46,21 @@ def print_speculation(
     """
     from rich.table import Table
 
-    from jshadow.engine.speculation import CompressedDraft, SelfDraft, parse_drafter
+    from jshadow.engine.speculation import CompressedDraft, PromptLookup, SelfDraft, parse_drafter
+    from jshadow.planner.bytes import abstract_state
     from jshadow.planner.speculation import Drafting, speculation_plan
     from jshadow.policies import Full, Offloaded
+    from jshadow.policies.base import innermost
 
+    if policy != innermost(policy) and isinstance(innermost(policy), Offloaded):
+        raise ConfigError(f"--policy must be offloaded without a wrapper to plan a speculation, got {policy}")
     target = policy if isinstance(policy, Offloaded) else Full()
     drafter = parse_drafter(args.drafter or (SelfDraft.name if isinstance(target, Full) else CompressedDraft.name))
+    if not isinstance(drafter, SelfDraft | CompressedDraft | PromptLookup):
+        raise ConfigError(f"--drafter must be self, compressed or prompt_lookup, got {args.drafter!r}")
+    drafter = dataclasses.replace(drafter, tokens=args.speculate)
+    shape: dict[str, Any] = {"batch": 1, "capacity": serving.capacity, "prompt": serving.context}
+    drafter.check_target(config, abstract_state(config, target, **shape, dtype=serving.dtype, fetch="resident"))
     own = drafter.policy if isinstance(drafter, SelfDraft | CompressedDraft) else None
     drafting = Drafting(args.speculate, args.acceptance, own, isinstance(drafter, CompressedDraft))
     plans = [speculation_plan(config, gpu, serving, drafting, target) for gpu in gpus]

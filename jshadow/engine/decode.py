@@ -281,9 +281,12 @@ def decode_steps(
     ids = check_ids(params.config, token, (state.batch,), "token")
     room = check_room(state, np.full(state.batch, n, np.int64))
     key = seed_key(seed)
-    if (drafter := options.get("speculate")) is not None:
+    drafter, before = options.pop("speculate", None), options.pop("before", None)
+    if options:
+        raise TypeError(f"decode_steps() got unexpected keyword arguments {sorted(options)}")
+    if drafter is not None:
         drawing = Drawing(plan.sampler, key, plan.stop)
-        tokens, writes = speculative_steps(params, drafter, drawing, state, ids, n, options.get("before"))
+        tokens, writes = speculative_steps(params, drafter, drawing, state, ids, n, before)
         return tokens, note_room(state.join(writes), room)
     with consuming(state):
         reads, writes = state.split()

@@ -117,9 +117,7 @@ class GenerationLoop:
     def _check_drafter(self, state: KVState) -> None:
         """Raise ConfigError unless `speculate` is a drafter that suits a state, which may be abstract."""
         lengths, options = list(map(len, self.prompts)), self.options
-        check_drafter(options.speculate, self.params.config, state, lengths, options.max_new_tokens)
-        assert options.speculate is not None
-        options.speculate.check_tokenizer(self.params.tokenizer)
+        check_drafter(options.speculate, self.params, state, lengths, options.max_new_tokens)
 
     def _start(self) -> Array:
         """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""

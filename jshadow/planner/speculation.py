@@ -151,7 +151,8 @@ def speculation_plan(
         raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")
     step, draft_seconds = planner.step(exact.policy, batch), 0.0
     if sparse is not None:
-        draft_seconds = drafting.drafts * batch / planner.step(sparse.policy, batch).tokens_per_second
+        steps = drafting.drafts + drafting.own_cache  # the last step only stores the last draft
+        draft_seconds = steps * batch / planner.step(sparse.policy, batch).tokens_per_second
     return SpeculationPlan(
         gpu=gpu.name,
         target=target,

@@ -81,6 +81,21 @@ def test_its_names():
     assert parse_drafter("compressed") == CompressedDraft()
     drafter = parse_drafter("compressed:shadowkv:tokens=16:budget=512")
     assert drafter == CompressedDraft(tokens=16, policy=ShadowKV(budget=512))
+    wrapped = parse_drafter("compressed:dense_first.layers=1").policy
+    assert wrapped == jshadow.DenseFirst(inner=ShadowKV(), layers=1)
+    for wrong in ("compressed:shadowkv:tokens=abc", "compressed:tokens=-3", "self:quest:tokens="):
+        with pytest.raises(ConfigError, match="tokens=NUMBER, got"):
+            parse_drafter(wrong)
+    with pytest.raises(ConfigError, match="policy must be"):
+        CompressedDraft(policy="shadowkv")
+
+
+def test_a_drafter_s_window_follows_the_room_of_the_state():
+    tokens, lengths = padded()
+    _, state = decode.prefill(model(), tokens, lengths, Full(), capacity=CAPACITY)
+    _, small = decode.prefill(model(), tokens, lengths, Offloaded(block=16), capacity=CAPACITY, room=8)
+    windows = [SPARSE.begin(Text(tokens, lengths, TINY), one).fixed[1].specs[1].window for one in (state, small)]
+    assert windows[1] < windows[0]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,7 @@ def test_its_names():
         (SPARSE, jshadow.SnapKV(), "policy must keep all keys and values for speculate='compressed'.*got snapkv"),
         (CompressedDraft(policy=jshadow.SnapKV(20, 8)), None, "must be made from keys and values alone"),
         (CompressedDraft(policy=jshadow.H2O()), None, "keys and values alone|give tokens back"),
-        (CompressedDraft(policy=Quest(budget=8, unit=4), tokens=12), None, "compressed.tokens must be at most 7"),
+        (CompressedDraft(policy=Quest(budget=8, unit=4), tokens=12), None, "compressed.tokens must be at most 8"),
         (CompressedDraft(policy=jshadow.SpeCache(group=8)), None, r"compressed\.policy must"),
     ],
     ids=["target", "queries", "h2o", "ring", "specache"],

@@ -17,7 +17,7 @@ from jshadow import (
     save_state,
 )
 from jshadow.engine import decode
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, PromptError
 
 TEXTS = [np.tile(random_tokens(1, 7, seed=2)[0], 5).tolist(), random_tokens(1, 19, seed=1)[0].tolist(), [9]]
 LOOKUP = PromptLookup(tokens=4, ngram=1)
@@ -79,6 +79,27 @@ def test_a_drafter_that_searches_may_not_know_the_text():
     plain, _ = decode.decode_steps(model(), first, state.fork(), N)
     fast, _ = decode.decode_steps(model(), first, state, N, speculate=LOOKUP)
     np.testing.assert_array_equal(fast, plain)
+
+
+@pytest.mark.parametrize(
+    ("before", "error"),
+    [
+        (TEXTS[:2], "before must have 3 rows, like the state, got 2"),
+        ([TEXTS[0], TEXTS[1], [9, 9]], r"before must have the \[35, 19, 1\] tokens that the state holds"),
+        ([TEXTS[0], TEXTS[1], [2**40]], "before must lie in"),
+        ([TEXTS[0], TEXTS[1], [1.5]], "before must be integers"),
+    ],
+)
+def test_texts_that_are_not_those_of_the_state_are_refused(before, error):
+    first, state = state_of(Full())
+    with pytest.raises(PromptError, match=error):
+        decode.decode_steps(model(), first, state, 4, speculate=LOOKUP, before=before)
+
+
+def test_an_unknown_keyword_is_refused():
+    first, state = state_of(Full())
+    with pytest.raises(TypeError, match="unexpected keyword arguments"):
+        decode.decode_steps(model(), first, state, 4, speculat=LOOKUP)
 
 
 def test_what_cannot_go_back_is_refused():

@@ -102,6 +102,21 @@ def test_what_cannot_be_planned_is_refused(options, error):
         speculation_plan(LLAMA, H200, **usual | options)
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--policy", "offloaded", "--drafter", "self"], "policy must be full for speculate='self', got offloaded"),
+        (["--drafter", "compressed:snapkv"], "must be made from keys and values alone"),
+        (["--speculate", "100"], "tokens must be an integer in"),
+        (["--policy", "offloaded", "--set", "dense_first.layers=2"], "must be offloaded without a wrapper"),
+    ],
+)
+def test_what_does_not_run_is_not_planned(words, error, capsys):
+    usual = ["plan", "llama-3.1-8b", "--context", "4096", "--speculate", "8", "--acceptance", "0.9", *words]
+    assert main(usual) == 2
+    assert error in capsys.readouterr().err
+
+
 def test_options_that_belong_together(capsys):
     assert main(["plan", "llama-3.1-8b", "--context", "4096", "--speculate", "8"]) == 2
     assert "--speculate and --acceptance must come together" in capsys.readouterr().err

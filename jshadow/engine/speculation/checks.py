@@ -11,27 +11,33 @@ from jax import Array
 from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
+from jshadow.engine.placement import shards_of
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, abstract_state
 from jshadow.policies import POLICIES, Policy
+from jshadow.weights.params import Params
 
 TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
 
 
-def check_drafter(drafter: Any, config: ModelConfig, state: KVState, prompts: Sequence[int], new: int) -> None:
-    """Raise ConfigError unless a state can give back as many tokens as a drafter proposes, at any time of a run.
+def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequence[int], new: int) -> None:
+    """Raise ConfigError unless a drafter suits a model, and a state can give back as many tokens as it proposes.
 
     Args:
         drafter: any value. An error is raised if it is not a Drafter.
-        config: the model.
+        params: the model.
         state: the state before the prompts, or an abstract one.
         prompts: number of tokens of each prompt, which the state has not read yet.
         new: the most tokens that a row can get.
     """
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"speculate must be a drafter, such as PromptLookup(), got {drafter!r:.80}")
+    config = params.config
+    if shards_of(params, state.batch) is not None and not drafter.on_meshes:
+        raise ConfigError(f"speculate={drafter.name!r} needs a model on one device, got one on a mesh")
+    drafter.check_tokenizer(params.tokenizer)
     if not can_rewind(state):
         raise ConfigError(
             f"policy must be able to give tokens back to speculate, as {', '.join(rewinding(config))} are, got "
@@ -65,11 +71,11 @@ def check_gives_back(drafter: Drafter, specs: tuple[CacheSpec, ...], policy: Pol
     if not can_rewind(own):
         raise ConfigError(f"{drafter.name}.policy must be able to give tokens back, got {policy}")
     reached = jnp.full(state.batch, state.capacity, jnp.int32)
-    kept = max(state.capacity - 1 - drafter.tokens, 1)
+    kept = max(state.capacity - drafter.tokens, 1)  # a proposal stores `tokens` + 1 tokens, and one of them is kept
     if (least := int(limits(own, reached).max())) > kept:
         raise ConfigError(
-            f"{drafter.name}.tokens must be at most {state.capacity - 1 - least}, because {policy} cannot give back "
-            f"more, got {drafter.tokens}"
+            f"{drafter.name}.tokens must be at most {max(state.capacity - least, 0)}, because {policy} cannot give "
+            f"back more, got {drafter.tokens}"
         )
 
 

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jshadow.cache import host_memory, place
 from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostWrite, LayerState, PromptKV
+from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
+from jshadow.engine.checks import check_policy
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.speculation.checks import check_gives_back
 from jshadow.engine.speculation.draft_model import ModelSteps
@@ -51,11 +54,15 @@ class CompressedDraft(ModelSteps):
     source = "arXiv 2605.17613"
     cost = 0.1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_policy(self.policy)
+
     def check_target(self, config: ModelConfig, state: KVState) -> None:
         """Raise ConfigError unless the compressed cache can be made from the target's, and can give tokens back."""
         specs, policy = self.specs(config, state, 1), self.chosen(config, state)
-        if state.specs[0].shards is not None or state.shares_prompt:
-            raise ConfigError(f"speculate={self.name!r} needs one device, and rows with prompts of their own")
+        if state.shares_prompt:
+            raise ConfigError(f"speculate={self.name!r} needs rows with prompts of their own")
         for own, spec in zip(specs, state.specs, strict=True):
             if not isinstance(spec.policy, HasAll) and own.policy != spec.policy:
                 raise ConfigError(
@@ -85,7 +92,10 @@ class CompressedDraft(ModelSteps):
 
     def begin(self, text: Text, state: KVState) -> Memory:
         """Compress the keys and values of the target, layer by layer."""
-        specs = self.specs(text.config, state, max(int(state.lengths.min()), 1))
+        shortest, room = max(int(state.lengths.min()), 1), int(np.asarray(state.room()).max())
+        specs = self.specs(text.config, state, shortest)
+        if room < state.capacity - shortest:  # the window of the target ends before its capacity
+            specs = with_room(specs, room)
         host_memory.check_host_memory([specs])
         own = KVState(
             layers=tuple(compressed_layers(specs, state)),

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from jshadow.cache.rewind import rewound
 from jshadow.cache.state import KVState
+from jshadow.engine.checks import check_policy
 from jshadow.engine.prefill.whole import prefill
 from jshadow.engine.sampling import sample_numbered
 from jshadow.engine.speculation.checks import check_gives_back
@@ -86,6 +87,7 @@ class DraftModel(ModelSteps):
         super().__post_init__()
         if not isinstance(self.params, Params):
             raise ConfigError(f"draft_model.params must be Params, as `load` returns them, got {self.params!r:.80}")
+        check_policy(self.policy)
         object.__setattr__(self, "config", self.params.config)
 
     @property
@@ -94,7 +96,7 @@ class DraftModel(ModelSteps):
         return ModelSteps(self.params.config, tokens=self.tokens)
 
     def check_target(self, config: ModelConfig, state: KVState) -> None:
-        """Raise ConfigError unless the two models have the same token ids and there is one device."""
+        """Raise ConfigError unless the two models have the same token ids, and the policy can give tokens back."""
         if config.vocab_size != self.params.config.vocab_size:
             raise ConfigError(
                 f"draft_model.params must have the tokenizer of the model, with vocab_size={config.vocab_size}, got "
@@ -105,8 +107,6 @@ class DraftModel(ModelSteps):
                 f"draft_model.params must have a context of at least capacity={state.capacity} tokens, got "
                 f"{self.params.config.context}"
             )
-        if state.specs[0].shards is not None:
-            raise ConfigError("speculate needs a model on one device for a draft model, got one on a mesh")
         policy, first = self.policy.resolve(self.params.config, state.capacity), state.specs[0]
         sizes = (state.batch, state.capacity, 1, str(self.params.dtype), first.fetch)
         check_gives_back(self, cache_specs(self.params.config, policy, *sizes), policy, state)

@@ -112,11 +112,13 @@ class Drafter(abc.ABC):
     Class attributes:
         name: the name on the command line.
         source: the paper, or the program.
+        on_meshes: whether it can serve a model on several devices.
         cost: what a proposed token costs, its check included, in plain steps. It decides how many tokens pay.
     """
 
     tokens: int = dataclasses.field(default=8, kw_only=True)
 
+    on_meshes: ClassVar[bool] = False
     cost: ClassVar[float] = 0.08
 
     name: ClassVar[str] = ""

@@ -10,7 +10,7 @@ from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.speculation.prompt_lookup import PromptLookup
 from jshadow.engine.speculation.self_draft import SelfDraft
 from jshadow.errors import ConfigError
-from jshadow.policies import Policy, parse_policy, parse_settings
+from jshadow.policies import WRAPPERS, Policy, parse_policy, parse_settings
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.settings import with_settings
 from jshadow.weights.params import load
@@ -58,8 +58,13 @@ def parse_with_policy(drafter: type[SelfDraft] | type[CompressedDraft], settings
     if named:
         policy = parse_policy(settings[0], others)
     else:
-        policy = with_settings(usual, parse_settings(usual.name, others).get("", {}))
+        values = parse_settings(usual.name, others)
+        policy = with_settings(usual, values.pop("", {}))
+        for wrapper, options in values.items():
+            policy = WRAPPERS[wrapper](**{"inner": policy, **options})
     if drafter is SelfDraft and not isinstance(policy, RetrievalPolicy):
         raise ConfigError(f"speculate must be self:POLICY with a policy such as quest, got {policy.name}")
-    tokens = int(own[-1].partition("=")[2]) if own and own[-1].partition("=")[2].isdecimal() else drafter.tokens
-    return drafter(policy=policy, tokens=tokens)  # type: ignore[arg-type]
+    tokens = own[-1].partition("=")[2] if own else str(drafter.tokens)
+    if not tokens.isdecimal():
+        raise ConfigError(f"speculate must be {drafter.name}:tokens=NUMBER, got {own[-1]!r}")
+    return drafter(policy=policy, tokens=int(tokens))  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ class PromptLookup(Drafter):
     ngram: int = 3
 
     name = "prompt_lookup"
+    on_meshes = True
     source = "github.com/apoorvumang/prompt-lookup-decoding"
 
     def __post_init__(self) -> None:

@@ -55,8 +55,8 @@ class SelfDraft(Drafter):
         """Raise ConfigError unless the target has full attention on one device, and the policy reads no basis."""
         if state.policy != Full():
             raise ConfigError(f"policy must be full for speculate={self.name!r}, got {state.policy.name}")
-        if state.specs[0].shards is not None or state.shares_prompt:
-            raise ConfigError(f"speculate={self.name!r} needs one device, and rows with prompts of their own")
+        if state.shares_prompt:
+            raise ConfigError(f"speculate={self.name!r} needs rows with prompts of their own")
         if not isinstance(self.policy, RetrievalPolicy) or self.policy.no_basis(state.specs[0]) is not None:
             raise ConfigError(
                 f"self.policy must be a retrieval policy without a basis, such as Quest, got {self.policy}"

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from jshadow.cache.shards import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.checks import check_ids
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.placement import commit_arrays
 from jshadow.engine.speculation.checks import check_drafter
@@ -19,6 +20,7 @@ from jshadow.engine.speculation.cycle import CyclePlan, cycle
 from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
 from jshadow.engine.speculation.run import Drawing, hear
 from jshadow.engine.step import COMPILER_OPTIONS
+from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params
 
@@ -81,6 +83,23 @@ def run_steps(
     return everywhere(tokens, shards), writes, live
 
 
+def text_before(config: ModelConfig, state: KVState, before: Any) -> Text:
+    """Return the texts that a state holds, or empty ones if `before` is None.
+
+    Raises:
+        PromptError: `before` is not a list of token ids for each row, with as many as the row holds.
+    """
+    if before is None:
+        return Text.of([()] * state.batch, config)
+    held = np.asarray(state.lengths).tolist()
+    if len(before) != len(held):
+        raise PromptError(f"before must have {len(held)} rows, like the state, got {len(before)}")
+    rows = [check_ids(config, row, (None,), "before").tolist() for row in before]
+    if [len(row) for row in rows] != held:
+        raise PromptError(f"before must have the {held} tokens that the state holds, got {[len(row) for row in rows]}")
+    return Text.of(rows, config)
+
+
 def speculative_steps(
     params: Params,
     drafter: Drafter,
@@ -106,9 +125,10 @@ def speculative_steps(
 
     Raises:
         ConfigError: the drafter cannot serve the model or the state.
+        PromptError: as in `text_before`.
     """
-    check_drafter(drafter, params.config, state, [0] * state.batch, n)
-    memory = drafter.begin(Text.of(before or [()] * state.batch, params.config), state)
+    check_drafter(drafter, params, state, [0] * state.batch, n)
+    memory = drafter.begin(text_before(params.config, state, before), state)
     one = np.ones(state.batch, np.int32)
     live, _ = hear(memory, jnp.asarray(token)[:, None], one, state, drafter=drafter.traced)
     live = commit_arrays(live, state.specs[0].shards)

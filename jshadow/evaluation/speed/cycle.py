@@ -16,8 +16,9 @@ from jshadow.cache.records import HostTier, KeyValues, LayerState
 from jshadow.engine.speculation import SelfDraft
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError
-from jshadow.evaluation.speed.layer import QUERIES, Shape, layer_state, random_step
+from jshadow.evaluation.speed.layer import LEFT, QUERIES, Shape, layer_state, random_step
 from jshadow.evaluation.speed.timing import compiled
+from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full
 from jshadow.policies.full import FullLive
 
@@ -36,10 +37,17 @@ def bench_cycle(shape: Shape, drafter: SelfDraft, acceptance: float, repeats: in
         tokens_a_cycle, and ratio: the tokens per second of cycles to those of steps, with its least and its most.
 
     Raises:
-        ConfigError: acceptance is not in [0, 1].
+        ConfigError: acceptance is not in [0, 1], or a setting of the drafter is out of range.
     """
     if not 0 <= acceptance <= 1:
         raise ConfigError(f"acceptance must lie in [0, 1], got {acceptance!r}")
+    sizes: dict[str, Any] = {
+        "batch": shape.batch,
+        "capacity": shape.context + LEFT,
+        "prompt": shape.context,
+        "dtype": shape.dtype,
+    }
+    drafter.check_target(shape.config(), abstract_state(shape.config(), Full(), **sizes, fetch="resident"))
     spec, state = layer_state(shape, Full(), "resident")
     policy, unit, count = drafter.policy, drafter.policy.unit, spec.capacity // drafter.policy.unit
     keys = state.live.cache.k[:, :, : count * unit].reshape(*state.live.cache.k.shape[:2], count, unit, -1)

@@ -162,6 +162,8 @@ def acceptance(report: Any) -> float:
     It is taken to be the same for all tokens. With it, cycles of as many proposed tokens as those of the report have on
     average give as many tokens as they gave.
     """
+    if report.accepted_tokens == report.proposed_tokens:
+        return 1.0
     drafts, given = report.proposed_tokens / report.cycles, 1 + report.accepted_tokens / report.cycles
     shares = np.linspace(0, 1, 10_001)[:-1]
     tokens = (1 - shares ** (drafts + 1)) / (1 - shares)
