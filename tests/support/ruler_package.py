@@ -43,7 +43,7 @@ def main():
             continue
         rows.append({{"index": len(rows), "input": text, "outputs": answers, "length": 0}})
     folder = pathlib.Path(args.save_dir, args.save_name)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 """
 SCORERS = """

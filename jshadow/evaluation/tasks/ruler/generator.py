@@ -64,7 +64,7 @@ def main() -> int:
     for job in asked["jobs"]:
         folder = os.path.dirname(job["script"])
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # the scripts import modules beside them
+            sys.path[:0] = [folder, os.path.dirname(folder)]  # the scripts import modules by their bare names
 
         def give_up(task: str = job["task"]) -> None:
             print(f"{task}: no sample fits", file=told, flush=True)
