@@ -157,7 +157,7 @@ def plans_at(
     """
     params, samples, seed = setup.params, settings.samples, settings.seed
     names = list(dict.fromkeys(tasks))
-    published = [task for task in names if task in ruler.RULER_TASKS]
+    published = ruler.among(tasks)
     made = ruler.cases_at(published, params.tokenizer, length, samples, seed) if published else {}
     pairs_of: dict[str, list[tuple[Case, float | None]]] = {
         task: [(case, None) for case in made[task]]

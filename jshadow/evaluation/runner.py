@@ -23,6 +23,7 @@ from jshadow.evaluation.samples import SampleStore, check_model
 from jshadow.evaluation.settings import EvalSettings, Evaluation, Setup, TaskPlan, model_of
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
+from jshadow.evaluation.tasks.ruler import among
 from jshadow.evaluation.text_metrics import score
 from jshadow.policies import Full, Policy
 from jshadow.policies.capabilities import attention_of
@@ -202,11 +203,12 @@ def evaluate(
         in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and under full attention).
 
     Raises:
-        ConfigError: a task, policy or setting is unknown or out of range, or `out` has samples of another model. It is
-            raised before anything runs.
+        ConfigError: a task, policy or setting is unknown or out of range. Or there is a task of RULER, and `out` has
+            samples of another model. It is raised before anything runs.
         HostMemoryError: the host has too little memory. It is raised before anything runs.
     """
-    check_model(out, model_of(params))
+    if among(tasks):
+        check_model(out, model_of(params))
     evaluation = plan_evaluation(params, tasks, lengths, policies, EvalSettings(**settings))
     plans = evaluation.plans
     everything = [(place, index) for place, plan in enumerate(plans) for index in range(len(plan.cases))]

@@ -41,8 +41,10 @@ def check_model(out: str | os.PathLike[str] | None, model: str) -> None:
         records, _ = parse_samples(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"out must be a directory that can be read, got {str(out)!r}: {error}") from error
-    if others := {record["model"] for record in records.values() if record.get("model", model) != model}:
-        raise ConfigError(f"out must be a directory of this model, but {path} has samples of {sorted(others)[0]}")
+    others = sorted({record["model"] for record in records.values() if record.get("model", model) != model})
+    if others:
+        digests = " instead of ".join(name.rpartition(" ")[2] for name in (others[0], model))
+        raise ConfigError(f"out must be a directory of this model, but {path} has samples of {digests}")
 
 
 class SampleStore:

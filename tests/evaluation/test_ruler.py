@@ -17,6 +17,9 @@ from tiny_text import byte_tokenizer
 from jshadow import Full, StreamingLLM, cli, save
 from jshadow.errors import ConfigError
 from jshadow.evaluation import runner, text_metrics
+from jshadow.evaluation.parts import Part
+from jshadow.evaluation.parts.run import evaluate_part
+from jshadow.evaluation.settings import EvalSettings
 from jshadow.evaluation.tasks import TASKS, ruler
 from jshadow.evaluation.tasks.framing import encode, opening
 from jshadow.evaluation.tasks.ruler import package
@@ -158,14 +161,18 @@ def test_a_failing_script_is_told(root: Path) -> None:
             ruler.cases_at(["ruler_vt"], tokenizer, LENGTH, 1, seed)
 
 
-def test_results_of_another_model_are_refused(params: Params, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"samples": 1, "out": tmp_path}
-    runner.evaluate(params, ["passkey"], [LENGTH], [Full()], **options)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+def test_results_of_another_model_are_refused(root: Path, params: Params, tmp_path: Path) -> None:
+    out, part = tmp_path / "out", Part(1, 1)
+    runner.evaluate(params, ["passkey"], [LENGTH], [Full()], samples=1, out=out)
+    evaluate_part(runner.plan_evaluation(params, ["passkey"], [LENGTH], [Full()], EvalSettings(samples=1)), part, out)
+    before = {path: path.read_bytes() for path in out.rglob("*.*") if path.is_file()}
     other = Params(init_params(CONFIG, seed=2).weights, CONFIG, TOKENIZER)
     with pytest.raises(ConfigError, match="out must be a directory of this model"):
-        runner.evaluate(other, ["passkey"], [LENGTH], [Full()], **options)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        runner.evaluate(other, ["ruler_vt"], [LENGTH], [Full()], samples=1, out=out)
+    evaluation = runner.plan_evaluation(other, ["ruler_vt"], [LENGTH], [Full()], EvalSettings(samples=1))
+    with pytest.raises(ConfigError, match=f"samples of {params.digest} instead of {other.digest}"):
+        evaluate_part(evaluation, part, out)
+    assert {path: path.read_bytes() for path in out.rglob("*.*") if path.is_file()} == before
 
 
 def test_the_command_takes_a_suite(

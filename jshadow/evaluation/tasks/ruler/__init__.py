@@ -33,6 +33,13 @@ ATTEMPTS = 1000  # a script is stuck if it tries more often than this to make on
 FIRST_SEED = 42  # the package's own seed, which is our seed 0
 
 
+def among(tasks: Any) -> list[str]:
+    """Return those of the tasks that are RULER's, without duplicates. What is not a list of names has none."""
+    if isinstance(tasks, str) or not isinstance(tasks, Sequence):
+        return []
+    return [task for task in RULER_TASKS if task in tasks]
+
+
 def check_tasks(tasks: Sequence[str], lengths: Sequence[Any] = (), context: int | None = None) -> None:
     """Check those of the tasks that are RULER's, and their lengths. Other tasks are ignored.
 
@@ -45,7 +52,7 @@ def check_tasks(tasks: Sequence[str], lengths: Sequence[Any] = (), context: int 
         ConfigError: the package is not installed, has another version or lacks the data of a task. Or a length is too
             short, or exceeds the context.
     """
-    names = [task for task in tasks if task in RULER_TASKS]
+    names = among(tasks)
     if not names:
         return
     read_tasks([name.removeprefix(PREFIX) for name in names])
