@@ -224,6 +224,7 @@ def test_scores_of_random_outputs_are_nvidia_s() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @with_real
 def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
     tokenizer = load_tokenizer(smollm2_dir)
@@ -238,7 +239,7 @@ def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
             assert [*opening(tokenizer), *encode(tokenizer, sample.context)] == list(case.prompt)
             if task.name != "qa_2":  # some answers there are only "yes" or "no"
                 assert any(answer in sample.context for answer in sample.answers)
-    some = ["ruler_vt", "ruler_fwe", "ruler_qa_1"]
+    some = ["ruler_vt", "ruler_fwe"]
     assert ruler.cases_at(some, tokenizer, 4096, 2, 0) == {task: made[task] for task in some}
     other = ruler.cases_at(some, tokenizer, 4096, 2, 1)
     assert all(other[task] != made[task] for task in some)

@@ -13,6 +13,7 @@ If a job fails, the last line of stderr is the name of its task and the reason.
 """
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -73,6 +74,7 @@ def main() -> int:
         try:
             with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
                 run_job(job, asked["attempts"], give_up)
+                gc.collect()  # a script's list of words takes about 1 GiB
         except (Exception, SystemExit) as error:
             print(f"{job['task']}: {type(error).__name__}: {error}", file=told, flush=True)
             return 1
