@@ -13,22 +13,27 @@ from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
+from jshadow.evaluation.tasks.ruler import RULER_TASKS, SUITES, check_tasks
 
 if TYPE_CHECKING:
     from jshadow.evaluation.parts import Part
     from jshadow.policies import Policy
 
 ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
-{", ".join(TASKS)}."""
-USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
+{", ".join(TASKS)}. NVIDIA's own RULER (extra `ruler`): {", ".join(RULER_TASKS)}."""
+USUAL_TASKS, USUAL_LENGTHS, SUITE_LENGTHS = "needle_noise,needle_docs", "1024,2048", "4096"
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add.set_defaults(run=run_eval)
     add.add_argument("model", nargs="?", help="HF directory, or hub id")
-    add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
-    add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
+    add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data or --suite)")
+    add.add_argument("--suite", help="ruler: all 13 tasks of NVIDIA's own RULER, beside --tasks (extra `ruler`)")
+    add.add_argument(
+        "--lengths",
+        help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS}; {SUITE_LENGTHS} with --suite)",
+    )
     add.add_argument(
         "--data",
         metavar="FILES",
@@ -164,15 +169,21 @@ def asked_for(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `evaluate` for tasks, lengths and data.
 
     Raises:
-        ConfigError: a task is unknown, a length is not an integer, or a comma list has an empty part.
+        ConfigError: a task or suite is unknown, its package or data is missing, a length is not an integer, or a comma
+            list has an empty part.
     """
     files = split_list(args.data, "data") if args.data is not None else []
-    usual = USUAL_TASKS if not files else None
+    if args.suite is not None and args.suite not in SUITES:
+        raise ConfigError(f"suite must be one of {sorted(SUITES)}, got {args.suite!r}")
+    usual = USUAL_TASKS if not files and args.suite is None else None
     names = args.tasks if args.tasks is not None else usual
     tasks = split_list(names, "tasks") if names is not None else []
-    if unknown := [task for task in tasks if task not in TASKS]:
-        raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
-    lengths = parse_lengths(args.lengths if args.lengths is not None else USUAL_LENGTHS)
+    if unknown := [task for task in tasks if task not in TASKS and task not in RULER_TASKS]:
+        raise ConfigError(f"tasks must be among {sorted([*TASKS, *RULER_TASKS])}, got {unknown[0]!r}")
+    tasks = list(dict.fromkeys([*tasks, *SUITES.get(args.suite, ())]))
+    check_tasks(tasks)
+    usual_lengths = USUAL_LENGTHS if args.suite is None else SUITE_LENGTHS
+    lengths = parse_lengths(args.lengths if args.lengths is not None else usual_lengths)
     return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
 
 

@@ -8,7 +8,7 @@ from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation.data import read_cases
 from jshadow.evaluation.results import label
 from jshadow.evaluation.settings import Entry, EvalSettings, Setup, TaskPlan
-from jshadow.evaluation.tasks import sample_of
+from jshadow.evaluation.tasks import Case, ruler, sample_of
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
@@ -89,14 +89,15 @@ def plan_tasks(
 
     Args:
         setup: the model and the settings that all samples share.
-        tasks: names in TASKS. The list may be empty if there is data.
-        lengths: numbers of prompt tokens of the tasks.
+        tasks: names in TASKS or RULER_TASKS. The list may be empty if there is data.
+        lengths: numbers of prompt tokens of the tasks. For RULER's tasks, they include the tokens of an answer.
         policies: the policies. Full attention is always added.
         settings: samples, seed, shares, sweeps, data, truncate and limit are read.
 
     Raises:
         ConfigError: a task is unknown, there is no policy, a number is out of range, a length or a row of data exceeds
-            the model's context, a file cannot be read, or no policy reads the learned arrays.
+            the model's context, a file cannot be read, no policy reads the learned arrays, or RULER's package or data
+            is missing.
     """
     samples, shares = settings.samples, settings.shares
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -106,6 +107,7 @@ def plan_tasks(
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
     measured, swept = checked_policies(setup, policies, shares), checked_sweeps(settings.sweeps or {})
+    ruler.check_tasks(tasks, lengths, setup.params.config.context)
     one_table = bool(shares or swept)  # one table shows all tasks
     plans = [plan for length in dict.fromkeys(lengths) for plan in plans_at(setup, tasks, length, settings, one_table)]
     if not one_table:
@@ -154,13 +156,19 @@ def plans_at(
         ConfigError: prompt and answer exceed the model's context, or a task cannot be made.
     """
     params, samples, seed = setup.params, settings.samples, settings.seed
-    cases_of = {
-        task: [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
-        for task in dict.fromkeys(tasks)
+    names = list(dict.fromkeys(tasks))
+    published = ruler.among(tasks)
+    made = ruler.cases_at(published, params.tokenizer, length, samples, seed) if published else {}
+    pairs_of: dict[str, list[tuple[Case, float | None]]] = {
+        task: [(case, None) for case in made[task]]
+        if task in made
+        else [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
+        for task in names
     }
-    growths = {task: max(case.growth for case, _ in pairs) for task, pairs in cases_of.items()}
+    # The length of a task of RULER includes the answer.
+    growths = {task: 0 if task in made else max(case.growth for case, _ in pairs) for task, pairs in pairs_of.items()}
     plans = []
-    for task, pairs in cases_of.items():
+    for task, pairs in pairs_of.items():
         cases, depths = zip(*pairs, strict=True)
         capacity = length + (max(growths.values()) if one_capacity else growths[task])
         if capacity > params.config.context:

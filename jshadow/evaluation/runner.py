@@ -19,10 +19,11 @@ from jshadow.evaluation import metrics, results
 from jshadow.evaluation.plan import plan_tasks
 from jshadow.evaluation.replies import generate_rows, greedy
 from jshadow.evaluation.rows import task_rows
-from jshadow.evaluation.samples import SampleStore
-from jshadow.evaluation.settings import EvalSettings, Evaluation, Setup, TaskPlan
+from jshadow.evaluation.samples import SampleStore, check_model
+from jshadow.evaluation.settings import EvalSettings, Evaluation, Setup, TaskPlan, model_of
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
+from jshadow.evaluation.tasks.ruler import among
 from jshadow.evaluation.text_metrics import score
 from jshadow.policies import Full, Policy
 from jshadow.policies.capabilities import attention_of
@@ -174,8 +175,8 @@ def evaluate(
 
     Args:
         params: the model's Params, with a tokenizer.
-        tasks: names in TASKS. The list may be empty if there is data.
-        lengths: numbers of prompt tokens of the tasks.
+        tasks: names in TASKS or RULER_TASKS. The list may be empty if there is data.
+        lengths: numbers of prompt tokens of the tasks. For RULER's tasks, they include the tokens of an answer.
         policies: the policies. Full attention is also measured. For tasks with questions, each ShadowKV gets a negative
             control: StreamingLLM with the device bytes that ShadowKV takes when its values are offloaded.
         out: directory for finished samples (samples.jsonl). A later call reuses them. None stores nothing.
@@ -202,9 +203,12 @@ def evaluate(
         in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and under full attention).
 
     Raises:
-        ConfigError: a task, policy or setting is unknown or out of range. It is raised before anything runs.
+        ConfigError: a task, policy or setting is unknown or out of range. Or there is a task of RULER, and `out` has
+            samples of another model. It is raised before anything runs.
         HostMemoryError: the host has too little memory. It is raised before anything runs.
     """
+    if among(tasks):
+        check_model(out, model_of(params))
     evaluation = plan_evaluation(params, tasks, lengths, policies, EvalSettings(**settings))
     plans = evaluation.plans
     everything = [(place, index) for place, plan in enumerate(plans) for index in range(len(plan.cases))]

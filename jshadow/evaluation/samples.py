@@ -27,6 +27,26 @@ def parse_samples(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
     return records, damaged
 
 
+def check_model(out: str | os.PathLike[str] | None, model: str) -> None:
+    """Raise ConfigError if a directory has samples of another model. Nothing is written.
+
+    Args:
+        out: directory of finished samples. It need not exist. None is no directory.
+        model: the config of the model, and the digest of its weights.
+    """
+    path = None if out is None else Path(out) / SAMPLES_FILE
+    if path is None or not path.is_file():
+        return
+    try:
+        records, _ = parse_samples(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"out must be a directory that can be read, got {str(out)!r}: {error}") from error
+    others = sorted({record["model"] for record in records.values() if record.get("model", model) != model})
+    if others:
+        digests = " instead of ".join(name.rpartition(" ")[2] for name in (others[0], model))
+        raise ConfigError(f"out must be a directory of this model, but {path} has samples of {digests}")
+
+
 class SampleStore:
     """The records of finished samples by key, stored in a JSONL file.
 

@@ -101,7 +101,8 @@ class TaskPlan:
 
     Attributes:
         task: name of the task.
-        length: requested number of tokens of the prompts. For data, the length of the longest prompt.
+        length: requested number of tokens of the prompts. For data, the length of the longest prompt. For the tasks of
+            RULER, the number of tokens of a prompt and its answer.
         capacity: maximum number of tokens of each state.
         cases: the cases.
         entries: the policies that run.
@@ -146,4 +147,9 @@ class Evaluation:
     @property
     def model(self) -> str:
         """The config of the model, and the digest of its weights."""
-        return f"{self.setup.params.config} {self.setup.params.digest}"
+        return model_of(self.setup.params)
+
+
+def model_of(params: Any) -> str:
+    """Return the config of a model and the digest of its weights."""
+    return f"{params.config} {params.digest}"

@@ -14,8 +14,9 @@ from jshadow.evaluation.parts.record import PartRecord, SampleKeys, Table
 from jshadow.evaluation.results import label
 from jshadow.evaluation.rows import row_heads
 from jshadow.evaluation.runner import Progress, finish_samples, sample_key
-from jshadow.evaluation.samples import SampleStore
+from jshadow.evaluation.samples import SampleStore, check_model
 from jshadow.evaluation.settings import Evaluation
+from jshadow.evaluation.tasks.ruler import among
 from jshadow.policies import Full
 from jshadow.weights.digest import sha256, tree_digest
 
@@ -51,7 +52,8 @@ def evaluate_part(
         The record of the part. All of its samples are finished.
 
     Raises:
-        ConfigError: there are more parts than samples, or the folder cannot be written.
+        ConfigError: there are more parts than samples, or the folder cannot be written. Or there is a task of RULER,
+            and the folder has samples of another model.
     """
     plans = evaluation.plans
     places = [(place, index) for place, plan in enumerate(plans) for index in range(len(plan.cases))]
@@ -62,6 +64,8 @@ def evaluate_part(
     tables = [Table(row_heads(evaluation.setup, plan), list(plan.depths), len(plan.cases)) for plan in plans]
     own = [SampleKeys(place, index, keys_of(evaluation, place, index)) for place, index in mine]
     folder = part_folder(out, part)
+    if among([plan.task for plan in plans]):
+        check_model(folder, evaluation.model)
     store = SampleStore(folder)
     record = PartRecord(part, asked_of(evaluation, tables, places), tables, own, list(command))
     record.write(folder)

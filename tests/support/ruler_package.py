@@ -1,0 +1,95 @@
+"""A tiny package that is laid out as NVIDIA's RULER package, with texts and scripts of our own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
+ESSAY = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
+KINDS = {"vt": "variable_tracking", "cwe": "common_words_extraction", "fwe": "freq_words_extraction"}
+SIZES = {
+    "niah": 128,
+    "variable_tracking": 30,
+    "common_words_extraction": 120,
+    "freq_words_extraction": 50,
+    "qa": 32,
+}
+# Every byte is a token of the tests' tokenizer. The fourth kind fills the whole length, as NVIDIA's script does.
+SCRIPT = """
+import argparse, json, pathlib, random
+from long_context_eval import marker
+parser = argparse.ArgumentParser()
+for name in ("save_dir", "save_name", "tokenizer_path", "tokenizer_type", "template"):
+    parser.add_argument("--" + name, required=True)
+for name in ("max_seq_length", "tokens_to_generate", "num_samples", "random_seed"):
+    parser.add_argument("--" + name, type=int, required=True)
+args, _ = parser.parse_known_args()
+random.seed(args.random_seed)
+KIND, LEAST = {kind!r}, 600
+def generate_input_output(index):
+    assert args.max_seq_length >= LEAST
+    answers = [str(random.randrange(10**6)) for _ in range(3)]
+    room = args.max_seq_length - (0 if KIND == "freq_words_extraction" else args.tokens_to_generate)
+    text = args.template.format(context="{{}}", query="q")
+    return text.replace("{{}}", (" ".join(answers) + " x" * room)[: room - len(text)]), answers
+def main():
+    print("noise")
+    assert pathlib.Path(args.tokenizer_path, "tokenizer.json").exists()
+    rows = []
+    while len(rows) < args.num_samples:
+        try:
+            text, answers = generate_input_output(0)
+        except:
+            continue
+        rows.append({{"index": len(rows), "input": text, "outputs": answers, "length": 0}})
+    folder = pathlib.Path(args.save_dir, args.save_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+SCORERS = """
+def string_match_all(preds, refs):
+    shares = [sum(one.lower() in pred.lower() for one in ref) / len(ref) for pred, ref in zip(preds, refs)]
+    return round(100 * sum(shares) / len(shares), 2)
+def string_match_part(preds, refs):
+    return round(100 * sum(any(r.lower() in p.lower() for r in ref) for p, ref in zip(preds, refs)) / len(preds), 2)
+"""
+
+
+def write_package(root: Path, version: str = "26.3") -> Path:
+    """Write the package, and those that it needs and that the tests do not install. Returns the root, for sys.path."""
+    tasks: dict[str, Any] = {
+        f"niah_{name}": {"task": "niah", "args": {"type_haystack": "essay" if name in ESSAY else "repeat"}}
+        for name in NEEDLES
+    }
+    tasks |= {name: {"task": kind, "args": {"size": 1}} for name, kind in KINDS.items()}
+    tasks |= {"qa_1": {"task": "qa", "args": {"dataset": "squad"}}}
+    tasks |= {"qa_2": {"task": "qa", "args": {"dataset": "hotpotqa"}}}
+    prompts = {
+        kind: {"tokens_to_generate": size, "template": "Read.\n{context}\nSay {query}.", "answer_prefix": " Answer:"}
+        for kind, size in SIZES.items()
+    }
+    scores = ", ".join(f"{kind!r}: {{'metric_fn': string_match_{'part' if kind == 'qa' else 'all'}}}" for kind in SIZES)
+    files = {
+        "__init__.py": "marker = True\n",
+        "synthetic.yaml": json.dumps(tasks),  # JSON is YAML
+        "data/__init__.py": "",
+        "data/template.py": "Templates = {'base': '{task_template}'}\n",
+        "data/synthetic/__init__.py": "",
+        "data/synthetic/constants.py": f"TASKS = {prompts!r}\n",
+        "eval/__init__.py": "",
+        "eval/synthetic/__init__.py": "",
+        "eval/synthetic/constants.py": f"{SCORERS}\nTASKS = {{{scores}}}\n",
+    }
+    files |= {f"data/synthetic/{kind}.py": SCRIPT.format(kind=kind) for kind in SIZES}
+    files |= {f"data/synthetic/json/{name}.json": "{}" for name in ("PaulGrahamEssays", "squad", "hotpotqa")}
+    for name, text in files.items():
+        path = root / "long_context_eval" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name in ("wonderwords", "tenacity"):
+        (root / f"{name}.py").write_text("")
+    record = root / f"nvidia_long_context_eval-{version}.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text(f"Metadata-Version: 2.4\nName: nvidia_long_context_eval\nVersion: {version}\n")
+    (root / "nltk_data" / "tokenizers" / "punkt_tab" / "english").mkdir(parents=True)
+    return root
