@@ -200,46 +200,42 @@ def real_package() -> bool:
     return True
 
 
-with_real = pytest.mark.skipif(not real_package(), reason="the extra `ruler` or the data of nltk is not installed")
+if real_package():
 
+    def test_scores_of_random_outputs_are_nvidia_s() -> None:
+        rng = random.Random(0)
+        scorers = importlib.import_module(f"{package.MODULE}.eval.synthetic.constants").TASKS
+        answers = ["1234567", "Île de France", "ab-cd", "yes", "XQZRT", "the 10th", "New York"]
+        for task in package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS]):
+            references, outputs = [], []
+            for _ in range(200):
+                references.append(tuple(rng.choices(answers, k=rng.randint(1, 5))))
+                words = rng.choices(
+                    [*answers, "12345", "\t", "\n", "\x01", "YES", "new york", "", " "], k=rng.randint(0, 6)
+                )
+                outputs.append(" ".join(words))
+            shares = [text_metrics.score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
+            theirs = scorers[task.script.stem]
+            cleaned = ["".join("\n" if ord(one) < 32 else one for one in output.strip()).strip() for output in outputs]
+            assert theirs["metric_fn_per_sample"](cleaned, references) == pytest.approx([100 * one for one in shares])
+            assert theirs["metric_fn"](cleaned, references) == pytest.approx(100 * sum(shares) / 200, abs=0.005)
 
-@with_real
-def test_scores_of_random_outputs_are_nvidia_s() -> None:
-    rng = random.Random(0)
-    scorers = importlib.import_module(f"{package.MODULE}.eval.synthetic.constants").TASKS
-    answers = ["1234567", "Île de France", "ab-cd", "yes", "XQZRT", "the 10th", "New York"]
-    for task in package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS]):
-        references, outputs = [], []
-        for _ in range(200):
-            references.append(tuple(rng.choices(answers, k=rng.randint(1, 5))))
-            words = rng.choices(
-                [*answers, "12345", "\t", "\n", "\x01", "YES", "new york", "", " "], k=rng.randint(0, 6)
-            )
-            outputs.append(" ".join(words))
-        shares = [text_metrics.score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
-        theirs = scorers[task.script.stem]
-        cleaned = ["".join("\n" if ord(one) < 32 else one for one in output.strip()).strip() for output in outputs]
-        assert theirs["metric_fn_per_sample"](cleaned, references) == pytest.approx([100 * one for one in shares])
-        assert theirs["metric_fn"](cleaned, references) == pytest.approx(100 * sum(shares) / 200, abs=0.005)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@with_real
-def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
-    tokenizer = load_tokenizer(smollm2_dir)
-    made = ruler.cases_at(ruler.RULER_TASKS, tokenizer, 4096, 2, 0)
-    told = package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS])
-    for task, cases in zip(told, made.values(), strict=True):
-        assert len({case.prompt for case in cases}) == 2
-        for case in cases:
-            [sample] = case.samples
-            assert sample.max_new_tokens == task.new_tokens
-            assert len(case.prompt) + task.new_tokens <= 4096
-            assert [*opening(tokenizer), *encode(tokenizer, sample.context)] == list(case.prompt)
-            if task.name != "qa_2":  # some answers there are only "yes" or "no"
-                assert any(answer in sample.context for answer in sample.answers)
-    some = ["ruler_vt", "ruler_fwe"]
-    assert ruler.cases_at(some, tokenizer, 4096, 2, 0) == {task: made[task] for task in some}
-    other = ruler.cases_at(some, tokenizer, 4096, 2, 1)
-    assert all(other[task] != made[task] for task in some)
+    @pytest.mark.slow
+    @pytest.mark.timeout(1800)
+    def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
+        tokenizer = load_tokenizer(smollm2_dir)
+        made = ruler.cases_at(ruler.RULER_TASKS, tokenizer, 4096, 2, 0)
+        told = package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS])
+        for task, cases in zip(told, made.values(), strict=True):
+            assert len({case.prompt for case in cases}) == 2
+            for case in cases:
+                [sample] = case.samples
+                assert sample.max_new_tokens == task.new_tokens
+                assert len(case.prompt) + task.new_tokens <= 4096
+                assert [*opening(tokenizer), *encode(tokenizer, sample.context)] == list(case.prompt)
+                if task.name != "qa_2":  # some answers there are only "yes" or "no"
+                    assert any(answer in sample.context for answer in sample.answers)
+        some = ["ruler_vt", "ruler_fwe"]
+        assert ruler.cases_at(some, tokenizer, 4096, 2, 0) == {task: made[task] for task in some}
+        other = ruler.cases_at(some, tokenizer, 4096, 2, 1)
+        assert all(other[task] != made[task] for task in some)
