@@ -1,4 +1,4 @@
-"""What the parts of `jshadow bench` share: an option, a check, and the description of the machine."""
+"""Functions that several parts of `jshadow bench` use: an option, a check, and the description of the machine."""
 
 import argparse
 import platform

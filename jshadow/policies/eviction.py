@@ -88,7 +88,25 @@ def take_positions(x: Array, positions: Array) -> Array:
     return x.at[row, positions, head].get(mode="fill", fill_value=0)
 
 
-class EvictingPolicy(UniformPolicy, Costs):
+class KeepsLaterTokens(UniformPolicy):
+    """A policy that keeps every token after the prompt in a window. Its frozen record has the prompts' `lengths`."""
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Return the number of slots for all tokens after the shortest prompt."""
+        return max(capacity - shortest, 1)
+
+    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Return how many more tokens fit into both the capacity and the window."""
+        left = spec.window - (lengths - state.frozen.lengths)
+        return jnp.minimum(spec.capacity - lengths, left)
+
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length of the prompt. Each later token has a slot of its own, so all of them can be given back."""
+        lengths: Array = state.frozen.lengths
+        return lengths
+
+
+class EvictingPolicy(KeepsLaterTokens, Costs):
     """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
     splits_tokens = True
@@ -114,10 +132,6 @@ class EvictingPolicy(UniformPolicy, Costs):
     def heads(self, spec: CacheSpec) -> int:
         """Return the number of heads h that keep their own set of tokens."""
         return spec.kv_heads
-
-    def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the number of slots for all tokens after the shortest prompt."""
-        return max(capacity - shortest, 1)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a state in which no token is kept."""
@@ -161,16 +175,6 @@ class EvictingPolicy(UniformPolicy, Costs):
         kept = Piece(frozen.kept.k, frozen.kept.v, there[:, None, None])
         later = Piece(window.k, window.v, on_first(spec, seen)[:, None])
         return attend_parts(spec, step.q_post, [kept, later]), state
-
-    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the window."""
-        left = spec.window - (lengths - state.frozen.lengths)
-        return jnp.minimum(spec.capacity - lengths, left)
-
-    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt: each later token has a slot of its own."""
-        lengths: Array = state.frozen.lengths
-        return lengths
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the kept prompt tokens, and all tokens after the prompt."""

@@ -23,11 +23,11 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import to_chunks, write_rows
 from jshadow.ops.prefix_attention import Stream, attend_stream
-from jshadow.policies.base import HookInputs, UniformPolicy
+from jshadow.policies.base import HookInputs
 from jshadow.policies.capabilities import HasAll, Sized, Streams
 from jshadow.policies.checks import check_range
 from jshadow.policies.costs import Costs
-from jshadow.policies.eviction import LaterTokens
+from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens
 from jshadow.policies.registry import register
 
 
@@ -43,7 +43,7 @@ class PromptLengths(struct.PyTreeNode):
 
 @register(small={"block": 8}, lossless=lambda tokens, config: {"block": 8})
 @dataclasses.dataclass(frozen=True)
-class Offloaded(UniformPolicy, HasAll, Streams, Sized, Costs):
+class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
     """Keep the keys and values of the prompt in host memory, and attend to all of them.
 
     Attributes:
@@ -65,10 +65,6 @@ class Offloaded(UniformPolicy, HasAll, Streams, Sized, Costs):
         """Check the size of a block, and limit it to the capacity."""
         check_range(self.name, "block", self.block, 1)
         return dataclasses.replace(self, block=min(self.block, capacity))
-
-    def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the number of slots for all tokens after the shortest prompt."""
-        return max(capacity - shortest, 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout:
         """Return the layout of the keys and values of the prompt, in blocks."""
@@ -137,16 +133,6 @@ class Offloaded(UniformPolicy, HasAll, Streams, Sized, Costs):
             for old, new in zip(prompt, (window.k, window.v), strict=True)
         )
         return KeyValues(k, v)
-
-    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the window."""
-        left = spec.window - (lengths - state.frozen.lengths)
-        return jnp.minimum(spec.capacity - lengths, left)
-
-    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt: each later token has a slot of its own."""
-        lengths: Array = state.frozen.lengths
-        return lengths
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the prompt's tokens, and all tokens after the prompt."""

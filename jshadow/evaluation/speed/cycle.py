@@ -6,6 +6,7 @@ Keys, values and queries are random. The weights of a model take no part, and ne
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from jshadow.evaluation.speed.timing import compiled
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full
 from jshadow.policies.full import FullLive
+
+PROGRAMS = ("step", "draft", "check")  # a step of full attention; all drafts of a cycle; their check
 
 
 def bench_cycle(shape: Shape, drafter: SelfDraft, acceptance: float, repeats: int = 10) -> dict[str, Any]:
@@ -48,6 +51,31 @@ def bench_cycle(shape: Shape, drafter: SelfDraft, acceptance: float, repeats: in
         "dtype": shape.dtype,
     }
     drafter.check_target(shape.config(), abstract_state(shape.config(), Full(), **sizes, fetch="resident"))
+    run = cycle_programs(shape, drafter)
+    for name in PROGRAMS:
+        run(name)
+    times: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    for _ in range(repeats):
+        for name, seconds in times.items():
+            start = time.perf_counter()
+            run(name)
+            seconds.append(time.perf_counter() - start)
+    tokens = sum(acceptance**place for place in range(drafter.tokens + 1))
+    ratios = [tokens * step / (draft + check) for step, draft, check in zip(*times.values(), strict=True)]
+    return {
+        "context": shape.context,
+        "batch": shape.batch,
+        "dtype": shape.dtype,
+        **{f"{name}_seconds": statistics.median(seconds) for name, seconds in times.items()},
+        "tokens_a_cycle": tokens,
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
+
+
+def cycle_programs(shape: Shape, drafter: SelfDraft) -> Callable[[str], None]:
+    """Compile the programs of a layer on one random cache. Return a function that runs one of PROGRAMS and waits."""
     spec, state = layer_state(shape, Full(), "resident")
     policy, unit, count = drafter.policy, drafter.policy.unit, spec.capacity // drafter.policy.unit
     keys = state.live.cache.k[:, :, : count * unit].reshape(*state.live.cache.k.shape[:2], count, unit, -1)
@@ -90,23 +118,4 @@ def bench_cycle(shape: Shape, drafter: SelfDraft, acceptance: float, repeats: in
         out, latest[0] = programs[name](latest[0], *more)
         jax.block_until_ready((out, latest[0]))
 
-    for name in programs:
-        run(name)
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(repeats):
-        for name, seconds in times.items():
-            start = time.perf_counter()
-            run(name)
-            seconds.append(time.perf_counter() - start)
-    tokens = sum(acceptance**place for place in range(drafter.tokens + 1))
-    ratios = [tokens * step / (draft + check) for step, draft, check in zip(*times.values(), strict=True)]
-    return {
-        "context": shape.context,
-        "batch": shape.batch,
-        "dtype": shape.dtype,
-        **{f"{name}_seconds": statistics.median(seconds) for name, seconds in times.items()},
-        "tokens_a_cycle": tokens,
-        "ratio": statistics.median(ratios),
-        "least": min(ratios),
-        "most": max(ratios),
-    }
+    return run

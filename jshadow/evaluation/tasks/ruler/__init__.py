@@ -34,7 +34,7 @@ FIRST_SEED = 42  # the package's own seed, which is our seed 0
 
 
 def among(tasks: Any) -> list[str]:
-    """Return those of the tasks that are RULER's, without duplicates. What is not a list of names has none."""
+    """Return the tasks that are RULER's, without duplicates. The result is empty if `tasks` is not a list of names."""
     if isinstance(tasks, str) or not isinstance(tasks, Sequence):
         return []
     return [task for task in RULER_TASKS if task in tasks]

@@ -20,7 +20,7 @@ ESSAYS = "PaulGrahamEssays.json"
 
 @dataclasses.dataclass(frozen=True)
 class RulerTask:
-    """What the package says about one task.
+    """The settings of one task, as they are in the package.
 
     Attributes:
         name: name of the task in the package.
@@ -48,7 +48,7 @@ class RulerTask:
 
     @property
     def reads_essays(self) -> bool:
-        """Whether the text around the needles is made of essays, which are split into sentences."""
+        """Whether the needles are put into essays. Then the script splits the essays into sentences."""
         return self.settings.get("type_haystack") == "essay"
 
 
