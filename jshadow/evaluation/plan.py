@@ -22,21 +22,20 @@ SERVED = "bfloat16"  # shares count bytes in this dtype; beside float32, packed 
 SLACK = 0.05  # a setting may be given with a share if it changes the policy's device bytes by at most this fraction
 
 
-def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
+def control(params: Any, policy: ShadowKV, plan: TaskPlan) -> StreamingLLM | None:
     """Return StreamingLLM with the device bytes of a ShadowKV whose values are offloaded.
 
     The result is None if even the smallest StreamingLLM takes more bytes. This is a negative control. It keeps the
     newest tokens and selects nothing. If it solves a task, the task does not need selection.
     """
-    sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
-    taken = footprint(params.config, policy, **sizes)
+    taken = footprint(params.config, policy, **plan.sizes, dtype=params.dtype.name, fetch="device_put")
     try:
-        return sized_to(StreamingLLM(), taken["device_bytes"] / taken["full_bytes"], capacity, params.config)
+        return sized_to(StreamingLLM(), taken["device_bytes"] / taken["full_bytes"], plan.capacity, params.config)
     except Infeasible:
         return None
 
 
-def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
+def at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Entry:
     """Return a policy with the largest settings whose device bytes stay within a share of full attention's.
 
     `policies.sizing.at_share` assumes a prompt that fills the capacity. Here the bytes of later tokens are also
@@ -46,10 +45,10 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     Raises:
         ConfigError: a given setting takes device memory, which the share determines.
     """
-    config = setup.params.config
+    config, capacity = setup.params.config, plan.capacity
 
     def taken(policy: Policy) -> float:
-        used = footprint(config, policy, capacity=capacity, prompt=length, dtype=SERVED, fetch="device_put")
+        used = footprint(config, policy, **plan.sizes, dtype=SERVED, fetch="device_put")
         return float(used["device_bytes"] / used["full_bytes"])
 
     fraction = share
@@ -202,21 +201,21 @@ def entries_of(
     swept: Mapping[Policy, tuple[str, ...]],
 ) -> tuple[Entry, ...]:
     """Return the entries of a task's table, full attention first. Raises ConfigError if a policy cannot run."""
-    length, capacity = plan.shortest, plan.capacity
     if shares:
         full, *others = policies
         entries = [Entry(full)]
-        entries += [at_share(setup, policy, share, capacity, length) for share in shares for policy in others]
+        entries += [at_share(setup, policy, share, plan) for share in shares for policy in others]
     else:
         entries = [Entry(setup.taught(policy)) for policy in policies]
+        has_control = not plan.cases[0].forced and not ruler.among([plan.task])
         for policy in policies:
-            if isinstance(policy, ShadowKV) and not plan.cases[0].forced and not swept:
-                policy.resolve(setup.params.config, capacity)
-                small = control(setup.params, policy, capacity, length)
+            if isinstance(policy, ShadowKV) and has_control and not swept:
+                policy.resolve(setup.params.config, plan.capacity)
+                small = control(setup.params, policy, plan)
                 entries += [Entry(small, label(policy))] if small is not None else []
     entries += [Entry(setup.taught(policy), sweeps=names) for policy, names in swept.items()]
     for entry in entries:
         if entry.policy is not None:
-            resolved = entry.policy.resolve(setup.params.config, capacity)
+            resolved = entry.policy.resolve(setup.params.config, plan.capacity)
             check_fitted(resolved, setup.params.config, setup.arrays_of(resolved))
     return tuple(entries)

@@ -36,7 +36,7 @@ def row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
     params, fetch = setup.params, setup.fetch
     if entry.policy is None:
         return results.infeasible_row(plan.task, plan.length, entry.name, entry.share, entry.infeasible)
-    sizes = {"capacity": plan.capacity, "prompt": plan.shortest, "dtype": params.dtype.name}
+    sizes = plan.sizes | {"dtype": params.dtype.name}
     resolved = entry.policy.resolve(params.config, plan.capacity)
     used = footprint(params.config, resolved, **sizes, fetch=fetch)
     row: dict[str, Any] = {"task": plan.task, "length": plan.length, "policy": results.label(entry.policy)}

@@ -125,7 +125,7 @@ def prefilled(setup: Setup, plan: TaskPlan, case: Case, policies: Sequence[Polic
     params = setup.params
     tokens, length = np.zeros((1, plan.width(case)), np.int32), np.array([len(case.prompt)], np.int32)
     tokens[0, : len(case.prompt)] = case.prompt
-    options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "shortest": plan.shortest}
+    options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
     attends = [attention_of(policy.resolve(params.config, plan.capacity)) is not None for policy in policies]
     learned = [setup.arrays_of(policy) for policy in policies]
     apart = [attention or arrays is not None for attention, arrays in zip(attends, learned, strict=True)]
@@ -153,8 +153,8 @@ def sample_key(setup: Setup, model: str, plan: TaskPlan, index: int, policy: Pol
     parts += [case.questions] if case.questions else []
     if unusual := [(one.scorer, one.choices) for one in case.samples if one.scorer != "number"]:
         parts += [unusual]
-    if plan.shortest != len(case.prompt) or plan.width(case) != len(case.prompt):
-        parts += [plan.shortest, plan.width(case)]  # prompts of different lengths have different windows and padding
+    if plan.room is not None or plan.width(case) != len(case.prompt):
+        parts += [plan.room, plan.width(case), "room"]  # prompts of different lengths have other windows and padding
     parts += [] if setup.prefill is None else [repr(setup.prefill)]
     learned = setup.arrays_of(policy)
     parts += [] if learned is None else [tree_digest(learned)]

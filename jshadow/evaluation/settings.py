@@ -14,6 +14,7 @@ from jshadow.policies.checks import reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
 WIDTHS = 8  # prompts of different lengths are padded to at most this many widths
+ROOM_STEP = 64  # rooms are multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,23 @@ class TaskPlan:
 
     @property
     def shortest(self) -> int:
-        """Length of the shortest prompt in tokens. The windows of all states are sized for it."""
+        """Length of the shortest prompt in tokens."""
         return min(len(case.prompt) for case in self.cases)
+
+    @property
+    def room(self) -> int | None:
+        """Number of tokens that a state may take after its prompt, or None if all prompts have the same length.
+
+        It sizes the windows of the states. It is rounded up, so that tasks with similar answers share their programs.
+        """
+        if self.shortest == max(len(case.prompt) for case in self.cases):
+            return None
+        return round_up(max(case.growth for case in self.cases), ROOM_STEP)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of `footprint` that describe the states."""
+        return {"capacity": self.capacity, "prompt": self.shortest, "room": self.room}
 
     def width(self, case: Case) -> int:
         """Return the width that a prompt is padded to: a multiple of an eighth of the longest prompt.

@@ -79,8 +79,8 @@ def abstract_state(
     batch: int,
     capacity: int,
     prompt: int,
-    dtype: str,
-    fetch: str,
+    dtype: str = "bfloat16",
+    fetch: str = "auto",
     room: int | None = None,
 ) -> KVState:
     """Return the state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
@@ -174,8 +174,9 @@ def footprint(
         ConfigError: a setting or the fetch mode is out of range.
     """
     check_prompt(prompt, capacity)
-    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch}
-    state = abstract_state(config, policy, batch=1, room=room, **sizes)
+    state = abstract_state(
+        config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch, room=room
+    )
     parts = state_nbytes(state)
     return {
         "parts": parts,
@@ -186,17 +187,17 @@ def footprint(
 
 
 def check_prompt(prompt: int, capacity: int) -> None:
-    """Raise CapacityError unless a prompt of `prompt` tokens fits into `capacity` tokens."""
+    """Raise CapacityError unless the prompt fits into the capacity."""
     if not 1 <= prompt <= capacity:
         raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
 
 
 def step_footprint(
-    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, **options: Any
 ) -> dict[str, int]:
     """Return the bytes that one decode step of one row moves from the host, and those that it reads on the device.
 
-    The bytes of all layers are added. The arguments are those of `footprint`.
+    The bytes of all layers are added. The arguments are those of `footprint`; `options` are dtype, fetch and room.
 
     Returns:
         {"bytes_moved", "bytes_read"}. Bytes from the host count only in the first.
@@ -205,7 +206,7 @@ def step_footprint(
         CapacityError, ConfigError: as in `footprint`.
     """
     check_prompt(prompt, capacity)
-    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
     layers = zip(state.specs, state.layers, strict=True)
     steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]
     moved = sum(host for step in steps for _, host in step.values())

@@ -129,7 +129,7 @@ def test_tasks_run_through_the_harness(params, tiny_tasks):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
-    """SmolLM2 in float32, and in float64 in the `hf` backend, give equal scores, greedy flags, windows and generations."""
+    """SmolLM2 in float32 and the `hf` backend in float64 give equal scores, greedy flags, windows and texts."""
     from lm_eval.models.huggingface import HFLM
 
     mine = JshadowLM(smollm2_dir, policy="full", dtype="float32", capacity=64, batch_size=2)
