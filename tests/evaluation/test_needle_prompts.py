@@ -8,8 +8,11 @@ from tokenizers_by_kind import TOKENIZERS
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import tasks
+from jshadow.evaluation.tasks import package_texts
 
-OLD = [name for name in tasks.TASKS if name.startswith(("needle", "agreement"))]
+OLD = [
+    name for name in tasks.TASKS if name.startswith(("needle", "agreement")) and name not in package_texts.PACKAGE_TASKS
+]
 
 
 NEEDLES = [name for name in tasks.TASKS if name.startswith("needle")]

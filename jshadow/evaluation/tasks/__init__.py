@@ -2,8 +2,9 @@
 
 A task is a function (tokenizer, length, depth, seed) -> Case. Its prompt has exactly `length` tokens, or up to 1 % less
 if the tokenizer allows no other length. The texts are filler sentences written for this project, the documentation and
-source code that ship with Python, or the Bible. Python's texts differ between its versions, so a seed gives the same
-prompt only with the same version of Python. As a program, this package prints one prompt, or writes many:
+source code that ship with Python, the Bible, or texts of other installed packages. Python's texts differ between its
+versions, so a seed gives the same prompt only with the same version of Python. As a program, this package prints one
+prompt, or writes many:
 
     python -m jshadow.evaluation.tasks needle_docs --model DIR --tokens 2000 --depth 0.5 --seed 0
     python -m jshadow.evaluation.tasks niah_single_1 --model DIR --tokens 4096 --samples 20 --out niah.jsonl
@@ -39,6 +40,7 @@ from jshadow.evaluation.tasks.needles import SNAP as SNAP
 from jshadow.evaluation.tasks.needles import TURNS as TURNS
 from jshadow.evaluation.tasks.needles import NeedleKind, needles, niah, passkey
 from jshadow.evaluation.tasks.needles import snap as snap
+from jshadow.evaluation.tasks.package_texts import PACKAGE_TASKS
 from jshadow.evaluation.tasks.retrieval import kv_retrieval, two_stage
 from jshadow.evaluation.tasks.texts import NOISE as NOISE
 from jshadow.evaluation.tasks.texts import STORY as STORY
@@ -83,6 +85,7 @@ TASKS: dict[str, Task] = {
     "agreement": agreement,
     "agreement_bible": agreement_bible,
     "agreement_code": agreement_code,
+    **PACKAGE_TASKS,
 }
 
 

