@@ -6,6 +6,7 @@ from typing import Any
 from jshadow.evaluation import results
 from jshadow.evaluation.plan import SERVED
 from jshadow.evaluation.settings import Entry, Setup, TaskPlan
+from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, PHASES
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import attention_of
@@ -69,13 +70,23 @@ def with_figures(
     """
     rows: list[dict[str, Any]] = []
     columns = iter(zip(*table, strict=True))
+    phased = heads[0]["task"] in PHASE_TASKS
     full = [records[0] for records in table]
     for head in heads:
-        figures = {} if head["infeasible"] else results.score_row(next(columns), full, depths)
+        figures = {}
+        if not head["infeasible"]:
+            records = next(columns)
+            figures = results.score_row(records, full, depths) | (phase_figures(records) if phased else {})
         rows.append({**head, **figures})
     verdicts = [results.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
     worst = max(verdicts, key=lambda text: not text.startswith("ok"), default=None)
     return [row | {"control": worst} for row in rows]  # the verdict is about the task, so every row has it
+
+
+def phase_figures(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the number of answers asked for and found at each phase. Sample i has phase i modulo PHASES."""
+    found = [results.tidy(sum(sum(results.scores_of(one)) for one in records[i::PHASES])) for i in range(PHASES)]
+    return {"phase_asked": [len(records[i::PHASES]) for i in range(PHASES)], "phase_found": found}
 
 
 def task_rows(setup: Setup, plan: TaskPlan, table: Sequence[Mapping[Policy, Record]]) -> list[dict[str, Any]]:

@@ -199,7 +199,8 @@ def evaluate(
 
         Rows of tasks with questions also have asked, found, found_by_full and found_by_both (sums of scores from 0 to
         1), recall_of_full (percent), turns (percent by turn), and depths and depth_scores (percent) if the facts have
-        depths. Rows of agreement tasks also have top1 and top1_stderr (percent), kl and kl_stderr (KL(full || policy)
+        depths. Rows of `needle_*_phases` also have phase_asked and phase_found (numbers of answers at each of the 8
+        phases). Rows of agreement tasks also have top1 and top1_stderr (percent), kl and kl_stderr (KL(full || policy)
         in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and under full attention).
 
     Raises:

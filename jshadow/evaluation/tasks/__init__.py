@@ -29,6 +29,7 @@ from jshadow.evaluation.tasks.framing import frame as frame
 from jshadow.evaluation.tasks.framing import has_template as has_template
 from jshadow.evaluation.tasks.framing import opening as opening
 from jshadow.evaluation.tasks.framing import render as render
+from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, seed_at_phase
 from jshadow.evaluation.tasks.needles import CITIES as CITIES
 from jshadow.evaluation.tasks.needles import DIGITS as DIGITS
 from jshadow.evaluation.tasks.needles import DIGITS_OF_MANY as DIGITS_OF_MANY
@@ -71,6 +72,7 @@ TASKS: dict[str, Task] = {
     "needle_grid": functools.partial(needles, source=documentation),
     "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS, digits=DIGITS_OF_MANY),
     "needle_multiturn_noise": functools.partial(needles, source=noise, count=TURNS, digits=DIGITS_OF_MANY),
+    **PHASE_TASKS,
     **{name: functools.partial(niah, kind=kind) for name, kind in NIAH.items()},
     "passkey": passkey,
     "kv_retrieval": kv_retrieval,
@@ -130,4 +132,5 @@ def sample_of(task: str, tokenizer: Any, length: int, index: int, samples: int, 
     depth = (index + 0.5) / samples
     if task in GRIDS and samples > 1:
         depth = index / (samples - 1)
-    return make(task, tokenizer, length, depth, random.Random(f"{seed}:{index}").getrandbits(32)), depth
+    drawn = random.Random(f"{seed}:{index}").getrandbits(32)
+    return make(task, tokenizer, length, depth, seed_at_phase(drawn, index) if task in PHASE_TASKS else drawn), depth
