@@ -7,9 +7,9 @@ Its softmax over the tokens is multiplied by the norm of the value. The paper ta
 output projection. kvpress and this file take the norm of the value itself. The first tokens are always kept, and their
 queries do not count. No question is needed at the end of the prompt, because no single query is read.
 
-kvpress reads the queries before RoPE. Here the queries after RoPE are rotated back, in float32. The kept tokens are
-those of kvpress ([comparison](../benchmarks/kvpress.md)). kvpress refuses a prompt of at most `sinks` tokens. Here such
-a prompt is kept, if the budget permits it.
+kvpress reads the queries before RoPE. Here the queries after RoPE are rotated back, in float32. kvpress refuses a
+prompt of at most `sinks` tokens. Here such a prompt is kept, if the budget permits it. A test compares the kept tokens
+with those of kvpress (docs/benchmarks/tests.md).
 """
 
 import dataclasses
@@ -76,12 +76,12 @@ class ExpectedAttention(KeepsBest):
         return scores, jnp.zeros_like(prompt.lengths)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the default, two copies of all queries with log-sum-exps, the scores, and blocks and covariances."""
+        """Count the default, all queries with log-sum-exps, a float32 copy of both, the scores, blocks, covariances."""
         item, heads = jnp.dtype(spec.dtype).itemsize, spec.batch * spec.q_heads
-        queries = heads * tokens * (spec.head_dim * item + 4)
+        queries = heads * tokens * (spec.head_dim * (item + 4) + 8)
         small = heads * spec.head_dim * (BLOCK + spec.head_dim)
         norms = spec.batch * tokens * spec.kv_heads * (spec.head_dim + 2)
-        return super().compress_bytes(spec, tokens) + 2 * queries + 4 * (3 * heads * tokens + 4 * small + norms)
+        return super().compress_bytes(spec, tokens) + queries + 4 * (3 * heads * tokens + 4 * small + norms)
 
     def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
         """Count the covariances of the queries, and their products with the keys."""

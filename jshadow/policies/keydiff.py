@@ -3,8 +3,8 @@
 Source: Park et al. 2025, arXiv 2504.15364. Every key is divided by its norm. The score of a token is the negative
 cosine of the angle between its key and the mean of these keys. No query is read, so the choice does not depend on a
 question at the end of the prompt. The paper reads a prompt in blocks and evicts after each block. Here the whole prompt
-is read first, as in NVIDIA's kvpress 0.5.5 (`KeyDiffPress` alone, without its `BlockPress`). The kept tokens are those
-of kvpress ([comparison](../benchmarks/kvpress.md)).
+is read first, as in NVIDIA's kvpress 0.5.5 (`KeyDiffPress` alone, without its `BlockPress`). A test compares the kept
+tokens with those of kvpress (docs/benchmarks/tests.md).
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """TOVA keeps the prompt tokens that the last query attends to most, the same tokens for all heads of a layer.
 
 Source: Oren et al. 2024, arXiv 2401.06104. The attention is averaged over all query heads. The paper evicts one token
-at each step, after the prompt too. Here a prompt is evicted once, and all later tokens are kept, as in NVIDIA's kvpress
-0.5.5 (`TOVAPress`). kvpress and this file always keep the last token of the prompt. The paper does not. The kept tokens
-are those of kvpress ([comparison](../benchmarks/kvpress.md)).
+at each step, after the prompt too. Here the tokens of a prompt are evicted once, and all later tokens are kept, as in
+NVIDIA's kvpress 0.5.5 (`TOVAPress`). kvpress and this file always keep the last token of the prompt. The paper does
+not. A test compares the kept tokens with those of kvpress (docs/benchmarks/tests.md).
 """
 
 import dataclasses

@@ -133,7 +133,8 @@ def test_the_kept_tokens_are_the_oracle_s(name, size, dtype):
         compress, policy = compressed(POLICIES[name], config, tokens, dtype, len(lengths))
         frozen = compress(prompt).frozen
         k, v, q, last = (
-            np.asarray(x.astype(jnp.float32), np.float64) for x in (prompt.k_post, prompt.v, prompt.q_post, prompt.q_tail)
+            np.asarray(x.astype(jnp.float32), np.float64)
+            for x in (prompt.k_post, prompt.v, prompt.q_post, prompt.q_tail)
         )
         for row, count in enumerate(lengths):
             np.testing.assert_array_equal(q[row, count - 1], last[row, 0])
@@ -147,6 +148,32 @@ def test_the_kept_tokens_are_the_oracle_s(name, size, dtype):
                         np.asarray(got[row, head, :kept].astype(jnp.float32)),
                         np.asarray(every[row, want, head].astype(jnp.float32)),
                     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tova many", "keydiff many", "expected many"])
+def test_the_compiled_compression_keeps_to_the_bound(name, dtype):
+    """What XLA reserves beyond the keys and values: its temporaries and the queries."""
+    config = dataclasses.replace(TINY, q_heads=9, kv_heads=3, head_dim=64)
+    tokens = 6 * BLOCK + 5
+    policy = POLICIES[name].resolve(config, tokens)
+    spec = cache_specs(config, policy, 1, tokens, tokens, dtype, "resident")[0]
+
+    def rows(count, heads):
+        return jax.ShapeDtypeStruct((1, count, heads, config.head_dim), dtype)
+
+    every, reads = rows(tokens, 3), policy.reads
+    prompt = PromptKV(
+        *(every, every, every, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, tokens), jnp.int32)),
+        q_tail=rows(reads.last_queries, 9) if reads.last_queries else None,
+        q_post=rows(tokens, 9) if reads.all_queries else None,
+        lse=jax.ShapeDtypeStruct((1, 9, tokens), jnp.float32) if reads.all_queries else None,
+    )
+    queries = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((prompt.q_tail, prompt.q_post, prompt.lse))
+    )
+    program = jax.jit(lambda prompt: policy.compress(spec, policy.init(spec), prompt)[0]).lower(prompt).compile()
+    assert program.memory_analysis().temp_size_in_bytes + queries <= policy.compress_bytes(spec, tokens)
 
 
 @pytest.mark.parametrize("name", ["tova", "keydiff", "expected"])
@@ -170,14 +197,12 @@ def test_all_heads_of_tova_keep_the_same_tokens():
     """And heads of the others do not."""
     config, (tokens, lengths) = MODELS["group1"], SIZES["one"]
     prompt = prompt_of(config, "one", "float32", 5)
+    every = np.asarray(prompt.k_post[0]).swapaxes(0, 1)
     for name, same in (("tova", True), ("keydiff", False), ("expected", False)):
-        one = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.float32)[:, None, None], prompt.v.shape)
-        marked = prompt.replace(v=one if name != "expected" else prompt.v * 0 + 1)
-        compress, policy = compressed(POLICIES[name], config, tokens, "float32", len(lengths))
-        keys = np.asarray(compress(marked).frozen.kept.k)
-        every = np.asarray(prompt.k_post).swapaxes(1, 2)
-        found = (keys[0][:, :, None] == every[0][:, None]).all(axis=-1).argmax(axis=-1)
-        assert (len({tuple(row) for row in found.tolist()}) == 1) is same
+        compress, _ = compressed(POLICIES[name], config, tokens, "float32", len(lengths))
+        keys = np.asarray(compress(prompt).frozen.kept.k[0])
+        found = (keys[:, :, None] == every[:, None]).all(axis=-1).argmax(axis=-1)
+        assert (len(set(map(tuple, found.tolist()))) == 1) is same
 
 
 SETTINGS = {
