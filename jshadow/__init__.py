@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from jshadow.policies import H2O as H2O
     from jshadow.policies import KIVI as KIVI
     from jshadow.policies import LESS as LESS
+    from jshadow.policies import TOVA as TOVA
     from jshadow.policies import DenseFirst as DenseFirst
+    from jshadow.policies import ExpectedAttention as ExpectedAttention
     from jshadow.policies import Full as Full
     from jshadow.policies import InfiniGen as InfiniGen
     from jshadow.policies import InfLLM as InfLLM
+    from jshadow.policies import KeyDiff as KeyDiff
     from jshadow.policies import Loki as Loki
     from jshadow.policies import Offloaded as Offloaded
     from jshadow.policies import OmniKV as OmniKV
@@ -121,10 +124,13 @@ FACE = {
         "H2O",
         "KIVI",
         "LESS",
+        "TOVA",
         "DenseFirst",
+        "ExpectedAttention",
         "Full",
         "InfiniGen",
         "InfLLM",
+        "KeyDiff",
         "Loki",
         "Offloaded",
         "OmniKV",

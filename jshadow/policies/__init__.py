@@ -21,10 +21,12 @@ from jshadow.policies.checks import check_choice as check_choice
 from jshadow.policies.checks import check_range as check_range
 from jshadow.policies.checks import check_share as check_share
 from jshadow.policies.eviction import EvictingPolicy as EvictingPolicy
+from jshadow.policies.expected_attention import ExpectedAttention as ExpectedAttention
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
 from jshadow.policies.infllm.policy import InfLLM as InfLLM
+from jshadow.policies.keydiff import KeyDiff as KeyDiff
 from jshadow.policies.kivi import KIVI as KIVI
 from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
@@ -42,6 +44,7 @@ from jshadow.policies.sizing import Falling as Falling
 from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.specache import SpeCache as SpeCache
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
+from jshadow.policies.tova import TOVA as TOVA
 from jshadow.policies.wrappers import WRAPPERS as WRAPPERS
 from jshadow.policies.wrappers import DenseFirst as DenseFirst
 from jshadow.policies.wrappers import Pyramid as Pyramid

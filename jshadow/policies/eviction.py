@@ -6,7 +6,9 @@ tokens, so it has its own state.
 """
 
 import abc
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -14,11 +16,15 @@ from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
+from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
+from jshadow.policies.capabilities import Budgeted, Sized
+from jshadow.policies.checks import check_range
 from jshadow.policies.costs import Costs
 from jshadow.policies.parts import attend_parts, on_first, own_count, own_units, parts_of
+from jshadow.policies.sizing import Falling
 
 
 class KeptPrompt(struct.PyTreeNode):
@@ -185,3 +191,29 @@ class EvictingPolicy(KeepsLaterTokens, Costs):
         """Count the scores of all slots, and a float32 copy of the keys or of the values."""
         slots = parts_of(spec, self.slots(spec.capacity)) + spec.window
         return 3 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * self.heads(spec) * slots * spec.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsBest(EvictingPolicy, Budgeted, Sized):
+    """An evicting policy with one budget, and no other setting that takes memory.
+
+    Attributes:
+        kept: number of prompt tokens that each KV head keeps.
+    """
+
+    kept: int = 2048
+
+    budget_fields = ("kept",)
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the budget."""
+        check_range(self.name, "kept", self.kept, 1)
+        return self
+
+    def slots(self, capacity: int) -> int:
+        """Return the number of prompt tokens that are kept, at most the capacity."""
+        return min(self.kept, capacity)
+
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Return one policy for each number of tokens from num_tokens down to 1."""
+        return [Falling(lambda kept: type(self)(kept=kept), 1, num_tokens)]

@@ -4,6 +4,10 @@ Source: Li et al. 2024, arXiv 2404.14469, section 4. The paper does not state th
 the maximum, as in the paper's LongBench settings. In the published code, each query head selects its own set of tokens
 and stores their keys and values (`granularity="q_head"`). Here, by default, each KV head has one set of tokens. It is
 selected by the mean of the scores over the query heads of the KV head.
+
+NVIDIA's kvpress 0.5.5 has other defaults than the paper: a window of 64 queries, and the mean over 5 tokens. With
+`observation_window=64`, `kernel=5` and `pooling="avg"`, a test compares the kept tokens with those of kvpress
+(docs/benchmarks/tests.md).
 """
 
 import dataclasses

@@ -17,6 +17,7 @@ QUICK = {
     ("full", "sp4", "resident"),
     ("quest", "tp2_sp2", "device_put"),
     ("snapkv", "data2", "resident"),
+    ("tova", "tp2_sp2", "resident"),
     ("shadowkv", "tp2_sp2", "device_put"),
     ("packed", "tp2_sp2", "zero_copy"),
     ("shadowkv_plus", "tp4", "zero_copy"),

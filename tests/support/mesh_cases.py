@@ -11,7 +11,18 @@ from jax.sharding import Mesh
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.laws.inputs import TINY
-from jshadow.policies import Full, Loki, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
+from jshadow.policies import (
+    TOVA,
+    ExpectedAttention,
+    Full,
+    KeyDiff,
+    Loki,
+    Policy,
+    Quest,
+    ShadowKV,
+    ShadowKVPlus,
+    SnapKV,
+)
 from jshadow.policies.shadowkv import ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
@@ -21,6 +32,9 @@ POLICIES: dict[str, Policy] = {
     "full": Full(),
     "quest": Quest(budget=12, unit=4, dense_layers=1),
     "snapkv": SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
+    "tova": TOVA(kept=14),
+    "keydiff": KeyDiff(kept=14),
+    "expected_attention": ExpectedAttention(kept=14, sinks=2),
     "shadowkv": ShadowKV(rank=12, **SMALL),
     "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
     "shadowkv_plus": ShadowKVPlus(

@@ -1,0 +1,139 @@
+"""NVIDIA's kvpress keeps the tokens that jshadow keeps: SmolLM2, all layers and heads, token by token.
+
+These tests exist only where kvpress is installed. docs/benchmarks/kvpress.md has the commands and the figures.
+"""
+
+import argparse
+import functools
+import importlib.util
+import inspect
+import pydoc_data.topics
+
+import jax
+import numpy as np
+import pytest
+
+import jshadow
+from jshadow import TOVA, ExpectedAttention, KeyDiff, SnapKV
+from jshadow.cache.prompt_walk import prompts_of
+from jshadow.cli.demo_text import document
+from jshadow.planner.bytes import cache_specs
+
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
+TEXTS = {
+    "documentation": (pydoc_data.topics.topics["specialnames"], 1024),
+    "code": (inspect.getsource(argparse), 512),
+    "diary": (document(), 777),
+}
+RATIOS = (0.5, 0.75)  # the share of the tokens that is dropped
+ALL = 0.9999  # both libraries compute in float32, but they add in another order
+# The policy that keeps n tokens, the name and the settings of the press, and the share of tokens that must be the same.
+METHODS = {
+    "tova": (lambda n: TOVA(kept=n), "TOVAPress", {}, ALL),
+    "keydiff": (lambda n: KeyDiff(kept=n), "KeyDiffPress", {}, ALL),
+    "expected_attention": (lambda n: ExpectedAttention(kept=n), "ExpectedAttentionPress", {}, ALL),
+    "expected_attention, epsilon": (
+        lambda n: ExpectedAttention(kept=n, sinks=7, future=64, epsilon=0.01),
+        "ExpectedAttentionPress",
+        {"n_sink": 7, "n_future_positions": 64, "epsilon": 0.01},
+        ALL,
+    ),
+    "snapkv": (lambda n: SnapKV(n, observation_window=64, kernel=5, pooling="avg"), "SnapKVPress", {}, ALL),
+    "snapkv, defaults": (lambda n: SnapKV(n), "SnapKVPress", {}, 0.75),
+}
+
+
+def places(kept, every):
+    """Positions [h, n] of kept keys [h, n, d] among all keys [h, S, d], in rising order. Kept keys are exact copies."""
+    found = []
+    for some, all_of_them in zip(kept, every, strict=True):
+        position = {key.tobytes(): at for at, key in enumerate(all_of_them)}
+        found.append(sorted(position[key.tobytes()] for key in some))
+    return np.array(found)
+
+
+@functools.cache
+def their_model(folder):
+    """The model as kvpress takes it, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@functools.cache
+def our_model(folder):
+    """The model in float32."""
+    return jshadow.load(folder, dtype="float32")
+
+
+def theirs(folder, tokens):
+    """The positions that kvpress keeps, by method, ratio and layer; in one pass, because a press changes no prefill."""
+    import kvpress
+    import torch
+    from transformers import DynamicCache
+
+    model = their_model(folder)
+    presses = {
+        (name, ratio): getattr(kvpress, press)(compression_ratio=ratio, **settings)
+        for name, (_, press, settings, _) in METHODS.items()
+        for ratio in RATIOS
+    }
+    found = {}
+
+    class Every(kvpress.BasePress):
+        """Lets each press compress, and keeps all keys and values."""
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            for name, press in presses.items():
+                kept, _ = press.compress(module, hidden_states, keys, values, attentions, kwargs)
+                found[*name, module.layer_idx] = places(kept[0].numpy(), keys[0].numpy())
+            return keys, values
+
+    with torch.no_grad(), Every()(model):
+        model(torch.tensor([tokens]), past_key_values=DynamicCache())
+    return found
+
+
+def ours(folder, tokens):
+    """The positions that jshadow keeps, in the same form."""
+    params, count, found, programs = our_model(folder), len(tokens), {}, {}
+    for name, (policy_of, *_) in METHODS.items():
+        for ratio in RATIOS:
+            policy = policy_of(max(1, int(count * (1 - ratio)))).resolve(params.config, count)
+            spec = cache_specs(params.config, policy, 1, count, count, "float32", "resident")[0]
+            program = jax.jit(
+                lambda prompt, policy=policy, spec=spec: (
+                    policy.compress(spec, policy.init(spec), prompt)[0].frozen.kept.k
+                )
+            )
+            programs[name, ratio] = program, policy.reads.last_queries
+    for layer, prompt in enumerate(prompts_of(params, np.array(tokens))):
+        every = np.asarray(prompt.k_post[0]).swapaxes(0, 1)
+        for name, (compress, last) in programs.items():
+            tail = prompt.q_post[:, count - last :] if last else None
+            found[*name, layer] = places(np.asarray(compress(prompt.replace(q_tail=tail))[0]), every)
+    return found
+
+
+if importlib.util.find_spec("kvpress") is not None:
+
+    @pytest.mark.filterwarnings("ignore")  # of kvpress and the packages that it imports
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_kvpress_keeps_the_same_tokens(text, smollm2_dir, record_property):
+        written, count = TEXTS[text]
+        tokens = our_model(smollm2_dir).tokenizer.encode(written)[:count]
+        assert len(tokens) == count
+        want, got = theirs(smollm2_dir, tokens), ours(smollm2_dir, tokens)
+        assert want.keys() == got.keys()
+        for name, (*_, least) in METHODS.items():
+            for ratio in RATIOS:
+                same = total = heads = 0
+                for layer in range(30):
+                    for one, other in zip(want[name, ratio, layer], got[name, ratio, layer], strict=True):
+                        assert len(set(one)) == len(set(other)) == len(one) == int(count * (1 - ratio))
+                        same, total = same + len(set(one) & set(other)), total + len(one)
+                        heads += set(one) != set(other)
+                record_property(f"{name}, {ratio}", f"{same} of {total} tokens, {heads} heads of 90 differ")
+                print(f"{text}: {name}, {ratio}: {same} of {total} tokens, {heads} heads of 90 differ")
+                assert same >= least * total
