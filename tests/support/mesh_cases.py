@@ -12,7 +12,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.laws.inputs import TINY
 from jshadow.policies import Full, Loki, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
-from jshadow.policies.shadowkv import ExactKeys
+from jshadow.policies.shadowkv import ChannelCode, ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
@@ -33,6 +33,7 @@ POLICIES: dict[str, Policy] = {
         extend_piece=6,
     ),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
+    "channel": ShadowKV(keys=ChannelCode(bits=4), **SMALL),
 }
 MESHES = {
     "tp2": {"tp": 2},
