@@ -11,10 +11,8 @@ that the query of the previous step would have fetched.
 
 import argparse
 import dataclasses
-import itertools
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -129,33 +127,26 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
 # Divergence
 
 
-Found = dict[tuple, dict[str, Any]]  # records of a policy by text, length and number of the prompt
-
-
-def records(
-    setup: Setup, policies: list[ShadowKV], tasks: Sequence[str], lengths: list[int], samples: int
-) -> Iterator[list[Found]]:
-    """Run every policy on every prompt. Yield after each prompt the records of all policies so far, in order."""
-    plans = plan_tasks(setup, tasks, lengths, policies, EvalSettings(samples=samples))
-    plans.sort(key=lambda plan: plan.length)  # tasks of one length share compiled programs
-    found: list[Found] = [{} for _ in policies]
-    for length, group in itertools.groupby(plans, lambda plan: plan.length):
-        for index, plan in itertools.product(range(samples), list(group)):
-            run_policies = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
-            _, *new = run_case(setup, plan, index, run_policies)
-            for records_of_policy, record in zip(found, new, strict=True):
-                records_of_policy[plan.task, length, index] = record
-            print(f"{plan.task}, {length} tokens, prompt {index + 1} of {samples}", file=sys.stderr)
-            yield found
-        jax.clear_caches()
-
-
-def divergences(params: Any, policies: dict[str, ShadowKV], lengths: list[int], samples: int) -> list[dict[str, Any]]:
+def divergences(
+    params: Any, policies: dict[str, ShadowKV], lengths: list[int], samples: int, console: Console
+) -> list[dict[str, Any]]:
     """Return one row for each policy: its mean KL over all prompts and for each kind of text.
 
     `lower_on` is the number of prompts on which its KL is below that of the first policy.
     """
-    *_, found = records(Setup(params, "resident", None, {}), list(policies.values()), TASKS, lengths, samples)
+    setup = Setup(params, "resident", None, {})
+    plans = plan_tasks(setup, TASKS, lengths, list(policies.values()), EvalSettings(samples=samples))
+    plans.sort(key=lambda plan: plan.length)  # tasks of one length share compiled programs
+    found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
+    for done, plan in enumerate(plans):
+        run_policies = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
+        for index in range(samples):
+            _, *records = run_case(setup, plan, index, run_policies)
+            for records_of_policy, record in zip(found, records, strict=True):
+                records_of_policy[plan.task, plan.length, index] = record
+            console.print(f"{plan.task}, {plan.length} tokens, prompt {index + 1}: {done + 1} of {len(plans)} tasks")
+        if done % len(TASKS) == len(TASKS) - 1:
+            jax.clear_caches()
     rows = []
     for name, own_records in zip(policies, found, strict=True):
         kl = {place: record["kl"] for place, record in own_records.items()}
@@ -246,8 +237,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     params, lengths = jshadow.load(args.model, "float32"), [int(length) for length in args.lengths.split(",")]
+    console = Console(stderr=True)
     wanted = {name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))}
-    found = {"divergence": divergences(params, wanted, lengths, args.samples)}
+    found = {"divergence": divergences(params, wanted, lengths, args.samples, console)}
     if not args.only:
         found["reuse"] = [row for length in lengths for row in reuse(params, length)]
     if args.json:

@@ -5,7 +5,8 @@ outlier chunks. Only the keys differ. They take as many bits as `packed()`, or a
 their own bits. The texts are documentation and source code of Python, and essays and HotpotQA's paragraphs. The last
 two need NVIDIA's package: `pip install 'jshadow[ruler]'`.
 
-Codes whose bits depend on the prompt round the keys once, at the end of the prefill, and keep the rounded keys exactly.
+Every row codes and rebuilds the keys once, at the end of the prefill, and keeps the rebuilt keys exactly. So the
+library need not have each code, and one compiled program serves all rows. A step of the library rebuilds the same keys.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +26,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from key_codes import Found, records
 from rich.console import Console
 from rich.table import Table
 
 import jshadow
+from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation.metrics import mean_stderr
-from jshadow.evaluation.settings import Setup
-from jshadow.evaluation.tasks import TASKS as TASK_TABLE
+from jshadow.evaluation.metrics import kl, mean_stderr
+from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.agreement import agreement
 from jshadow.evaluation.tasks.ruler.package import DISTRIBUTION, INSTALL
-from jshadow.evaluation.tasks.texts import tokens_of
+from jshadow.evaluation.tasks.texts import code, documentation, tokens_of
 from jshadow.models.config import ModelConfig
-from jshadow.policies import ShadowKV
+from jshadow.policies import Full, ShadowKV
 from jshadow.policies.shadowkv import ChannelCode, LowRank, RotationCode, TransformCode
-from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, Sizes, usual_rank
+from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, KeyCodec, Sizes, usual_rank
+from jshadow.policies.shadowkv.key_codecs.base import Spread
 from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
 from jshadow.policies.shadowkv.key_codecs.midrise import steps
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys, side_by_side
 
-TASKS = ("agreement", "agreement_code", "essays", "hotpotqa")
+Found = dict[str, dict[tuple[str, int], float]]  # KL by policy, and by text and number of the prompt
 SVDQ = (8, 4, 2, 1, 1, 0, 0, 0)  # bits of eight equal groups of columns (SVDq, section 4.2)
 LOADS = np.geomspace(1.2, 8, 8)  # ranges to try, in standard deviations
 
@@ -82,6 +84,13 @@ def prose_tokens(tokenizer: Any, rng: random.Random, *, kind: str) -> Iterator[i
 
     return tokens_of(tokenizer, rng, pieces)
 
+
+TEXTS: dict[str, Callable[[Any, random.Random], Iterator[int]]] = {
+    "documentation": documentation,
+    "code": code,
+    "essays": functools.partial(prose_tokens, kind="essays"),
+    "hotpotqa": functools.partial(prose_tokens, kind="hotpotqa"),
+}
 
 # Codes whose bits depend on the prompt, or are no powers of two
 
@@ -150,8 +159,8 @@ def allotted(errors: Array, widths: tuple[int, ...], total: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Allotted(ExactCodec):
-    """Keeps keys exactly, after rounding their coefficients in the basis of `TransformCode`.
+class Allotted:
+    """Rounds keys in the basis of `TransformCode`, with bits that the prompt decides or that groups of columns have.
 
     Attributes:
         widths: the numbers of bits that a column may have.
@@ -160,24 +169,22 @@ class Allotted(ExactCodec):
         own_ranges: whether each column has its range of least error, and not that of `TransformCode`.
     """
 
-    widths: tuple[int, ...] = (0, 2, 4, 8)
-    total: int = 384
+    widths: tuple[int, ...]
+    total: int
     fixed: tuple[int, ...] = ()
     own_ranges: bool = False
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
-        """Round the keys k_pre [B, S, h_kv, d], then encode them as `ExactCodec` does."""
+    def rounded_keys(self, k_pre: Array, lengths: Array, weights: Array | None) -> Array:
+        """Round the keys k_pre [B, S, h_kv, d]."""
         plain = PromptKeys(k_pre, lengths, k_pre.shape[1], weights)
         mean = plain.mean_key()
         keys = dataclasses.replace(plain, mean=mean)
-        columns = k_pre.shape[2] * k_pre.shape[3]
-        basis = leading_columns(keys.gram(), columns)
+        basis = leading_columns(keys.gram(), k_pre.shape[2] * k_pre.shape[3])
         x, _ = keys.coefficients(basis)(jnp.int32(0))
         real = (jnp.arange(x.shape[1]) < lengths[:, None])[..., None]
         got = jnp.einsum("bsr,bmr->bsm", jax.vmap(self.rounds)(x, real), basis, precision=lax.Precision.HIGHEST)
         got = got if weights is None else got / side_by_side(weights)[:, None]
-        got = got.reshape(k_pre.shape) + mean[:, None]
-        return super().encode(got.astype(k_pre.dtype), lengths, units, chunk)
+        return got.reshape(k_pre.shape) + mean[:, None]
 
     def rounds(self, x: Array, real: Array) -> Array:
         """Round the coefficients of one prompt x [S, W]."""
@@ -192,39 +199,77 @@ class Allotted(ExactCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllottedKV(ShadowKV):
-    """ShadowKV with a codec `Allotted`. `keys` says only whether errors are weighted."""
+class Rounded(ExactCodec):
+    """Keeps keys exactly, after coding and rebuilding them.
 
-    allot: Allotted = dataclasses.field(default_factory=Allotted)
+    Attributes:
+        coder: a codec of the library, or an `Allotted`.
+    """
+
+    coder: KeyCodec | Allotted
+
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
+        """Code and rebuild the keys k_pre [B, S, h_kv, d], then encode them as `ExactCodec` does."""
+        if isinstance(self.coder, Allotted):
+            keys = self.coder.rounded_keys(k_pre, lengths, weights)
+        else:
+            size = -(-k_pre.shape[1] // chunk)
+            code = self.coder.encode(k_pre, lengths, size, chunk, weights)
+            ids = jnp.broadcast_to(jnp.arange(size), (k_pre.shape[0], k_pre.shape[2], size))
+            keys = self.coder.decode(code, ids, chunk).swapaxes(1, 2)[:, : k_pre.shape[1]]
+        return super().encode(keys.astype(k_pre.dtype), lengths, units, chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedKV(ShadowKV):
+    """ShadowKV with a codec `Rounded`. `keys` only says whether errors are weighted.
+
+    Attributes:
+        allot: the rounding, or None for that of `keys`.
+    """
+
+    allot: Allotted | None = None
+
+    @property
+    def coder(self) -> KeyCodec | Allotted:
+        """What rounds the keys."""
+        return self.keys.codec(self.rank) if self.allot is None else self.allot
 
     @property
     def codec(self) -> Any:
         """The codec of the keys."""
-        return self.allot
+        return Rounded(self.coder)
 
 
 # Rows
 
 
-def rows_of(config: ModelConfig) -> dict[str, ShadowKV]:
+def rows_of(config: ModelConfig) -> dict[str, RoundedKV]:
     """Return the compared policies by name."""
     usual = dataclasses.replace(ShadowKV.packed(), budget=256, outlier_chunks=8)
     norm = 16 / config.head_dim  # bits of a column that the length of a rotated key takes
 
-    def keys(code: Any, rank: int | None = None) -> ShadowKV:
-        return dataclasses.replace(usual, keys=code, rank=rank)
-
-    def allot(weights: str, **settings: Any) -> ShadowKV:
+    def keys(code: Any, allot: Allotted | None = None) -> RoundedKV:
         fields = {field.name: getattr(usual, field.name) for field in dataclasses.fields(ShadowKV)}
-        fields["keys"] = TransformCode(bits=2, weights=weights)
-        return AllottedKV(**fields, allot=Allotted(total=2 * config.key_columns, **settings))
+        return RoundedKV(**fields | {"keys": code}, allot=allot)
+
+    def allot(weights: str, widths: tuple[int, ...], **settings: Any) -> RoundedKV:
+        return keys(TransformCode(bits=2, weights=weights), Allotted(widths, 2 * config.key_columns, **settings))
 
     return {
-        "transform, 2 bits, weighted: packed()": usual,
+        "transform, 2 bits, weighted: packed()": keys(usual.keys),
         "transform, 2 bits": keys(TransformCode(bits=2)),
-        "DP over 0, 2, 4, 8 bits, weighted": allot("queries"),
-        "DP over 0 to 8 bits, weighted": allot("queries", widths=tuple(range(9)), own_ranges=True),
-        f"SVDq, {SVDQ}": allot("none", widths=(0, 1, 2, 4, 8), own_ranges=True, fixed=SVDQ),
+        "DP over 0, 2, 4, 8 bits, weighted": allot("queries", (0, 2, 4, 8)),
+        "DP over 0 to 8 bits, weighted": allot("queries", tuple(range(9)), own_ranges=True),
+        f"SVDq, {SVDQ}": allot("none", (0, 1, 2, 4, 8), own_ranges=True, fixed=SVDQ),
         "channel, 2 bits": keys(ChannelCode(bits=2)),
         "transform, 2 bits and a norm, weighted": keys(TransformCode(bits=2 + norm, weights="queries")),
         "rotation, 2 bits": keys(RotationCode(bits=2)),
@@ -234,25 +279,40 @@ def rows_of(config: ModelConfig) -> dict[str, ShadowKV]:
     }
 
 
-def token_bytes(policy: ShadowKV, config: ModelConfig, tokens: int) -> tuple[float, float | None]:
-    """Return the bytes of a token's keys in bfloat16: its own, and its share of what all tokens share.
+def token_bytes(policy: RoundedKV, config: ModelConfig, tokens: int) -> tuple[float, float | None]:
+    """Return the bytes of a token's keys in bfloat16: its own, and its part of what all tokens share.
 
-    The second is None if the basis has another number of columns for each prompt.
+    The second is None if the bits depend on the prompt, because then the number of columns in the basis does too.
     """
-    if isinstance(policy, AllottedKV):
+    if policy.allot is not None:
         return policy.allot.total / 8, None
-    codec, sizes = policy.resolve(config, tokens).codec, Sizes(config.kv_heads, config.head_dim, "bfloat16")
+    codec, sizes = policy.resolve(config, tokens).coder, Sizes(config.kv_heads, config.head_dim, "bfloat16")
+    assert isinstance(codec, KeyCodec)
     own = codec.read_bytes(sizes) * (1 if codec.joint else config.kv_heads)
     return own, (codec.nbytes(tokens, 1, sizes) - own * tokens) / tokens
 
 
-def summary(
-    config: ModelConfig, policies: dict[str, ShadowKV], found: list[Found], tokens: int
-) -> list[dict[str, Any]]:
+def divergences(params: Any, policies: list[RoundedKV], case: Case) -> list[float]:
+    """Return the KL of each policy from full attention, mean over the forced tokens of a case.
+
+    All policies keep keys in one form. So one compiled program serves them all after the prompt.
+    """
+    forced = np.array([case.forced], np.int32)
+    prompt, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
+    capacity = len(case.prompt) + len(case.forced)
+    every = [Full(), *policies]
+    found = decode.prefill_many(params, prompt, length, every, capacity=capacity, fetch="resident")
+    states = [state for _, state in found]
+    states = [states[0], *(state.replace(specs=states[1].specs, policy=states[1].policy) for state in states[1:])]
+    logits = []
+    for state in states:
+        out, _ = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
+        logits.append(np.asarray(out)[0])
+    return [float(kl(logits[0], own).mean()) for own in logits[1:]]
+
+
+def summary(config: ModelConfig, policies: dict[str, RoundedKV], kls: Found, tokens: int) -> list[dict[str, Any]]:
     """Return one row for each policy. It is compared with the weighted transform code of as many bytes, if any."""
-    kls = {
-        name: {place: record["kl"] for place, record in own.items()} for name, own in zip(policies, found, strict=True)
-    }
     sizes = {name: token_bytes(policy, config, tokens) for name, policy in policies.items()}
     ours = {sizes[name][0]: kls[name] for name in reversed(policies) if "weighted" in name and "transform" in name}
     rows = []
@@ -283,23 +343,27 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--samples", type=int, default=3, help="prompts of each kind of text")
-    parser.add_argument("--texts", default=",".join(TASKS), help="kinds of text, comma list")
+    parser.add_argument("--texts", default=",".join(TEXTS), help="kinds of text, comma list")
     parser.add_argument("--only", default="", help="rows whose name holds one of these, comma list")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON after every prompt")
-    args = parser.parse_args()
-    TASK_TABLE.update(
-        {kind: functools.partial(agreement, source=functools.partial(prose_tokens, kind=kind)) for kind in TASKS[2:]}
+    parser.add_argument(
+        "--json", action="store_true", help="print no table, but the KL of each prompt as a line of JSON"
     )
+    args = parser.parse_args()
     params = jshadow.load(args.model, "float32")
     only = args.only.split(",")
     policies = {name: row for name, row in rows_of(params.config).items() if any(text in name for text in only)}
-    setup, texts = Setup(params, "resident", None, {}), args.texts.split(",")
-    for found in records(setup, list(policies.values()), texts, [args.length], args.samples):
-        rows = summary(params.config, policies, found, args.length)
+    kls: Found = {name: {} for name in policies}
+    for seed, text in itertools.product(range(args.samples), args.texts.split(",")):
+        case = agreement(params.tokenizer, args.length, 0.5, seed, source=TEXTS[text])
+        for name, own in zip(policies, divergences(params, list(policies.values()), case), strict=True):
+            kls[name][text, seed] = own
+        print(f"{text}, prompt {seed + 1} of {args.samples}", file=sys.stderr)
         if args.json:
-            print(json.dumps(rows), flush=True)
+            line = {"text": text, "prompt": seed, "kl": {name: own[text, seed] for name, own in kls.items()}}
+            print(json.dumps(line), flush=True)
     if args.json:
         return
+    rows = summary(params.config, policies, kls, args.length)
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*(shown(value) for value in row.values()))

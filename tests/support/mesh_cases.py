@@ -33,7 +33,7 @@ POLICIES: dict[str, Policy] = {
         extend_piece=6,
     ),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
-    "channel": ShadowKV(keys=ChannelCode(bits=4), **SMALL),
+    "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
 MESHES = {
     "tp2": {"tp": 2},

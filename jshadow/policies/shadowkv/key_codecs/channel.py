@@ -9,6 +9,7 @@ Here it is that of the prompt.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -53,6 +54,11 @@ class ChannelCodec(PerHeadCodec):
         some = (lengths > 0)[:, None, None]
         step = (most - least) / (2**self.bits - 1)
         return Ranges(jnp.where(some, least, 0), jnp.where(some, step, 0))
+
+    def shared_shapes(self, batch: int, sizes: Sizes) -> Ranges:
+        """Return the shapes of the two arrays."""
+        each: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), jnp.float32)
+        return Ranges(each, each)
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
         """Round keys to the nearest level. Later keys out of the prompt's range are clipped to it."""

@@ -26,15 +26,18 @@ class PerHeadCodec(KeyCodec):
     def row_bytes(self, dim: int) -> int:
         """Return w, the bytes of a row, for heads of width `dim`."""
 
-    @abc.abstractmethod
     def shared(self, k_pre: Array, lengths: Array) -> Any:
-        """Return the shared part `right` of a prompt's code. The arguments are those of `encode`."""
+        """Return the shared part `right` of a prompt's code, by default None. The arguments are those of `encode`."""
+        return None
+
+    def shared_shapes(self, batch: int, sizes: Sizes) -> Any:
+        """Return the shapes of `shared`."""
+        return None
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """Return the shape of the rows, and the shapes of `shared`."""
+        """Return the shape of the rows, and the shapes of the shared part."""
         left: Any = jax.ShapeDtypeStruct((batch, sizes.heads, units, chunk * self.row_bytes(sizes.dim)), jnp.uint8)
-        keys = jax.ShapeDtypeStruct((batch, 1, sizes.heads, sizes.dim), jnp.dtype(sizes.dtype))
-        return KeyCode(left, jax.eval_shape(self.shared, keys, jax.ShapeDtypeStruct((batch,), jnp.int32)))
+        return KeyCode(left, self.shared_shapes(batch, sizes))
 
     def encode(
         self,

@@ -57,10 +57,6 @@ class RotationCodec(PerHeadCodec):
         """Return the bytes of d codes and of the length."""
         return dim * self.bits // 8 + NORM
 
-    def shared(self, k_pre: Array, lengths: Array) -> Any:
-        """Return None: nothing depends on the prompt."""
-        return None
-
     def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
         """Rotate keys, and round each number to its nearest level."""
         keys, dim = k_pre.astype(jnp.float32), k_pre.shape[-1]
