@@ -12,7 +12,7 @@ from jshadow.policies.shadowkv import Quirks
 
 pytestmark = pytest.mark.xdist_group("mesh")
 FETCHES = ("resident", "device_put", "zero_copy")
-OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "exact")
+OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "exact", "channel")
 QUICK = {
     ("full", "sp4", "resident"),
     ("quest", "tp2_sp2", "device_put"),

@@ -51,7 +51,7 @@ UNKNOWN = {
     "field": (["landmark_tokens=2"], r"key of shadowkv_plus \['budget'.*nearest: landmarks\.tokens"),
     "inside": (["keys.bit=2"], r"got 'keys\.bit=2'; the nearest: keys\.bits"),
     "other record": (["keys.bits=2"], r"shadowkv_plus\.keys='lowrank' has the settings \['weights'\], got 'bits'"),
-    "record": (["keys=zip"], r"shadowkv_plus\.keys must be one of \('lowrank', 'transform', 'exact'\), got 'zip'"),
+    "record": (["keys=zip"], r"shadowkv_plus\.keys must be one of \('lowrank', .*'channel'\), got 'zip'"),
     "no record": (["rank.x=2"], r"got 'rank\.x=2'; the nearest: rank"),
     "whole record": (["landmarks=2"], r"got 'landmarks=2'; the nearest: landmarks\."),
     "like nothing": (["qqqq=2"], r"got 'qqqq=2'$"),

@@ -41,7 +41,17 @@ from jshadow.policies import (
     SpeCache,
 )
 from jshadow.policies.registry import LAW_SETTINGS
-from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
+from jshadow.policies.shadowkv import (
+    ChannelCode,
+    Choice,
+    ExactKeys,
+    Landmarks,
+    LowRank,
+    Quirks,
+    RotationCode,
+    TransformCode,
+    Values,
+)
 
 LLAMA3_ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=64)
 
@@ -82,7 +92,7 @@ PACKED = Landmarks(tokens=2, dtype="int4")
 TRANSFORM = TransformCode(profile=(3, 6, 8), weights="queries")
 
 
-def codec_case(policy: type[ShadowKV], keys: TransformCode, values: str, **settings: Any):
+def codec_case(policy: type[ShadowKV], keys: Any, values: str, **settings: Any):
     """A ShadowKV whose keys are in a code, by which outliers are chosen too, and whose values are packed.
 
     Its lossless setting has exact keys and values, and landmarks choose among all chunks.
@@ -151,6 +161,8 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
     "shadowkv_plus_transform": codec_case(
         ShadowKVPlus, TRANSFORM, "int4", **PLUS, landmarks=dataclasses.replace(PACKED, levels=2, order=2)
     ),
+    "shadowkv_rotation": codec_case(ShadowKV, RotationCode(bits=3), "model", **SMALL),
+    "shadowkv_plus_channel": codec_case(ShadowKVPlus, ChannelCode(), "int8", **PLUS),
     "shadowkv_two_rounds": shadowkv_case(
         ShadowKV, **SMALL, landmarks=PACKED, choice=Choice(rounds=2), keys=LowRank(weights="queries")
     ),

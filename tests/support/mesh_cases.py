@@ -23,7 +23,7 @@ from jshadow.policies import (
     ShadowKVPlus,
     SnapKV,
 )
-from jshadow.policies.shadowkv import ExactKeys
+from jshadow.policies.shadowkv import ChannelCode, ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
@@ -47,6 +47,7 @@ POLICIES: dict[str, Policy] = {
         extend_piece=6,
     ),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
+    "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
 MESHES = {
     "tp2": {"tp": 2},

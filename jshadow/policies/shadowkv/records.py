@@ -5,7 +5,7 @@ The settings that are changed most often (rank, chunk_size, budget, outlier_chun
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -13,10 +13,12 @@ from jshadow.ops.packing import ROW_BITS
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.settings import Record
 from jshadow.policies.shadowkv.key_codecs import (
+    ChannelCodec,
     ExactCodec,
     KeyCodec,
     LowRankCodec,
     Profile,
+    RotationCodec,
     TransformCodec,
     usual_profile,
     usual_rank,
@@ -114,12 +116,64 @@ class ExactKeys(Record):
         return ExactCodec()
 
 
-Keys = LowRank | TransformCode | ExactKeys
+@dataclasses.dataclass(frozen=True)
+class HeadCode(Record):
+    """Keys stored in a code of single heads that others published. It is for comparison and has no GPU kernel.
+
+    Attributes:
+        bits: bits of a number of a key, one of `multiples`.
+
+    Class attributes:
+        multiples: the choices of `bits`, each with the number of which head_dim must be a multiple.
+    """
+
+    bits: int = 2
+
+    multiples: ClassVar[dict[int, int]] = {}
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        """Check the bits, that no rank is given, and that the codes of a key fill whole bytes."""
+        check_no_rank(policy, self.name, rank)
+        check_choice(f"{policy}.keys", "bits", self.bits, tuple(self.multiples))
+        multiple = self.multiples[self.bits]
+        if config.head_dim % multiple:
+            raise ConfigError(
+                f"{policy}.keys={self.name!r} with keys.bits={self.bits} must have a head_dim that is a multiple of "
+                f"{multiple}, got {config.head_dim}"
+            )
+        return dataclasses.replace(self, bits=int(self.bits)), None
+
+
+@dataclasses.dataclass(frozen=True)
+class RotationCode(HeadCode):
+    """Keys stored in a fixed random basis of each head, with 2 or 3 `bits`; see `key_codecs.rotation` (TurboQuant)."""
+
+    name = "rotation"
+    multiples = {2: 4, 3: 8}  # noqa: RUF012, the base has its type
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        """Return the codec with these settings."""
+        return RotationCodec(self.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelCode(HeadCode):
+    """Keys quantized channel by channel, with 2 or 4 `bits`; see `key_codecs.channel` (KVQuant)."""
+
+    name = "channel"
+    multiples = {2: 4, 4: 2}  # noqa: RUF012, the base has its type
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        """Return the codec with these settings."""
+        return ChannelCodec(self.bits)
+
+
+Keys = LowRank | TransformCode | ExactKeys | RotationCode | ChannelCode
 
 
 def weights_of(keys: Keys) -> str:
-    """Return the setting `weights` of the key code; "none" for exact keys."""
-    return "none" if isinstance(keys, ExactKeys) else keys.weights
+    """Return the setting `weights` of the key code; "none" for codes that have none."""
+    return keys.weights if isinstance(keys, LowRank | TransformCode) else "none"
 
 
 def check_no_rank(policy: str, keys: str, rank: Any) -> None:

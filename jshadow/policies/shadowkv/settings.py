@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,7 +20,7 @@ from jshadow.policies.shadowkv.key_codecs import KeyCodec
 from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
 from jshadow.policies.shadowkv.records import (
     Choice,
-    ExactKeys,
+    Keys,
     Landmarks,
     LowRank,
     TransformCode,
@@ -43,7 +43,8 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
             at least 256.
         outlier_chunks: number of chunks that each KV head keeps exactly. None: 24 for every 1,024 tokens of budget.
         local_chunks: number of whole chunks at the end of the prompt that stay in the window.
-        keys: how keys are stored: `LowRank` (the paper), `TransformCode` or `ExactKeys`.
+        keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, or a code that others
+            published, `RotationCode` or `ChannelCode`.
         landmarks: the summaries of keys by which chunks are selected.
         values: how values are stored in host memory.
         choice: extensions of the paper's rules for choosing chunks.
@@ -60,7 +61,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
     budget: int | None = None
     outlier_chunks: int | None = 48
     local_chunks: int = 4
-    keys: LowRank | TransformCode | ExactKeys = dataclasses.field(default_factory=LowRank)
+    keys: Keys = dataclasses.field(default_factory=LowRank)
     landmarks: Landmarks = dataclasses.field(default_factory=Landmarks)
     values: Values = dataclasses.field(default_factory=Values)
     choice: Choice = dataclasses.field(default_factory=Choice)
@@ -138,7 +139,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check every setting and replace every None by a number, except a rank that the key code does not have."""
-        check_record(self.name, "keys", self.keys, (LowRank, TransformCode, ExactKeys))
+        check_record(self.name, "keys", self.keys, get_args(Keys))
         for name, kind in (("landmarks", Landmarks), ("values", Values), ("choice", Choice), ("quirks", Quirks)):
             check_record(self.name, name, getattr(self, name), (kind,))
         keys, rank = self.keys.resolve(self.name, self.rank, config)

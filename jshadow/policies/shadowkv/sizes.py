@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from jshadow.models.config import ModelConfig
 from jshadow.policies.shadowkv.key_codecs import usual_rank
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.records import ExactKeys, Landmarks, LowRank, TransformCode
+from jshadow.policies.shadowkv.records import Keys, Landmarks, LowRank, TransformCode
 
 
 class Codes(Protocol):
@@ -16,7 +16,7 @@ class Codes(Protocol):
     @property
     def chunk_size(self) -> int: ...  # noqa: D102
     @property
-    def keys(self) -> LowRank | TransformCode | ExactKeys: ...  # noqa: D102
+    def keys(self) -> Keys: ...  # noqa: D102
     @property
     def landmarks(self) -> Landmarks: ...  # noqa: D102
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle_codec
+import oracle_head_codes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,11 @@ from jshadow.cache.records import Rebuild
 from jshadow.models.config import RopeConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.policies.shadowkv.key_codecs import (
+    ChannelCodec,
     ExactCodec,
     KeyCodec,
     LowRankCodec,
+    RotationCodec,
     Sizes,
     TransformCodec,
     midrise,
@@ -37,6 +40,8 @@ CODECS: dict[str, KeyCodec] = {
     "lowrank": LowRankCodec(9),
     "transform": TransformCodec((3, 10, 8)),
     "exact": ExactCodec(),
+    "rotation": RotationCodec(3),
+    "channel": ChannelCodec(2),
 }
 CHUNK = 4
 
@@ -176,7 +181,7 @@ def test_an_error_is_half_a_step_at_most(seed, profile, scale):
 @pytest.mark.parametrize("name", CODECS)
 def test_chunks_come_back_rotated_at_their_places(name, dtype):
     """Selected chunks of the prompt and of a tail are rebuilt at their positions, as NumPy rebuilds them."""
-    codec, heads, dim = CODECS[name], 2, 22
+    codec, heads, dim = CODECS[name], 2, 24
     rows = [spread_keys(40, heads, dim, 5), spread_keys(33, heads, dim, 6)]
     keys, lengths = batch_of(rows, dtype)
     code = codec.encode(keys, lengths, 6, CHUNK)
@@ -205,6 +210,11 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         keys = rows.astype(np.float64)
     elif isinstance(codec, LowRankCodec):
         keys = rows.astype(np.float64) @ np.asarray(code.right, np.float64)[b, h]
+    elif isinstance(codec, RotationCodec):
+        keys = oracle_head_codes.rotated_keys(rows, codec.bits)
+    elif isinstance(codec, ChannelCodec):
+        least, step = (np.asarray(x, np.float64)[b, h] for x in (code.right.least, code.right.step))
+        keys = oracle_head_codes.unpacked(rows, codec.bits) * step + least
     else:
         coder = own_coder(code.right, b, codec.profile)
         dim = code.right.mean.shape[2]
@@ -215,7 +225,7 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_prompt_s_own_tokens_are_projected_to_their_rows(name):
     """Projected rows equal the coded rows, except codes of numbers next to the edge of a step."""
-    codec, keys = CODECS[name], spread_keys(24, 2, 22, 9)
+    codec, keys = CODECS[name], spread_keys(24, 2, 24, 9)
     batch, lengths = jnp.asarray(keys[None], jnp.float32), jnp.array([24])
     code = codec.encode(batch, lengths, 6, CHUNK)
     rows = np.asarray(codec.project(batch, code.right))[0]  # [T, heads, w]
@@ -245,8 +255,8 @@ def test_the_same_bits_lose_less():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CODECS)
 def test_a_code_has_the_bytes_that_it_tells(name, dtype):
-    codec, sizes = CODECS[name], Sizes(2, 22, dtype)
-    keys, lengths = batch_of([spread_keys(40, 2, 22, 5)], dtype)
+    codec, sizes = CODECS[name], Sizes(2, 24, dtype)
+    keys, lengths = batch_of([spread_keys(40, 2, 24, 5)], dtype)
     code = codec.encode(keys, lengths, 6, CHUNK)
     empty = codec.empty(1, 6, CHUNK, sizes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), code) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
@@ -254,8 +264,10 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
     row_bytes = {
         "lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]),
         "transform": 3 + 10 // 2 + 8 // 4,
-        "exact": 22 * leaf_bytes(keys[0, 0, 0, 0]),
+        "exact": 24 * leaf_bytes(keys[0, 0, 0, 0]),
+        "rotation": 24 * 3 // 8 + 2,
+        "channel": 24 * 2 // 8,
     }[name]
     assert codec.read_bytes(sizes) == row_bytes
-    heads = 2 if name == "exact" else 1
+    heads = 1 if codec.joint else 2
     assert leaf_bytes(code.left) == 6 * CHUNK * heads * row_bytes

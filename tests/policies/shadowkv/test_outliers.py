@@ -17,10 +17,12 @@ from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, ExactKeys, TransformCode
 from jshadow.policies.shadowkv.key_codecs import (
+    ChannelCodec,
     ExactCodec,
     KeyCode,
     KeyCodec,
     LowRankCodec,
+    RotationCodec,
     TransformCodec,
     squared_error,
 )
@@ -31,6 +33,8 @@ CODECS: dict[str, KeyCodec] = {
     "lowrank": LowRankCodec(9),
     "transform": TransformCodec((3, 10, 8)),
     "exact": ExactCodec(),
+    "rotation": RotationCodec(2),
+    "channel": ChannelCodec(4),
 }
 BOTH = ShadowKV(
     chunk_size=CHUNK,

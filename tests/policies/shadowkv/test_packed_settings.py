@@ -137,7 +137,7 @@ def test_rows_past_their_scale_are_clipped(bits):
 # A policy's settings
 
 BAD = {
-    "codec": (dict(keys="zip"), r"shadowkv\.keys must be LowRank or TransformCode or ExactKeys, got 'zip'"),
+    "codec": (dict(keys="zip"), r"keys must be LowRank or TransformCode or ExactKeys or .* or ChannelCode, got 'zip'"),
     "other_codec": (dict(keys=Values()), r"shadowkv\.keys must be LowRank or .*, got Values"),
     "other_record": (dict(landmarks=2), r"shadowkv\.landmarks must be Landmarks, got 2"),
     "rank": (dict(keys=TransformCode(), rank=8), "rank must be None with keys='transform'.*got 8"),
