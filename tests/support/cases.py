@@ -89,7 +89,8 @@ def codec_case(policy: type[ShadowKV], keys: TransformCode, values: str, **setti
     """
 
     def lossless(num_tokens: int, config: ModelConfig) -> Policy:
-        return policy(keys=ExactKeys(), budget=max(num_tokens, 8), **settings)
+        whole = policy.lossless(num_tokens, config)
+        return dataclasses.replace(whole, rank=None, keys=ExactKeys(), **settings)
 
     codes = {"keys": keys, "values": Values(values), "choice": Choice(outlier_rule="both")}
     return PolicyCase(policy(budget=16, **codes, **settings), lossless)
@@ -149,7 +150,12 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
     "shadowkv_transform": codec_case(ShadowKV, TRANSFORM, "int4", **SMALL, landmarks=PACKED),
     "shadowkv_plus_transform": codec_case(
-        ShadowKVPlus, TRANSFORM, "int4", **PLUS, landmarks=dataclasses.replace(PACKED, levels=2, order=2)
+        ShadowKVPlus,
+        TRANSFORM,
+        "int4",
+        **PLUS,
+        landmarks=dataclasses.replace(PACKED, levels=2, order=2),
+        later_keys="projected",
     ),
     "shadowkv_two_rounds": shadowkv_case(
         ShadowKV, **SMALL, landmarks=PACKED, choice=Choice(rounds=2), keys=LowRank(weights="queries")

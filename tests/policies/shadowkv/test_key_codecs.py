@@ -20,6 +20,7 @@ from jshadow.policies.shadowkv.key_codecs import (
     KeyCodec,
     LowRankCodec,
     Sizes,
+    TokenCodec,
     TransformCodec,
     midrise,
 )
@@ -37,6 +38,7 @@ CODECS: dict[str, KeyCodec] = {
     "lowrank": LowRankCodec(9),
     "transform": TransformCodec((3, 10, 8)),
     "exact": ExactCodec(),
+    "int4": TokenCodec(),
 }
 CHUNK = 4
 
@@ -205,11 +207,34 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         keys = rows.astype(np.float64)
     elif isinstance(codec, LowRankCodec):
         keys = rows.astype(np.float64) @ np.asarray(code.right, np.float64)[b, h]
+    elif isinstance(codec, TokenCodec):
+        mean = np.asarray(code.right, np.float64)[b, h]
+        nibbles = np.concatenate([rows[:, :11] % 16, rows[:, :11] // 16], axis=1).astype(np.int64)
+        scale = np.ascontiguousarray(rows[:, 11:]).view(np.float32 if rows.shape[1] == 15 else np.float16)
+        keys = np.where(nibbles < 8, nibbles, nibbles - 16) * scale.astype(np.float64) + mean
     else:
         coder = own_coder(code.right, b, codec.profile)
         dim = code.right.mean.shape[2]
         keys = coder.keys(oracle_codec.unpacked(rows, codec.profile))[:, h * dim : (h + 1) * dim]
     return keys.reshape(len(left), CHUNK, -1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_keys_are_off_by_half_a_step_at_most(dtype):
+    """A step is a seventh of the largest distance from the mean key of the real tokens, for each token and head."""
+    rows = [spread_keys(40, 3, 10, 11), spread_keys(5, 3, 10, 12), np.full((1, 3, 10), 7.0)]
+    keys, lengths = batch_of(rows, dtype)
+    code = TokenCodec().encode(keys, lengths, 10, CHUNK)
+    ids = jnp.arange(10)[None, None].repeat(3, 0).repeat(3, 1)
+    got = np.asarray(TokenCodec().decode(code, ids, CHUNK), np.float64).swapaxes(1, 2)
+    slack = 1e-5 if dtype == "float32" else 0.02
+    for row, (length, real) in enumerate(zip([40, 5, 1], np.asarray(keys, np.float64), strict=True)):
+        mean = real[:length].mean(axis=0)
+        np.testing.assert_allclose(np.asarray(code.right, np.float64)[row], mean, atol=slack)
+        step = np.abs(real[:length] - mean).max(axis=2, keepdims=True) / 7
+        off = np.abs(got[row, :length] - real[:length])
+        assert (off <= (step / 2 + slack) * (1 + slack)).all()
+        assert not np.asarray(code.left)[row, :, -(-length // CHUNK) :].any()  # padding
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -255,7 +280,8 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
         "lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]),
         "transform": 3 + 10 // 2 + 8 // 4,
         "exact": 22 * leaf_bytes(keys[0, 0, 0, 0]),
+        "int4": 22 // 2 + leaf_bytes(keys[0, 0, 0, 0]),
     }[name]
     assert codec.read_bytes(sizes) == row_bytes
-    heads = 2 if name == "exact" else 1
+    heads = 2 if name in ("exact", "int4") else 1
     assert leaf_bytes(code.left) == 6 * CHUNK * heads * row_bytes

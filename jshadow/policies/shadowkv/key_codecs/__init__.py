@@ -2,7 +2,7 @@
 
 `lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. A new code needs a
 `KeyCodec` in its own file, a settings record in `shadowkv/records.py`, and a case in
-tests/policies/shadowkv/test_key_codecs.py.
+tests/policies/shadowkv/test_key_codecs.py. `TokenCodec` serves only the later tokens of ShadowKV+.
 """
 
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode as KeyCode
@@ -15,5 +15,6 @@ from jshadow.policies.shadowkv.key_codecs.left_rows import squared_error as squa
 from jshadow.policies.shadowkv.key_codecs.lowrank import LowRankCodec as LowRankCodec
 from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank as usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile as Profile
+from jshadow.policies.shadowkv.key_codecs.tokens import TokenCodec as TokenCodec
 from jshadow.policies.shadowkv.key_codecs.transform import TransformCodec as TransformCodec
 from jshadow.policies.shadowkv.key_codecs.transform import usual_profile as usual_profile
