@@ -139,7 +139,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     by_gather = functools.partial(fetch_by_gather, spec, layout)
     keys: Array | None
     rebuild = selection.rebuild
-    kernel = rebuild is not None and rebuild.split is None and rebuild.codec.compiled and tier.prompt is not None
+    kernel = rebuild is not None and rebuild.in_kernel and tier.prompt is not None
     if kernel and spec.fetch == "zero_copy":
         keys, values = by_kernel(tier, selection, ids)
     elif kernel and spec.fetch == "resident" and (spec.keep or layout.bits is not None):

@@ -165,6 +165,7 @@ class Rebuild(struct.PyTreeNode):
         tail_unit: index of the tail's first unit, counted in units from the start of the sequence, int32 [B]; or None.
         codec: the KeyCodec that made the code.
         unit: tokens in a unit.
+        later: None, or the code of the units after the prompt, with a tail and no units in `left`.
         split: None, or the part of the code that this device of a mesh has. It rebuilds the keys (`split.keys`). The
             ids then count from this device's first unit.
     """
@@ -174,21 +175,26 @@ class Rebuild(struct.PyTreeNode):
     inverse: Array
     tail: Array | None = None
     tail_unit: Array | None = None
+    later: "Rebuild | None" = None
     codec: Any = struct.field(pytree_node=False, kw_only=True)
     unit: int = struct.field(pytree_node=False, kw_only=True)
     split: Any = struct.field(pytree_node=False, kw_only=True, default=None)
 
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the GPU kernel that fetches values can also rebuild the keys."""
+        return bool(self.codec.compiled) and self.split is None and self.later is None
+
     def keys(self, ids: Array) -> Array:
-        """Rebuild the keys of the units `ids`.
-
-        Args:
-            ids: units, int32 [B, heads, n].
-
-        Returns:
-            Keys after RoPE [B, heads, n * unit, d], in float32 or the model's dtype.
-        """
+        """Rebuild keys after RoPE [B, h, n * unit, d] of units int32 [B, h, n], in float32 or the model's dtype."""
+        units = self.left.shape[-2] if self.split is None else self.split.units
+        if self.later is not None and units == 0:
+            return self.later.keys(ids)
         keys: Array = (self.codec.reconstruct if self.split is None else self.split.keys)(self, ids)
-        return keys
+        if self.later is None:
+            return keys
+        is_later = jnp.repeat(ids >= units, self.unit, axis=2)[..., None]
+        return jnp.where(is_later, self.later.keys(ids - units), keys)
 
 
 class Kept(struct.PyTreeNode):

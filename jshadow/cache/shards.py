@@ -14,11 +14,12 @@ with the rows, the heads or the units of a device.
     window, right factor                by KV head                            on every device
     left rows, which serve all heads    by unit, or with left="everywhere"    by unit
                                         on every device
-    left rows of later chunks, steps    on every device                       on every device
+    left rows of later chunks           by KV head, or on every device        on every device
+    steps of the transform code         on every device                       on every device
     lengths, last tokens, counters      on every device                       on every device
 
-Later chunks are those that ShadowKV+ adds after the prompt. The transform code has a step for each column,
-float32 [B, r], which all heads share.
+Later chunks are those that ShadowKV+ adds after the prompt. Their left rows lie on every device if they serve all
+heads (`later_keys="projected"`). The transform code has a step for each column, float32 [B, r], which all heads share.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ from jshadow.policies.shadowkv import Quirks
 
 pytestmark = pytest.mark.xdist_group("mesh")
 FETCHES = ("resident", "device_put", "zero_copy")
-OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "exact", "channel")
+OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "plus_int4", "exact", "channel")
 QUICK = {
     ("full", "sp4", "resident"),
     ("quest", "tp2_sp2", "device_put"),
@@ -21,6 +21,7 @@ QUICK = {
     ("shadowkv", "tp2_sp2", "device_put"),
     ("packed", "tp2_sp2", "zero_copy"),
     ("shadowkv_plus", "tp4", "zero_copy"),
+    ("plus_int4", "tp2_sp2", "device_put"),
 }
 # Each policy on each mesh, and in each fetch mode on a mesh of both kinds. TESTS=all has all modes on all meshes.
 WHOLE = {(name, mesh, "device_put") for name in POLICIES for mesh in MESHES}

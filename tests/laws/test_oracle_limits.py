@@ -15,7 +15,7 @@ CONFIG = CONFIGS["group2"]
 COLUMNS = CONFIG.key_columns
 PROMPT, TURNS = random_tokens(75, seed=41).tolist(), [random_tokens(n, seed=42 + n).tolist() for n in (11, 3, 1)]
 BASE = oracle.ShadowKV(rank=12, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
-PLUS = oracle.ShadowKVPlus(**dataclasses.asdict(BASE))
+PLUS = oracle.ShadowKVPlus(**dataclasses.asdict(BASE), later_keys="projected")
 EVERYTHING = {"rank": COLUMNS, "budget": 400}
 
 

@@ -83,6 +83,7 @@ PARTS["shadowkv_plus"] = PARTS["shadowkv"] | {
     "cut": BY_HEAD,
     "host.tail": BY_HEAD,
 }
+PARTS["plus_int4"] = PARTS["shadowkv_plus"] | {"live.left": BY_HEAD, "frozen.later": BY_HEAD}
 
 
 @pytest.mark.parametrize("method", POLICIES)

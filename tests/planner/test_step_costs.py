@@ -28,7 +28,7 @@ POLICIES = {
     "full": (Full(), FETCH_MODES[:1]),
     "streaming_llm": (StreamingLLM(window=256), FETCH_MODES[:1]),
     "shadowkv": (ShadowKV(**SMALL), FETCH_MODES),
-    "shadowkv_plus": (ShadowKVPlus(**SMALL), FETCH_MODES),
+    "shadowkv_plus": (ShadowKVPlus(**SMALL, later_keys="projected"), FETCH_MODES),
 }
 CASES = [
     (name, fetch, dtype)

@@ -99,7 +99,8 @@ def codec_case(policy: type[ShadowKV], keys: Any, values: str, **settings: Any):
     """
 
     def lossless(num_tokens: int, config: ModelConfig) -> Policy:
-        return policy(keys=ExactKeys(), budget=max(num_tokens, 8), **settings)
+        whole = policy.lossless(num_tokens, config)
+        return dataclasses.replace(whole, rank=None, keys=ExactKeys(), **settings)
 
     codes = {"keys": keys, "values": Values(values), "choice": Choice(outlier_rule="both")}
     return PolicyCase(policy(budget=16, **codes, **settings), lossless)
@@ -159,7 +160,12 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
     "shadowkv_transform": codec_case(ShadowKV, TRANSFORM, "int4", **SMALL, landmarks=PACKED),
     "shadowkv_plus_transform": codec_case(
-        ShadowKVPlus, TRANSFORM, "int4", **PLUS, landmarks=dataclasses.replace(PACKED, levels=2, order=2)
+        ShadowKVPlus,
+        TRANSFORM,
+        "int4",
+        **PLUS,
+        landmarks=dataclasses.replace(PACKED, levels=2, order=2),
+        later_keys="projected",
     ),
     "shadowkv_rotation": codec_case(ShadowKV, RotationCode(bits=3), "model", **SMALL),
     "shadowkv_plus_channel": codec_case(ShadowKVPlus, ChannelCode(), "int8", **PLUS),

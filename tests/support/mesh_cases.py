@@ -45,7 +45,9 @@ POLICIES: dict[str, Policy] = {
         local_chunks=1,
         extra_outlier_chunks=2,
         extend_piece=6,
+        later_keys="projected",
     ),
+    "plus_int4": dataclasses.replace(ShadowKVPlus.packed(), extra_outlier_chunks=2, extend_piece=6, **SMALL),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
     "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }

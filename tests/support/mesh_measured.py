@@ -28,7 +28,8 @@ POLICIES = {
     "snapkv": SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
     "shadowkv": ShadowKV(rank=12, **SMALL),
     "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
-    "shadowkv_plus": ShadowKVPlus(rank=12, extra_outlier_chunks=2, extend_piece=6, **SMALL),
+    "shadowkv_plus": ShadowKVPlus(rank=12, extra_outlier_chunks=2, extend_piece=6, later_keys="projected", **SMALL),
+    "plus_int4": ShadowKVPlus(rank=12, extra_outlier_chunks=2, extend_piece=6, **SMALL),
 }
 # data, sp, tp; and where left rows lie
 MESHES = {

@@ -4,6 +4,7 @@ To cover a new setting, add one line to SETTINGS.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from cases import TINY
@@ -36,6 +37,8 @@ class Setting(NamedTuple):
     fast: bool = False
     prefill_chunk: int = 57
 
+
+projected = functools.partial(ShadowKVPlus, later_keys="projected")  # the paper's code of later keys
 
 # Chunks of one token are their own landmark: every cosine is 1, so which are outliers is a tie unless all or none are.
 SETTINGS = {
@@ -93,7 +96,7 @@ SETTINGS = {
         ShadowKV(12, 4, 16, 3, 2, landmarks=Landmarks(tokens=2, levels=2, order=2), quirks=Quirks(exact_preload=True)),
         fast=True,
     ),
-    "plus_variance": Setting("two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, order=2))),
+    "plus_variance": Setting("two", (160,), projected(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, order=2))),
     "levels_shared": Setting(
         "group4",
         (288, 480),
@@ -109,7 +112,7 @@ SETTINGS = {
         ),
     ),
     "plus_levels": Setting(
-        "two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2)), fast=True
+        "two", (160,), projected(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2)), fast=True
     ),
     "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, choice=Choice(outlier_rule="both")), fast=True),
     "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, choice=Choice(outlier_rule="both"))),
@@ -129,38 +132,45 @@ SETTINGS = {
         ),
     ),
     "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2))),
-    "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
+    "plus": Setting("two", (96,), projected(12, 4, 24, 2, 2), fast=True),
+    "plus_int4": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
+    "plus_int4_levels": Setting(
+        "group4", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2), pool=2.0)
+    ),
+    "plus_int4_both_rules": Setting(
+        "one", (96,), ShadowKVPlus(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both")), fast=True
+    ),
     "pool": Setting("two", (160,), ShadowKV(12, 4, 16, 2, 2, pool=2.0), fast=True),
     "pool_levels": Setting("one", (288,), ShadowKV(12, 4, 24, 2, 2, landmarks=Landmarks(tokens=2, levels=2), pool=1.5)),
-    "pool_plus": Setting("group4", (160,), ShadowKVPlus(12, 4, 20, 2, 2, pool=3.0)),
+    "pool_plus": Setting("group4", (160,), projected(12, 4, 20, 2, 2, pool=3.0)),
     "pool_preload": Setting(
         "one", (96,), ShadowKV(12, 4, 24, 2, 2, quirks=Quirks(exact_preload=True, turn_selection="shared"), pool=2.0)
     ),
     "plus_exact_keys": Setting(
-        "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2)), fast=True
+        "one", (96,), projected(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2)), fast=True
     ),
     "plus_both_rules": Setting(
-        "one", (160,), ShadowKVPlus(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both")), fast=True
+        "one", (160,), projected(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both")), fast=True
     ),
     "plus_weighed": Setting(
         "two",
         (160,),
-        ShadowKVPlus(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both"), keys=LowRank(weights="queries")),
+        projected(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both"), keys=LowRank(weights="queries")),
         fast=True,
     ),
-    "plus_c1": Setting("one", (96,), ShadowKVPlus(32, 1, 9, 0, 0)),
+    "plus_c1": Setting("one", (96,), projected(32, 1, 9, 0, 0)),
     "plus_c2": Setting(
         "group4",
         (160, 288),
-        ShadowKVPlus(8, 2, 10, 12, 1, extend_piece=6, extra_outlier_chunks=2),
+        projected(8, 2, 10, 12, 1, extend_piece=6, extra_outlier_chunks=2),
         fast=True,
         prefill_chunk=2048,
     ),
-    "plus_c8": Setting("group1", (480,), ShadowKVPlus(16, 8, 64, 8, 4, quirks=Quirks(score_dtype="bfloat16"))),
+    "plus_c8": Setting("group1", (480,), projected(16, 8, 64, 8, 4, quirks=Quirks(score_dtype="bfloat16"))),
     "plus_multiple": Setting(
-        "one", (160,), ShadowKVPlus(12, 4, 24, 2, 1, quirks=Quirks(chunk_multiple=4), extend_piece=5), fast=True
+        "one", (160,), projected(12, 4, 24, 2, 1, quirks=Quirks(chunk_multiple=4), extend_piece=5), fast=True
     ),
     "plus_preload": Setting(
-        "one", (96,), ShadowKVPlus(16, 3, 30, 4, 0, quirks=Quirks(exact_preload=True), extra_outlier_chunks=1)
+        "one", (96,), projected(16, 3, 30, 4, 0, quirks=Quirks(exact_preload=True), extra_outlier_chunks=1)
     ),
 }

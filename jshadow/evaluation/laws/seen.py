@@ -24,13 +24,16 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
     """
     policy, names = spec.policy, list(values)
     rows: Any
-    if isinstance(policy, ShadowKV) and policy.keys.name != "lowrank":
-        for name in [name for name in names if name.startswith(f"{prefix}frozen.right")]:
-            del values[name]
-        for half in ("frozen", "live"):
-            if values.pop(f"{prefix}{half}.left", None) is not None:
+    if isinstance(policy, ShadowKV):
+        if policy.keys.name != "lowrank":
+            for name in [name for name in names if name.startswith(f"{prefix}frozen.right")]:
+                del values[name]
+        shared = getattr(layer.frozen, "later", None)
+        later = policy.later_codec, layer.frozen.right if shared is None else shared
+        for half, (codec, right) in {"frozen": (policy.codec, layer.frozen.right), "live": later}.items():
+            if codec.name != "lowrank" and values.pop(f"{prefix}{half}.left", None) is not None:
                 rows = by_token(getattr(layer, half).left, policy.chunk_size)
-                keys = np.asarray(policy.codec.expand(rows, layer.frozen.right))
+                keys = np.asarray(codec.expand(rows, right))
                 first = 0 if half == "frozen" else layer.frozen.chunks[:, None] * policy.chunk_size
                 real = first + np.arange(keys.shape[2]) < np.asarray(lengths)[:, None]
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)

@@ -146,8 +146,20 @@ def step_bytes(
     parts["landmarks"] = (landmark_reads(policy, spec)[1], 0)
     if policy.landmarks.order == 2:
         parts["spread"] = (spread_reads(policy, spec), 0)
-    left = policy.choice.rebuilt * selected_numbers(policy, spec, policy.codec.read_bytes(sizes_of(spec)))
+    left = policy.choice.rebuilt * left_reads(policy, spec)
     return parts | {"left": (left, 0), "values": (0, once) if offloaded else (halves * once, 0)}
+
+
+def left_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the bytes of the left rows of the selected tokens, summed over rows and KV heads.
+
+    If there is a tail, a row of each part is read for every token.
+    """
+    layout, sizes = policy.host_layout(spec), sizes_of(spec)
+    assert layout is not None
+    each = bool(layout.units) * policy.codec.read_bytes(sizes)
+    each += bool(layout.tail_units) * policy.later_codec.read_bytes(sizes)
+    return spec.batch * spec.kv_heads * policy.selected(spec) * policy.chunk_size * each
 
 
 def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int, int]]:
@@ -186,7 +198,7 @@ def step_kept(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int,
     rows = spec.batch * spec.kv_heads * policy.selected(spec)
     unit, left = unit_bytes(spec, layout), policy.chunk_size * policy.codec.read_bytes(sizes_of(spec))
     written = 2 * rows * policy.chunk_size * spec.head_dim * itemsize(spec)
-    saved = {"left": (halves * rows * left, 0), "selected": (written, 0), "padding": (rows * beside(left), 0)}
+    saved = {"left": (left_reads(policy, spec), 0), "selected": (written, 0), "padding": (rows * beside(left), 0)}
     if spec.fetch == "resident":
         saved["padding"] = (rows * (beside(left) + beside(unit)), 0)
         return saved | {"values": (halves * rows * unit, 0)}
@@ -274,7 +286,8 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     if policy.landmarks.levels == 2:
         near = spec.batch * near_chunks(policy, spec) * policy.landmark_parts
         scores += near * (spec.kv_heads * spec.head_dim * (halves + 4 + item) + 4 * 4 * spec.q_heads)
-    selected = policy.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
+    expanded = max(codec.expand_bytes(sizes_of(spec)) for codec in (policy.codec, policy.later_codec))
+    selected = expanded + spec.head_dim * (2 * 4 + 3 * item)
     if policy.values.dtype != "model":
         selected += spec.head_dim * (1 + 4)
     count = policy.selected(spec)

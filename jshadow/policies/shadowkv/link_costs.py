@@ -36,6 +36,7 @@ def asked_rows(policy: "ShadowSettings", spec: CacheSpec) -> int:
         return 0
     heads = spec.batch * spec.kv_heads * spec.shards.tp
     joined = later_chunks(policy, spec) > 0 and policy.choice.outlier_rule != "landmark"  # its coding error is measured
+    joined = joined and policy.later_codec.joint
     return heads * (policy.selected(spec) * policy.choice.rebuilt + joined)
 
 
@@ -49,7 +50,8 @@ def step_links(policy: "ShadowSettings", spec: CacheSpec) -> Links:
     """Return the bytes that a device sends in a step, without those that merge results of attention.
 
     - "left rows": along `tp`, the ids int32 [B, h_kv, k] of the chunks that each head selects, and their left rows.
-    - "later rows": along `tp`, the sums from which the left rows of new tokens are made, float32 [B, rank] (ShadowKV+).
+    - "later rows": along `tp`, the sums from which the left rows of new tokens are made, float32 [B, rank] (ShadowKV+
+      with later_keys="projected").
     - "scores": along `sp`, the statistics of each softmax over landmarks, two times float32 [B, h_q], and the scores of
       the best chunks of each device, float32 [B, h_kv, k].
     """
@@ -60,7 +62,7 @@ def step_links(policy: "ShadowSettings", spec: CacheSpec) -> Links:
     if rows := asked_rows(policy, spec):
         sent = gathered(4 * rows, shards.tp) + gathered(asked_bytes(policy, spec), shards.tp)
         links["left rows"] = (sent, 0)
-    if later and shards.tp > 1 and policy.codec.joint:
+    if later and shards.tp > 1 and policy.later_codec.joint:
         columns = policy.codec.products(Sizes(spec.kv_heads, spec.head_dim, spec.dtype))
         links["later rows"] = (reduced(4 * spec.batch * columns, shards.tp), 0)
     if shards.sp > 1 and count:

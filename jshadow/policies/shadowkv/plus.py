@@ -1,18 +1,17 @@
 """ShadowKV+: generated tokens can also be selected (Sun et al. 2024, arXiv 2410.21465, section 7.1; no published code).
 
-The paper projects new keys onto the prompt's right factor, and leaves the rest open. This implementation does this:
+The paper projects new keys onto the prompt's right factor, and leaves the rest open. A component of a new key that lies
+outside the prompt's basis is lost then, so the result drifts from full attention as the output grows. By default, new
+keys have a code of their own instead (`later_keys`). This implementation does this:
 
 - A ring buffer of fixed size holds the newest tokens exactly.
 - When a chunk has left the window of every query, it joins the chunks that can be selected. Its landmark is added to
   the landmarks, and its values are written to the host. Its keys are rebuilt from left rows, which are computed when
-  the tokens arrive.
+  the tokens arrive (`later_keys.py`).
 - A chunk stays exact if its landmark represents it worse than the best represented outlier of the prompt, and if a slot
   is free.
 - With outlier_rule="both", a chunk also stays exact if its coding error exceeds that of every rebuilt chunk of the
   prompt. If no chunk of the prompt is rebuilt, every chunk does.
-
-A component of a new key that lies outside the prompt's basis is lost. So the code of a short prompt represents later
-tokens badly.
 """
 
 import dataclasses
@@ -22,25 +21,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import HostWrite, KeyValues, LayerState, PromptKV, Rebuild, StepKV
-from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.errors import ConfigError
-from jshadow.models.config import ModelConfig
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece
-from jshadow.ops.layout import ring_positions, take_span, write_rows
-from jshadow.policies.checks import check_range
-from jshadow.policies.parts import each_of, heads_axis, on_first
+from jshadow.ops.layout import ring_positions, write_rows
+from jshadow.policies.parts import on_first
 from jshadow.policies.registry import register
-from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.key_codecs import by_token
+from jshadow.policies.shadowkv import later_keys as later
 from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread, write_marks
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
 from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost, without_later
+from jshadow.policies.shadowkv.plus_settings import PlusSettings
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
 from jshadow.policies.shadowkv.records import weights_of
-from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
-
-MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
+from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, fields_of
 
 
 @register(
@@ -53,78 +47,18 @@ MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the win
         "extra_outlier_chunks": 2,
         "extend_piece": 6,
     },
-    lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, ShadowKV.chunk_size)},
+    lossless=lambda tokens, config: {
+        "rank": config.key_columns,
+        "budget": max(tokens, ShadowKV.chunk_size),
+        "later_keys": "projected",
+    },
 )
 @dataclasses.dataclass(frozen=True)
-class ShadowKVPlus(ShadowKV):
+class ShadowKVPlus(PlusSettings):
     """ShadowKV in which the tokens of long outputs and of further turns are also selected and offloaded.
 
-    Attributes:
-        extra_outlier_chunks: slots of each KV head for later chunks (those after the prompt's) that stay exact.
+    The settings are those of `PlusSettings`.
     """
-
-    extra_outlier_chunks: int = 16
-
-    name = "shadowkv_plus"
-    source = "arXiv 2410.21465, section 7.1"
-
-    @classmethod
-    def reference(cls) -> "ShadowKVPlus":
-        """Return `ShadowKV.reference`, except that each query selects its own chunks, because it has its own window."""
-        published = super().reference()
-        quirks = dataclasses.replace(published.quirks, turn_selection="each")
-        return dataclasses.replace(published, quirks=quirks, extend_piece=cls.extend_piece)
-
-    def resolve(self, config: ModelConfig, capacity: int) -> "ShadowKVPlus":
-        """Check the settings of ShadowKV and those that ShadowKV+ adds or limits."""
-        check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
-        check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
-        resolved = super().resolve(config, capacity)
-        if self.quirks.turn_selection == "shared":
-            raise ConfigError(
-                f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window, got 'shared'"
-            )
-        return resolved
-
-    # Counts
-
-    @property
-    def window_chunks(self) -> int:
-        """Maximum number of chunks in a query's window, its own chunk included."""
-        return max(2, self.local_chunks + self.quirks.chunk_multiple)
-
-    @property
-    def ring_slots(self) -> int:
-        """Number of slots R of the ring: a window and a piece, so that a piece's first query has its whole window."""
-        return (self.window_chunks - -self.extend_piece // self.chunk_size) * self.chunk_size
-
-    def max_selected(self, capacity: int) -> int:
-        """Return the number of chunks k that a query selects.
-
-        The outliers are not subtracted, because later chunks can also be selected.
-        """
-        assert self.budget is not None
-        return min(self.budget // self.chunk_size, self.max_chunks(capacity))
-
-    def selected(self, spec: CacheSpec) -> int:
-        """Return the number of chunks that a query can select on a device, later chunks included."""
-        most = self.stored_chunks(spec) + self.later_chunks(spec)
-        return each_of(spec, min(self.max_selected(spec.capacity), most))
-
-    def later_chunks(self, spec: CacheSpec) -> int:
-        """Return the number of later chunks m for which there is space."""
-        return -(-spec.window // self.chunk_size)
-
-    def left_behind(self, frozen: ShadowFrozen, positions: Array) -> Array:
-        """Return how many later chunks have left the window of the query at each position, int32 [B, T]."""
-        chunks = positions // self.chunk_size + 1 - self.window_chunks
-        return jnp.maximum(chunks - frozen.chunks[:, None], 0)
-
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the values of the prompt's chunks, with a tail for later chunks."""
-        layout = super().host_layout(spec)
-        assert layout is not None
-        return dataclasses.replace(layout, tail_units=self.later_chunks(spec))
 
     @property
     def splits_turns(self) -> bool:
@@ -136,18 +70,19 @@ class ShadowKVPlus(ShadowKV):
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a state of zeros, without chunks and with an empty ring."""
         state = super().init(spec, fitted)
-        heads, later, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
+        heads, chunks, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
         def zeros(*shape: int, dtype: Any = spec.dtype) -> Array:
             return jnp.zeros((spec.batch, *shape), dtype)
 
         ring, slots = zeros(heads, self.ring_slots, spec.head_dim), zeros(heads, extra * self.chunk_size, spec.head_dim)
-        landmarks, spread = self.empty_marks(spec, later)
+        landmarks, spread = self.empty_marks(spec, chunks)
+        left, shared = later.empty_rows(self, spec)
         live = PlusLive(
             **fields_of(state.live.replace(window=KeyValues(ring, ring))),
-            left=self.codec.empty(spec.batch, later, self.chunk_size, sizes_of(spec)).left,
+            left=left,
             landmarks=landmarks,
-            kept=zeros(heads, later, dtype=bool),
+            kept=zeros(heads, chunks, dtype=bool),
             extra=KeyValues(slots, slots),
             extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1,
             spread=spread,
@@ -155,7 +90,7 @@ class ShadowKVPlus(ShadowKV):
         cut = zeros(heads, dtype=jnp.float32)
         most = cut if self.choice.outlier_rule != "landmark" else None
         weights = None if weights_of(self.keys) == "none" else zeros(heads, spec.head_dim, dtype=jnp.float32)
-        frozen = PlusFrozen(**fields_of(state.frozen), cut=cut, most=most, key_weights=weights)
+        frozen = PlusFrozen(**fields_of(state.frozen), cut=cut, most=most, key_weights=weights, later=shared)
         return LayerState(frozen, live)
 
     def compress(
@@ -163,27 +98,23 @@ class ShadowKVPlus(ShadowKV):
     ) -> tuple[LayerState, HostWrite | None]:
         """Compress as ShadowKV. Store the prompt's last tokens in the ring, and their left rows with later chunks."""
         compressed, write, lost = self.compressed(spec, state, prompt)
-        frozen: ShadowFrozen = compressed.frozen
-        weights = key_weights(self, spec, prompt)
-        cut = landmark_cut(self, spec, frozen)
+        most = None
+        if self.choice.outlier_rule != "landmark":
+            most = most_lost(spec, compressed.frozen.candidates, lost if self.reads_losses else None)
+        frozen = PlusFrozen(
+            **fields_of(compressed.frozen),
+            cut=landmark_cut(self, spec, compressed.frozen),
+            most=most,
+            key_weights=key_weights(self, spec, prompt),
+            later=later.shared_part(self, prompt),
+        )
         held = ring_positions(prompt.lengths, self.ring_slots)
         index = jnp.maximum(held, 0)[:, :, None, None]
         ring = (
             jnp.take_along_axis(x, index, axis=1, mode="clip").transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v)
         )
-        span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
-        rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
-        real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
-        rows = self.codec.project(rest, frozen.right, weights, heads_axis(spec))
-        rows = jnp.where(real[..., None, None], rows, 0).swapaxes(1, 2)
-        left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
-        live = state.live.replace(
-            window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
-        )
-        most = None
-        if self.choice.outlier_rule != "landmark":
-            most = most_lost(spec, frozen.candidates, lost if self.reads_losses else None)
-        frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=most, key_weights=weights)
+        left = later.window_rows(self, spec, frozen, prompt, state.live.left)
+        live = state.live.replace(window=KeyValues(*ring), fresh=compressed.live.fresh, left=left)
         return compressed.replace(frozen=frozen, live=live), write
 
     @property
@@ -216,15 +147,9 @@ class ShadowKVPlus(ShadowKV):
         slots = step.positions % self.ring_slots
         k = write_rows(live.window.k, step.k_post, slots, step.valid)
         v = write_rows(live.window.v, step.v, slots, step.valid)
-        live = live.replace(window=KeyValues(k, v), left=self.write_left(spec, state, step))
+        left = later.with_new_rows(self, spec, state.frozen, step, live.left)
+        live = live.replace(window=KeyValues(k, v), left=left)
         return self.join(spec, state.replace(live=live), step)
-
-    def write_left(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Return the left rows of later chunks, with those of the new tokens."""
-        left = state.live.left
-        places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights, heads_axis(spec))
-        return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Add the chunks that left the window in this step: landmarks, values on the host, and exact copies."""
@@ -248,9 +173,10 @@ class ShadowKVPlus(ShadowKV):
         spread = write_marks(live.spread, spread, self.read_parts, number, leaves)
         bad = worst < state.frozen.cut[..., None]
         if state.frozen.most is not None:
-            ids = jnp.broadcast_to(self.stored_chunks(spec) + number[:, None], bad.shape)
-            keys = self.rebuild(spec, state, step).keys(ids).reshape(k.shape)
-            bad |= loses_more(keys, k, state.frozen.key_weights, state.frozen.most)
+            ids, rebuild = jnp.broadcast_to(number[:, None], bad.shape), self.rebuild(spec, state, step)
+            own = rebuild.later
+            keys = rebuild.keys(ids + self.stored_chunks(spec)) if own is None else own.keys(ids)
+            bad |= loses_more(keys.reshape(k.shape), k, state.frozen.key_weights, state.frozen.most)
         live = keep_exact(live.replace(landmarks=landmarks, spread=spread), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
@@ -263,8 +189,7 @@ class ShadowKVPlus(ShadowKV):
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """Return the key code of the prompt's chunks and of later chunks."""
-        prompt = super().rebuild(spec, state, step)
-        return prompt.replace(tail=state.live.left, tail_unit=state.frozen.chunks)
+        return later.with_later(self, spec, super().rebuild(spec, state, step), state.frozen, state.live.left)
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Return each query's window, the outliers, and the exact later chunks that have left its window."""

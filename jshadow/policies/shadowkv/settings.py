@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self, get_args
+from typing import ClassVar, Self, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -72,7 +72,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
-    size_free = ("keys", "landmarks", "values", "choice")
+    size_free: ClassVar[tuple[str, ...]] = ("keys", "landmarks", "values", "choice")
     emptied = {"resident": -1, "ages": MOST_AGE, "values": 0, "keys": 0}  # noqa: RUF012, the base has its type
 
     @classmethod
@@ -134,7 +134,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
             for field in ("profile", "bits"):
                 if (value := getattr(self.keys, field)) is not None:
                     raise ConfigError(f"{self.name}.keys.{field} must be None where a share decides it, got {value!r}")
-        codes = type(self)(keys=self.keys, landmarks=self.landmarks, values=self.values, choice=self.choice)
+        codes = type(self)(**{name: getattr(self, name) for name in self.size_free})
         return sizes.shadow_candidates(codes, config)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -185,6 +185,11 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
     def codec(self) -> KeyCodec:
         """The codec of the keys."""
         return self.keys.codec(self.rank)
+
+    @property
+    def later_codec(self) -> KeyCodec:
+        """The codec of the keys of later chunks, of which only ShadowKV+ has any."""
+        return self.codec
 
     @property
     def landmark_parts(self) -> int:

@@ -149,3 +149,13 @@ def chunk_scores(queries: Array, landmarks: Array, candidates: Array, scale: flo
     scores = np.full(len(landmarks), -1.0)
     scores[ids] = mass.reshape(len(queries), len(ids), -1).sum(axis=2).max(axis=0)
     return scores
+
+
+def token_codes(keys: Array) -> tuple[Array, float]:
+    """Keys [..., d] in whole multiples of a seventh of their largest number.
+
+    Also how near one of their numbers came to the middle of two multiples, over the largest number of its key.
+    """
+    most = np.abs(keys).max(axis=-1, keepdims=True, initial=0)
+    steps = 7 * keys / np.where(most > 0, most, 1)
+    return np.round(steps) * most / 7, float(np.abs(steps - np.floor(steps) - 0.5).min(initial=np.inf)) / 7

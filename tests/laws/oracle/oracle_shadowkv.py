@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
+from oracle_codec import token_codes
 from oracle_maths import Array, apply_rope, attention, lowest, softmax, tokens_of
 from oracle_shadowkv_records import LayerCache as LayerCache
 from oracle_shadowkv_records import Memory
@@ -70,6 +71,8 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
         longest=longest,
         exact=[set() for _ in range(h_kv)],
     )
+    if new_keys and policy.later_keys == "int4":
+        memory.mean, memory.first_later = cache.k_pre.mean(axis=0), n * policy.chunk_size
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:
@@ -113,8 +116,12 @@ def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
     assert memory is not None
     new = np.arange(len(memory.rebuilt), len(cache.k_pre))
     k_pre = cache.k_pre[new]
-    low_rank = (k_pre.reshape(len(new), -1) @ memory.projection).reshape(k_pre.shape)
-    memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(low_rank, new, rope)])
+    coded = (k_pre.reshape(len(new), -1) @ memory.projection).reshape(k_pre.shape)
+    if memory.mean is not None:
+        own, gap = token_codes(k_pre[new >= memory.first_later] - memory.mean)
+        coded[new >= memory.first_later] = own + memory.mean
+        memory.code_gap = min(memory.code_gap, gap)
+    memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(coded, new, rope)])
 
 
 def worst_of(keys: Array, c: int, parts: int) -> Array:
@@ -256,6 +263,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     outputs, attended = [], 0
     for head, queries in enumerate(np.split(q, h_kv, axis=1)):
         extra, extra_gap = extra_outliers(policy, cache, head)
+        extra_gap = min(extra_gap, memory.code_gap)
         always = memory.outliers[head] + extra
         candidates = np.setdiff1d(np.arange(n), always)
         ids, scores, gap = choose(

@@ -68,9 +68,12 @@ class ShadowKVPlus(ShadowKV):
 
     Attributes:
         extra_outlier_chunks: joined chunks a KV head that may keep exact keys.
+        later_keys: "int4": the keys after the prompt's chunks, minus the mean of the prompt's, are whole multiples of a
+            seventh of their largest number; "projected": they are projected like the prompt's.
     """
 
     extra_outlier_chunks: int = 16
+    later_keys: str = "int4"
 
 
 class Trace(TypedDict):
@@ -89,7 +92,7 @@ class Trace(TypedDict):
     scores: Array  # [h_kv, n] by chunk id; -inf where the chunk is no candidate
     gap: float  # smallest over KV heads of (last score in - first score out) / last score in
     outlier_gap: float  # the same at the outliers' cut, but the plain difference of cosines, or of key lengths
-    extra_gap: float  # smallest difference of cosines to the threshold of extra outliers
+    extra_gap: float  # smallest difference of cosines to the threshold of extra outliers, and the gap of later codes
     preload_gap: float  # as `gap`, of the last prompt query; infinite unless it selects
     factor_error: float  # by how much float32 low-rank keys may be off, over the largest singular value
     attended: float  # tokens attended, summed over the queries, mean over the KV heads
@@ -113,6 +116,9 @@ class Memory:
     # -1: all are
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
     preload_gap: float = np.inf
+    mean: Array | None = None  # [h_kv, d] mean pre-RoPE key of the prompt where later keys have an own code
+    first_later: int = 0  # the first token of that code
+    code_gap: float = np.inf  # how near, over the largest one, a number of a later key came to the middle of two codes
 
 
 @dataclasses.dataclass

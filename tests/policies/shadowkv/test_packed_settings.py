@@ -191,6 +191,7 @@ def test_settings_as_text():
 def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(policy, monkeypatch):
     """It is refused on a GPU, before anything runs. Other modes and packed numbers are not refused."""
     sizes = dict(batch=1, capacity=96, prompt=90, dtype="float32")
+    projected = {"later_keys": "projected"} if policy is ShadowKVPlus else {}
     exact = policy(**SMALL, keys=ExactKeys(), values=Values(dtype="int4"))
     abstract_state(TINY, exact, **sizes, fetch="zero_copy")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -200,7 +201,8 @@ def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(policy, monkeypa
     abstract_state(TINY, exact, **sizes, fetch="device_put")
     for codec, kind in (("lowrank", "int4"), ("transform", "model"), ("transform", "int4")):
         packed = with_settings(
-            policy(**SMALL, values=Values(dtype=kind), landmarks=Landmarks(tokens=2, dtype="int4")), {"keys": codec}
+            policy(**SMALL, **projected, values=Values(dtype=kind), landmarks=Landmarks(tokens=2, dtype="int4")),
+            {"keys": codec},
         )
         assert abstract_state(TINY, packed, **sizes, fetch="zero_copy").fetch == "zero_copy"
 

@@ -2,7 +2,8 @@
 
 `lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. `rotation` and
 `channel` are codes that others published, for comparison. A new code needs a `KeyCodec` in its own file, a settings
-record in `shadowkv/records.py`, and a case in tests/policies/shadowkv/test_key_codecs.py.
+record in `shadowkv/records.py`, and a case in tests/policies/shadowkv/test_key_codecs.py. `TokenCodec` serves only the
+later tokens of ShadowKV+.
 """
 
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode as KeyCode
@@ -17,5 +18,6 @@ from jshadow.policies.shadowkv.key_codecs.lowrank import LowRankCodec as LowRank
 from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank as usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile as Profile
 from jshadow.policies.shadowkv.key_codecs.rotation import RotationCodec as RotationCodec
+from jshadow.policies.shadowkv.key_codecs.tokens import TokenCodec as TokenCodec
 from jshadow.policies.shadowkv.key_codecs.transform import TransformCodec as TransformCodec
 from jshadow.policies.shadowkv.key_codecs.transform import usual_profile as usual_profile
