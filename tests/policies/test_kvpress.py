@@ -19,7 +19,7 @@ from jshadow.cache.prompt_walk import prompts_of
 from jshadow.cli.demo_text import document
 from jshadow.planner.bytes import cache_specs
 
-pytestmark = [pytest.mark.slow, pytest.mark.parity]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, pytest.mark.timeout(2400)]
 TEXTS = {
     "documentation": (pydoc_data.topics.topics["specialnames"], 1024),
     "code": (inspect.getsource(argparse), 512),
