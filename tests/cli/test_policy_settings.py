@@ -24,10 +24,10 @@ def test_each_setting_has_its_type_default_and_text(capsys):
 
 def test_a_setting_of_a_record_names_what_chooses_it():
     rows = setting_rows(POLICIES["shadowkv"]())
-    [bits] = [row for row in rows if row["name"] == "keys.bits"]
-    assert bits["with"] == "keys=transform"
+    bits = [row["with"] for row in rows if row["name"] == "keys.bits"]
+    assert bits == ["keys=transform", "keys=rotation", "keys=channel"]
     [keys] = [row for row in rows if row["name"] == "keys"]
-    assert (keys["type"], keys["default"]) == ("lowrank or transform or exact", "lowrank")
+    assert (keys["type"], keys["default"]) == ("lowrank or transform or exact or rotation or channel", "lowrank")
     [tokens] = [row for row in rows if row["name"] == "landmarks.tokens"]
     assert (tokens["with"], tokens["default"]) == ("", None)
 

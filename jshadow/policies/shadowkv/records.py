@@ -121,7 +121,7 @@ class HeadCode(Record):
     """Keys stored in a code of single heads that others published. It is for comparison and has no GPU kernel.
 
     Attributes:
-        bits: bits of a number of a key, one of `multiples`.
+        bits: bits of a number of a key: 2 or 3 with `RotationCode`, 2 or 4 with `ChannelCode`.
 
     Class attributes:
         multiples: the choices of `bits`, each with the number of which head_dim must be a multiple.
