@@ -14,7 +14,7 @@ from jshadow.policies.parts import parts_of
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
-from jshadow.policies.shadowkv.link_costs import asked_bytes, near_chunks
+from jshadow.policies.shadowkv.link_costs import asked_bytes, left_reads, near_chunks
 from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS
 
@@ -148,18 +148,6 @@ def step_bytes(
         parts["spread"] = (spread_reads(policy, spec), 0)
     left = policy.choice.rebuilt * left_reads(policy, spec)
     return parts | {"left": (left, 0), "values": (0, once) if offloaded else (halves * once, 0)}
-
-
-def left_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """Return the bytes of the left rows of the selected tokens, summed over rows and KV heads.
-
-    If there is a tail, a row of each part is read for every token.
-    """
-    layout, sizes = policy.host_layout(spec), sizes_of(spec)
-    assert layout is not None
-    each = bool(layout.units) * policy.codec.read_bytes(sizes)
-    each += bool(layout.tail_units) * policy.later_codec.read_bytes(sizes)
-    return spec.batch * spec.kv_heads * policy.selected(spec) * policy.chunk_size * each
 
 
 def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int, int]]:

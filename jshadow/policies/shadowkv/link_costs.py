@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange in a decode step of ShadowKV.
+"""The left rows that a decode step of ShadowKV reads, and what the devices of a mesh exchange in it.
 
 B rows, T queries, h_q and h_kv heads of a device, k chunks that a query selects on a device.
 """
@@ -25,6 +25,18 @@ def near_chunks(policy: "ShadowSettings", spec: CacheSpec) -> int:
     named = policy.max_selected(spec.capacity) * policy.choice.wider
     groups = -(-policy.stored_chunks(spec) // GROUP) - -later_chunks(policy, spec) // GROUP
     return GROUP * min(named, groups)
+
+
+def left_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the bytes of the left rows of the selected tokens, summed over rows and KV heads.
+
+    If there is a tail, a row of each part is read for every token.
+    """
+    layout, sizes = policy.host_layout(spec), Sizes(spec.kv_heads, spec.head_dim, spec.dtype)
+    assert layout is not None
+    each = bool(layout.units) * policy.codec.read_bytes(sizes)
+    each += bool(layout.tail_units) * policy.later_codec.read_bytes(sizes)
+    return spec.batch * spec.kv_heads * policy.selected(spec) * policy.chunk_size * each
 
 
 def asked_rows(policy: "ShadowSettings", spec: CacheSpec) -> int:
