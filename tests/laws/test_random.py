@@ -59,7 +59,7 @@ def test_found_cases(reason, record_property):
 
 @functools.cache
 def many_batches() -> list[list[Batch]]:
-    """MANY_CASES rows over all settings and their capacities; the batches of one plan, which share their programs.
+    """MANY_CASES rows or more, over all settings and capacities; the batches of one plan, which share programs.
 
     Only the second capacity of a setting has no short prompts, and so a smaller window.
     """
@@ -67,7 +67,7 @@ def many_batches() -> list[list[Batch]]:
     plans = [(name, capacity, place) for name in SETTINGS for place, capacity in enumerate(SETTINGS[name].capacities)]
     plans.sort(key=lambda plan: plan[1])
     batches: list[list[Batch]] = [[] for _ in plans]
-    for index in range(-(-MANY_CASES // MANY_ROWS)):
+    for index in range(max(-(-MANY_CASES // MANY_ROWS), len(plans))):
         name, capacity, place = plans[index % len(plans)]
         shortest = capacity // 2 if place else 1
         drawn = []

@@ -237,7 +237,9 @@ MIDDLE_POLICIES = {
     "full": Full(),
     "streaming_llm": StreamingLLM(window=1000),
     **{
-        name: with_settings(case.restricted, {"budget": 512, "chunk_size": 8} | MIDDLE_CODES[case.restricted.keys.name])
+        name: with_settings(
+            case.restricted, {"budget": 512, "chunk_size": 8} | MIDDLE_CODES.get(case.restricted.keys.name, {})
+        )
         for name, case in POLICY_CASES.items()
         if name.startswith("shadowkv")
     },
