@@ -12,14 +12,12 @@ library need not have each code, and one compiled program serves all rows. A ste
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import json
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,11 +29,11 @@ from rich.table import Table
 
 import jshadow
 from jshadow.engine import decode
-from jshadow.errors import ConfigError
 from jshadow.evaluation.metrics import kl, mean_stderr
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.agreement import agreement
-from jshadow.evaluation.tasks.ruler.package import DISTRIBUTION, INSTALL
+from jshadow.evaluation.tasks.package_texts import read_data
+from jshadow.evaluation.tasks.ruler.package import ESSAYS
 from jshadow.evaluation.tasks.texts import code, documentation, tokens_of
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, ShadowKV
@@ -50,24 +48,13 @@ SVDQ = (8, 4, 2, 1, 1, 0, 0, 0)  # bits of eight equal groups of columns (SVDq, 
 # Texts
 
 
-def prose_file(name: str) -> Any:
-    """Read a file of NVIDIA's package. Raises ConfigError if it is not installed."""
-    try:
-        place = importlib.metadata.distribution(DISTRIBUTION).locate_file(
-            f"long_context_eval/data/synthetic/json/{name}"
-        )
-        return json.loads(Path(str(place)).read_text(encoding="utf-8"))
-    except (importlib.metadata.PackageNotFoundError, OSError) as error:
-        raise ConfigError(f"essays and hotpotqa need {name} of the package {DISTRIBUTION}: {INSTALL}") from error
-
-
 @functools.cache
 def prose(kind: str) -> tuple[str, ...]:
     """Return the sentences of the essays, or the paragraphs of HotpotQA with their titles."""
     if kind == "essays":
-        text = " ".join(prose_file("PaulGrahamEssays.json")["text"].split())
+        text = " ".join(read_data(ESSAYS)["text"].split())
         return tuple(f"{sentence} " for sentence in re.split(r"(?<=[.?!])\s+", text))
-    rows = prose_file("hotpotqa.json")
+    rows = read_data("hotpotqa.json")
     return tuple(f"{title}\n{''.join(parts)}\n\n" for row in rows for title, parts in row["context"])
 
 
@@ -133,7 +120,7 @@ class RoundedKV(ShadowKV):
 
     @property
     def coder(self) -> KeyCodec | Allotted:
-        """What rounds the keys."""
+        """The codec or the `Allotted` that rounds the keys."""
         return self.keys.codec(self.rank) if self.allot is None else self.allot
 
     @property

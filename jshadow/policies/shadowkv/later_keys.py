@@ -2,7 +2,7 @@
 
 There are two codes (`PlusSettings.later_keys`):
 
-- "int4": each token has a code of its own, `TokenCodec`.
+- "int4": each token is coded without the others (`TokenCodec`).
 - "projected": keys are projected on the code of the prompt (ShadowKV, section 7.1). What lies outside the prompt's
   basis is lost.
 

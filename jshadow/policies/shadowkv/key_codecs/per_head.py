@@ -1,4 +1,4 @@
-"""The part that codes of single heads share: each token and head has a row of bytes of its own."""
+"""The base of the codes of single heads. Each token has one row of bytes for each head."""
 
 import abc
 from typing import Any
