@@ -20,6 +20,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         prog="gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=PARTS, help="this part alone (default: all three in turn)")
+    parser.add_argument("--sections", help="run only these sections of the part, as a comma list")
     parser.add_argument("--resume", action="store_true", help="run only tasks of earlier calls that had no time")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on any backend; its figures mean nothing")
     parser.add_argument(
@@ -32,6 +33,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # for child processes
     args = parser.parse_args(given)
+    if args.sections and not args.part:
+        parser.error("--sections needs --part")
     if args.out is None:
         args.out = Path("gpu-results/dry-run" if args.dry_run else "gpu-results")
     return args

@@ -42,10 +42,12 @@ def run_part(args: argparse.Namespace, part: str, end: float) -> dict[str, Any] 
     path = args.out / f"{part}.json"
     moved = prepare_file(path, args.resume)
     dry = ["--dry-run"] if args.dry_run else []
-    if part == "layers" and "torch" not in (found := load(path)):
+    chosen = args.sections.split(",") if args.sections else ["dense"]
+    if part == "layers" and "dense" in chosen and "torch" not in (found := load(path)):
         # Before JAX takes the memory of the device.
         save(path, found | {"torch": torch_rows([sys.executable, "-m", "gpu.torch_attention", *dry])})
     command = [sys.executable, "-u", "-m", "gpu", "--worker", "--part", part, "--out", str(args.out), *dry]
+    command += ["--sections", args.sections] if args.sections else []
     results = supervise(command, path, end)
     if results is None and moved:
         moved.replace(path)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gpu import compress, dense, environment, features, kernel_times, kernels, stages
+from gpu import compress, dense, environment, features, generation, kernel_times, kernels, stages
 from gpu.baseline import Baseline
 from gpu.fetches import Fetches
 from gpu.room import Room
@@ -70,18 +70,16 @@ def sections(part: str, sizes: Sizes, runner: Runner, baseline: Baseline) -> Sec
     def throughput() -> Throughput:
         return Throughput(sizes, room(), lambda: runner.left, baseline)
 
-    def correctness() -> Iterator[Task]:
-        yield from features.tasks(sizes)
-        yield from kernels.tasks(sizes)
-
     every: dict[str, Sections] = {
         "checks": {
+            "kernels": lambda: kernels.tasks(sizes),
+            "features": lambda: features.tasks(sizes),
             "ceilings": ceilings.tasks,
             "fetch": lambda: Fetches(sizes, room()).tasks(),
-            "correctness": correctness,
         },
         "decode": {
             "decode": lambda: throughput().longest(),
+            "generate": lambda: generation.tasks(sizes, room()),
             "decode-more": lambda: throughput().others(),
         },
         "layers": {

@@ -125,6 +125,18 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
         )
 
 
+def generate_cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield the line of one generation."""
+    yield (
+        row["name"].removeprefix("generate, "),
+        f"{row['prefill_seconds']:.2f}",
+        number(row["decode_tokens_per_second"]),
+        giga(row["device_kv_bytes"]),
+        giga(row["host_kv_bytes"]),
+        giga(row["peak_device_bytes"]),
+    )
+
+
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """Yield one line for each stage."""
     for stage, value in row["milliseconds"].items():
@@ -168,7 +180,7 @@ def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Iterator[tuple[str, ...]]]], ...] = (
-    ("Correctness", ("correctness",), ("check", "", "found", "seconds"), check_cells),
+    ("Correctness", ("kernels", "features"), ("check", "", "found", "seconds"), check_cells),
     ("Machine", ("ceilings",), ("machine", "", ""), ceiling_cells),
     (
         "Fetch of one layer",
@@ -196,6 +208,12 @@ TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Itera
             "compile, s",
         ),
         decode_cells,
+    ),
+    (
+        "jshadow.generate, one prompt",
+        ("generate",),
+        ("prompt", "prefill, s", "tokens a second", "KV on the device, GB", "on the host, GB", "peak so far, GB"),
+        generate_cells,
     ),
     ("Kernels of a step", ("profile",), ("step", "kernel", "a step", "ms a step", "of all"), profile_cells),
     ("Full attention of one layer", ("dense",), ("rows x capacity", "way", "ms"), dense_cells),

@@ -34,6 +34,8 @@ class Sizes:
         ceiling_side: side of the matrices for the rates of products.
         cases: number of awkward cases of each kernel that are checked. None means all.
         workers: number of programs that are compiled at the same time.
+        generate_prompt: tokens of the prompt of `jshadow.generate`.
+        generate_tokens: tokens that follow it.
     """
 
     dry: bool
@@ -53,6 +55,8 @@ class Sizes:
     ceiling_side: int
     cases: int | None
     workers: int
+    generate_prompt: int
+    generate_tokens: int
 
     @property
     def layer_config(self) -> ModelConfig:
@@ -100,7 +104,9 @@ REAL = Sizes(
     ceiling_bytes=4 * GIB,
     ceiling_side=8192,
     cases=None,
-    workers=8,
+    workers=16,
+    generate_prompt=30_720,
+    generate_tokens=33,
 )
 DRY = Sizes(
     True,
@@ -120,4 +126,6 @@ DRY = Sizes(
     ceiling_side=64,
     cases=1,
     workers=2,
+    generate_prompt=480,
+    generate_tokens=5,
 )

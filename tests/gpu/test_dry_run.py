@@ -18,8 +18,8 @@ from gpu.stages import FETCHES
 ROOT = Path(__file__).resolve().parents[2]
 one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes, so it runs only once
 SECTIONS = {
-    "checks": ["ceilings", "fetch", "correctness"],
-    "decode": ["decode", "decode-more"],
+    "checks": ["kernels", "features", "ceilings", "fetch"],
+    "decode": ["decode", "generate", "decode-more"],
     "layers": ["profile", "dense", "stages", "compress"],
 }
 SETUPS = {
@@ -80,7 +80,7 @@ def test_all_sections_of_a_dry_run_report(dry):
 
 @one_worker
 def test_a_dry_run_checks_everything_once(dry):
-    rows = {row["name"]: row for row in dry[0]["correctness"]}
+    rows = {row["name"]: row for section in ("kernels", "features") for row in dry[0][section]}
     assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
     assert {"fetch modes, float32", "fetch modes, bfloat16", "pinned array beyond 4 GiB", "top_k", "memories"} <= set(
         rows

@@ -39,7 +39,7 @@ def test_a_wrong_kernel_is_told(tmp_path, monkeypatch):
     status, [row], [other] = run(tmp_path, tasks)
     assert (status, row["status"], other["status"]) == (1, FAILED, MEASURED)
     assert "error 0.001" in row["wrong"][0]
-    page = report.markdown({"checks": {"dry_run": True, "sections": {"correctness": [row]}}})
+    page = report.markdown({"checks": {"dry_run": True, "sections": {"kernels": [row]}}})
     assert "kernel chunk_scores: failed: " in page
 
 

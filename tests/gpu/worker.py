@@ -54,7 +54,12 @@ def main(args: argparse.Namespace) -> int:
     for line in baseline.told():
         say(line)
     runner.results["notes"] = baseline.told()
-    status = runner.run(parts.sections(args.part, sizes, runner, baseline))
+    sections = parts.sections(args.part, sizes, runner, baseline)
+    chosen = args.sections.split(",") if args.sections else list(sections)
+    if unknown := set(chosen) - set(sections):
+        say(f"--sections must be some of {', '.join(sections)}, got {', '.join(sorted(unknown))}")
+        return 2
+    status = runner.run({name: sections[name] for name in chosen})
     timer.cancel()
     sys.stderr.flush()
     os._exit(status)  # a normal exit of JAX could hang or abort on a broken device
