@@ -7,7 +7,7 @@ These functions take Params, check their arguments and keep compiled programs. T
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from jshadow.engine.host_notes import consuming, note_room
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
-from jshadow.engine.sampling import Sampler, sample_checked, seed_key
+from jshadow.engine.sampling import Sampler, seed_key
 from jshadow.engine.speculation.run import Drawing
 from jshadow.engine.speculation.steps import StepsKeywords, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
@@ -91,43 +91,6 @@ def decode_step(
             _step, params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config
         )
     return out, note_room(state.join(writes), room)
-
-
-class Draw(NamedTuple):
-    """The randomness of one step: a PRNG key, and the number of the step, int32 [], which is folded into the key."""
-
-    key: Array
-    step_number: Array
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
-)
-def step_and_sample(
-    weights: dict,
-    fed: tuple[Array, Array],
-    reads: Reads,
-    writes: Writes,
-    draw: Draw,
-    *,
-    config: ModelConfig,
-    sampler: Sampler,
-) -> tuple[Array, Writes]:
-    """Feed a token to each active row. Return the next tokens, int32 [B], and the new `writes`.
-
-    `fed` is (token int32 [B], active bool [B]). A row whose logits contain a NaN gets NO_TOKEN. This is one program, so
-    a generated token takes one dispatch, and the logits stay on the device. `decode_step` and `sample_once` do the same
-    in two programs.
-    """
-    token, active = fed
-    logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-    return sample_checked(sampler, logits, jax.random.fold_in(*draw)), writes
-
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def sample_once(logits: Array, draw: Draw, *, sampler: Sampler) -> Array:
-    """Draw the next token of each row, int32 [B], from logits [B, V]. A row with a NaN gets NO_TOKEN."""
-    return sample_checked(sampler, logits, jax.random.fold_in(*draw))
 
 
 # Many tokens

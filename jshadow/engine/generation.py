@@ -9,11 +9,9 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.state import KVState
-from jshadow.engine import decode
+from jshadow.engine import decode, token_steps
 from jshadow.engine.checks import check_policy, check_room, check_state
-from jshadow.engine.decode import Draw
 from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.host_notes import consuming
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.options import GenerateOptions, batch_of
 from jshadow.engine.prefill.job import own_attention, prepared_attention
@@ -24,6 +22,7 @@ from jshadow.engine.speculation.checks import check_drafter, empty
 from jshadow.engine.speculation.run import Drawing, SpeculativeRun
 from jshadow.engine.speculation.verified import VerifiedRun
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
+from jshadow.engine.token_steps import Draw, TokenSteps
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, NumericalError, StateMismatch
@@ -57,7 +56,7 @@ class GenerationLoop:
         prompts, self.bare = split_prompts(prompt)
         self.prompts = self._encode(prompts)
         texts, ids = split_stops(options.stop, params.tokenizer)
-        self.stop_ids = frozenset(params.config.eos_ids) | set(ids)
+        self.stop_ids, self.stops_at_text = frozenset(params.config.eos_ids) | set(ids), bool(texts)
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
         if options.fitted is not None and options.state is not None:
             raise ConfigError("fitted must be left out with a state, because the state has its own arrays")
@@ -165,9 +164,10 @@ class GenerationLoop:
             logits = self._start()
             if self.options.max_new_tokens == 0:
                 return
-            tokens = run_together(decode.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
+            tokens = run_together(token_steps.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
             values = self.read_tokens(tokens, 0, active)
             cycles = self._speculation(key, values)
+            self.steps = TokenSteps(self.params, self.sampler, key, self.stop_ids)
         drawn, counts, index = values[:, None], active.astype(np.int32), 0
         while True:
             yield from self._push(drawn, counts, active)
@@ -177,7 +177,7 @@ class GenerationLoop:
                 self._mark(active)
                 index += 1
                 if cycles is None:
-                    values = self.read_tokens(self._next(values, active, Draw(key, jnp.int32(index))), index, active)
+                    values = self.read_tokens(self._next(values, active, index), index, active)
                     drawn, counts = values[:, None], active.astype(np.int32)
                 else:
                     drawn, counts = self._cycle(cycles, active, index)
@@ -226,20 +226,20 @@ class GenerationLoop:
                 fork = self.state.fork() if fork is None else fork
                 self.marks[row] = fork, len(self.streams[row].tokens) - 1
 
-    def _next(self, values: np.ndarray, active: np.ndarray, draw: Draw) -> Array:
-        """Feed a token to each active row, and return the next tokens, int32 [B]."""
+    def _next(self, values: np.ndarray, active: np.ndarray, index: int) -> Array:
+        """Feed a token to each active row, and return the tokens that step `index` draws, int32 [B].
+
+        If the host need not see a token before it is fed, the next step is dispatched as well.
+        """
         assert self.state is not None
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
-            return run_together(decode.sample_once, logits, draw, sampler=self.sampler)
-        weights, config = self.params.weights, self.params.config
-        fed = jnp.asarray(values), jnp.asarray(active)
-        with consuming(self.state):
-            reads, writes = self.state.split()
-            token, writes = run_together(
-                decode.step_and_sample, weights, fed, reads, writes, draw, config=config, sampler=self.sampler
-            )
-        self.state = self.state.join(writes)
+            draw = Draw(self.steps.rule.key, jnp.int32(index))
+            return run_together(token_steps.sample_once, logits, draw, sampler=self.sampler)
+        # The host alone finds stop strings. On a mesh, the processes take turns to compile.
+        alone = not self.stops_at_text and self.state.specs[0].shards is None
+        ahead = alone and index + 1 < self.options.max_new_tokens
+        token, self.state = self.steps.next(self.state, values, active, index, ahead=ahead)
         return token
 
     def _cycle(self, cycles: SpeculativeRun, active: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray]:

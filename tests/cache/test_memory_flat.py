@@ -13,7 +13,7 @@ from byte_models import PARAMS, SHADOW
 
 import jshadow
 from jshadow.cache import place
-from jshadow.engine import decode
+from jshadow.engine import token_steps
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
 from jshadow.errors import CapacityError, HostMemoryError, JshadowError, VerificationError
@@ -134,13 +134,13 @@ def lacking_host_memory(patch):
 
 
 def failing_step(patch):
-    patch.setattr(decode, "step_and_sample", failing(JshadowError("broken"), 4, decode.step_and_sample))
+    patch.setattr(token_steps, "step_and_sample", failing(JshadowError("broken"), 4, token_steps.step_and_sample))
     with ends_with(JshadowError):
         generate(TEXTS)
 
 
 def failing_stream(patch):
-    patch.setattr(decode, "step_and_sample", failing(JshadowError("broken"), 4, decode.step_and_sample))
+    patch.setattr(token_steps, "step_and_sample", failing(JshadowError("broken"), 4, token_steps.step_and_sample))
     pieces = stream()
     with ends_with(JshadowError):
         list(pieces)

@@ -41,7 +41,7 @@ JITTED = dict(jitted_steps())
 def test_the_jitted_steps_are_found():
     assert {
         "decode._step",
-        "decode.step_and_sample",
+        "token_steps.step_and_sample",
         "verify._watched_step",
         "prefill/end._foresee",
         "rows/step.row_logits",

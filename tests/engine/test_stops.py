@@ -10,10 +10,11 @@ from byte_models import BARE, PARAMS, SHADOW
 from tiny_text import END, byte_tokenizer
 
 import jshadow
-from jshadow.engine import decode
+from jshadow.engine import token_steps
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateOptions
 from jshadow.engine.text import TextStream, split_stops
+from jshadow.engine.token_steps import TokenSteps
 from jshadow.errors import ConfigError, NumericalError
 
 FULL = jshadow.Full()
@@ -30,6 +31,13 @@ def scripted(monkeypatch, texts, params=PARAMS):
         return np.array([answer[min(index, len(answer) - 1)] for answer in answers], np.int32)
 
     monkeypatch.setattr(GenerationLoop, "read_tokens", read)
+    without_running_ahead(monkeypatch)  # the device does not know the script
+
+
+def without_running_ahead(monkeypatch):
+    """Make each step wait until the host has read the tokens of the step before."""
+    step = TokenSteps.next
+    monkeypatch.setattr(TokenSteps, "next", lambda steps, *args, ahead: step(steps, *args, ahead=False))
 
 
 # Special tokens
@@ -50,6 +58,50 @@ def test_generation_ends_at_a_special_token_given_as_text(monkeypatch):
     out = jshadow.generate(PARAMS, "some text", FULL, max_new_tokens=5, stop=END)
     assert (out.text, len(out.tokens), out.tokens[-1]) == ("ab", 3, 256)
     assert out.state.lengths.tolist() == [len("some text") + 3]
+
+
+# Steps that the device runs before the host has read the tokens
+
+
+@pytest.mark.parametrize("sampler", [None, jshadow.Sampler(temperature=1.0)], ids=["greedy", "sampled"])
+def test_running_ahead_changes_nothing(monkeypatch, sampler):
+    prompts = [np.random.default_rng(row).integers(0, 256, size).tolist() for row, size in enumerate((203, 57, 120))]
+    free = jshadow.generate(BARE, prompts, SHADOW, max_new_tokens=8, sampler=sampler)
+    # The rows end in different steps: one at its first token, one at its fourth, and one at the limit or before.
+    stop = [free[0].tokens[0], free[1].tokens[3]]
+
+    def run():
+        return jshadow.generate(BARE, prompts, SHADOW, max_new_tokens=8, sampler=sampler, stop=stop)
+
+    ahead = run()
+    assert len({len(out.tokens) for out in ahead}) > 1
+    without_running_ahead(monkeypatch)
+    for mine, want in zip(ahead, run(), strict=True):
+        assert mine.tokens == want.tokens
+        assert mine.report.attended_tokens == want.report.attended_tokens
+        assert mine.report.hit_rate == want.report.hit_rate
+        for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(want.state), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_is_dispatched_before_the_token_is_read(monkeypatch):
+    order, dispatch, read = [], TokenSteps._dispatch, GenerationLoop.read_tokens
+
+    def dispatched(steps, *args):
+        order.append("dispatch")
+        return dispatch(steps, *args)
+
+    def reads(loop, *args):
+        order.append("read")
+        return read(loop, *args)
+
+    monkeypatch.setattr(TokenSteps, "_dispatch", dispatched)
+    monkeypatch.setattr(GenerationLoop, "read_tokens", reads)
+    jshadow.generate(BARE, [1, 2, 3], FULL, max_new_tokens=4)
+    assert order == ["read", "dispatch", "dispatch", "read", "dispatch", "read", "read"]
+    order.clear()
+    jshadow.generate(PARAMS, "text", FULL, max_new_tokens=3, stop="never")  # the host alone finds a stop string
+    assert order == ["read", "dispatch", "read", "dispatch", "read"]
 
 
 # What the state holds
@@ -148,10 +200,12 @@ def broken(params):
 
 @pytest.mark.parametrize("sampler", [None, jshadow.Sampler(temperature=1.0)], ids=["greedy", "sampled"])
 def test_logits_that_are_nan_are_an_error(monkeypatch, sampler):
-    once = decode.sample_once
+    once = token_steps.sample_once
     with monkeypatch.context() as patch:
         patch.setattr(
-            decode, "sample_once", lambda logits, *args, **options: once(logits.at[1].set(jnp.nan), *args, **options)
+            token_steps,
+            "sample_once",
+            lambda logits, *args, **options: once(logits.at[1].set(jnp.nan), *args, **options),
         )
         with pytest.raises(NumericalError, match=r"NaN in row 1 at step 0, .* follow the prompt"):
             jshadow.generate(BARE, [[1, 2, 3], [4]], sampler=sampler, max_new_tokens=4)
@@ -159,6 +213,6 @@ def test_logits_that_are_nan_are_an_error(monkeypatch, sampler):
     tokens = iter(loop)
     next(tokens)
     next(tokens)
-    loop.params = broken(BARE)
+    loop.steps.params = broken(BARE)
     with pytest.raises(NumericalError, match=r"NaN in row 0 at step 1, .* follow 1 generated"):
         next(tokens)
