@@ -146,7 +146,7 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
         x = jax.device_put(x, jax.memory.Space.Device)
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    alone = parts_of(inputs)[1].keys() | ({"kept"} if "value_bits" in inputs else set())
+    alone = parts_of(inputs)[1].keys() | ({"kept_values"} if "value_bits" in inputs else set())
     return {key: x if key in alone else jax.tree.map(one, x) for key, x in inputs.items()}
 
 

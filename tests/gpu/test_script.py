@@ -229,3 +229,12 @@ def test_a_new_run_of_a_part_deletes_no_earlier_one(tmp_path):
     assert moved == tmp_path / "decode-2026-01-02T030405+0000.json"
     assert json.loads(moved.read_text()) == earlier
     assert parent.prepare_file(path, resume=False) is None
+
+
+@pytest.mark.parametrize("key", ["packed keys", "packed fetch"])
+def test_the_reference_takes_the_inputs_of_the_real_sizes(key):
+    op = kernels.OPS[key]
+    for case in op.real:
+        inputs = kernels.wide(op.inputs(case))
+        arrays, fixed = kernels.parts_of(inputs)
+        jax.eval_shape(lambda x, op=op, fixed=fixed: op.call(**x, **fixed, implementation="xla"), arrays)
