@@ -56,6 +56,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
     add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
+    add.add_argument("--together", type=int, default=1, help="samples that run as one batch (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
     add.add_argument("--fetch", default="auto", help=FETCH_HELP)
     add_weights_options(add)
@@ -208,6 +209,7 @@ def run_eval(args: argparse.Namespace) -> int:
     offload.check_fetch(args.fetch)
     settings: dict[str, Any] = {"shares": parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
     settings |= {"prefill": prefill, "samples": args.samples, "seed": args.seed, "fetch": args.fetch}
+    settings |= {"together": args.together}
     settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:

@@ -1,148 +1,32 @@
 """Running policies side by side on tasks with known answers. Policies share the prefill of a sample if possible."""
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jshadow.cache import offload
-from jshadow.cache.state import Counters, KVState
-from jshadow.engine import decode
+from jshadow.engine.checks import check_piece
 from jshadow.engine.prefill.job import prepared_attention
-from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, results
+from jshadow.evaluation import results
+from jshadow.evaluation.cases import run_case, run_together, runs_together
 from jshadow.evaluation.plan import plan_tasks
-from jshadow.evaluation.replies import generate_rows, greedy
 from jshadow.evaluation.rows import task_rows
 from jshadow.evaluation.samples import SampleStore, check_model
 from jshadow.evaluation.settings import EvalSettings, Evaluation, Setup, TaskPlan, model_of
 from jshadow.evaluation.tasks import Case
-from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.tasks.ruler import among
-from jshadow.evaluation.text_metrics import score
 from jshadow.policies import Full, Policy
-from jshadow.policies.capabilities import attention_of
 from jshadow.weights.digest import tree_digest
 
 Progress = Callable[[int, int], None]
-MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
+Place = tuple[int, int]  # of a sample: place of the plan, and place of the case in it
 MOST_PROGRAMS = 32  # maximum number of cached decode programs; each takes about 100 MB for a deep model
-
-
-# One sample
-
-
-def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
-    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the model."""
-    stop, reply = frozenset(params.config.eos_ids), []
-
-    def take(row: int, token: int) -> bool:
-        if token in stop:
-            return False
-        reply.append(token)
-        return True
-
-    state = generate_rows(params, logits, state, count, greedy, take)
-    return reply, state
-
-
-def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
-    """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
-    tokens = np.zeros((1, padded(len(question))), np.int32)
-    tokens[0, : len(question)] = question
-    return decode.extend(params, tokens, np.array([len(question)], np.int32), state)
-
-
-def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
-    """Answer every turn greedily. Answers stay in the cache, and the next question is appended to it."""
-    texts = []
-    for turn, sample in enumerate(case.samples):
-        length = int(np.asarray(state.lengths)[0])
-        reply, state = say(params, logits, state, sample.max_new_tokens)
-        texts.append(params.tokenizer.decode(reply))
-        if turn < len(case.turns):
-            unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
-            logits, state = feed(params, [*unfed, *case.turns[turn]], state)
-    return texts, state
-
-
-def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
-    """Answer independent questions greedily, each on a fork of the state. Returns the texts and summed counters."""
-    texts, counters = [], []
-    for question, sample in zip(case.questions, case.samples, strict=True):
-        logits, fork = feed(params, question, state.fork())
-        reply, fork = say(params, logits, fork, sample.max_new_tokens)
-        texts.append(params.tokenizer.decode(reply))
-        counters.append(jax.tree.map(np.asarray, fork.counters))
-    return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
-
-
-def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
-    """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
-    params, reference, case = setup.params, None, plan.cases[index]
-    for logits, state in prefilled(setup, plan, case, policies):
-        record: dict[str, Any]
-        if case.forced:
-            first = np.asarray(logits)  # logits of the prompt's last token, which predict the first forced token
-            forced = np.array([case.forced], np.int32)
-            logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
-            this = np.asarray(logits)[0]
-            reference = this if reference is None else reference
-            record = {"score": 100 * float(metrics.top1(reference, this).mean()), "hits": []}
-            record |= {"kl": float(metrics.kl(reference, this).mean()), "outputs": []}
-            record |= {"ppl": metrics.perplexity(np.concatenate([first, this[:-1]]), forced[0])}
-            counters = jax.tree.map(np.asarray, state.counters)
-        elif case.questions:
-            texts, counters = answers_apart(params, case, state)
-            record = judged(case, texts) | {"apart": True}
-        else:
-            texts, state = answers(params, case, logits, state)
-            record, counters = judged(case, texts), jax.tree.map(np.asarray, state.counters)
-        figures = row_figures(Counters.zeros(1), counters, 0, params.config.num_layers)
-        yield record | {name: figures[name] for name in ("attended_tokens", "hit_rate")}
-
-
-def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
-    """Score the answers to a case, and return its record."""
-    pairs = zip(case.samples, texts, strict=True)
-    scores = [score(sample.scorer, sample.answers, text, sample.choices) for sample, text in pairs]
-    hits = [one == 1 for one in scores]
-    record = {"score": 100 * sum(scores) / len(scores), "hits": hits, "kl": None, "outputs": list(texts)}
-    return record if scores == hits else record | {"scores": scores}
-
-
-def prefilled(setup: Setup, plan: TaskPlan, case: Case, policies: Sequence[Policy]) -> Iterator[tuple[Any, KVState]]:
-    """Yield the logits and the state of each policy, in order.
-
-    Most policies share one prefill. A policy with its own prefill attention has a separate prefill. So has a policy
-    with learned arrays, because a prefill takes the arrays of only one policy.
-    """
-    params = setup.params
-    tokens, length = np.zeros((1, plan.width(case)), np.int32), np.array([len(case.prompt)], np.int32)
-    tokens[0, : len(case.prompt)] = case.prompt
-    options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
-    attends = [attention_of(policy.resolve(params.config, plan.capacity)) is not None for policy in policies]
-    learned = [setup.arrays_of(policy) for policy in policies]
-    apart = [attention or arrays is not None for attention, arrays in zip(attends, learned, strict=True)]
-    sharing = [policy for policy, alone in zip(policies, apart, strict=True) if not alone]
-    together: list[tuple[Any, KVState]] = []
-    for policy, alone, attention, arrays in zip(policies, apart, attends, learned, strict=True):
-        if alone:
-            own_options = options | {"attention": None if attention else setup.prefill, "fitted": arrays}
-            yield decode.prefill_many(params, tokens, length, [policy], **own_options)[0]
-            continue
-        if not together:
-            some, sharing = sharing[:MOST_TOGETHER], sharing[MOST_TOGETHER:]
-            together = decode.prefill_many(params, tokens, length, some, **options, attention=setup.prefill)
-        yield together.pop(0)  # each state is freed as soon as it is used
-
-
-# All samples
 
 
 def sample_key(setup: Setup, model: str, plan: TaskPlan, index: int, policy: Policy) -> str:
@@ -228,7 +112,8 @@ def plan_evaluation(
 
     The arguments and the errors are those of `evaluate`.
     """
-    setup = Setup(params, offload.resolve_fetch(asked.fetch), asked.prefill, asked.fitted or {})
+    check_piece("together", asked.together)
+    setup = Setup(params, offload.resolve_fetch(asked.fetch), asked.prefill, asked.fitted or {}, asked.together)
     if isinstance(asked.data, str) or (not asked.data and (asked.truncate is not None or asked.limit is not None)):
         raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {asked.data!r}")
     plans = plan_tasks(setup, tasks, lengths if tasks else (), policies, asked)
@@ -238,8 +123,8 @@ def plan_evaluation(
 
 
 def finish_samples(
-    evaluation: Evaluation, wanted: Sequence[tuple[int, int]], store: SampleStore, progress: Progress | None
-) -> dict[tuple[int, int], dict[Policy, dict[str, Any]]]:
+    evaluation: Evaluation, wanted: Sequence[Place], store: SampleStore, progress: Progress | None
+) -> dict[Place, dict[Policy, dict[str, Any]]]:
     """Return the records of some samples by policy. Records in the store are reused, and new ones are put into it.
 
     Args:
@@ -250,38 +135,91 @@ def finish_samples(
     """
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
-    model, last, programs = evaluation.model, None, 0
-    finished = {}
-    for place, index in wanted:
-        plan = evaluation.plans[place]
-        if place != last:
-            last, programs = place, programs + len(plan.entries)
+    last, programs = None, 0
+    finished: dict[Place, dict[Policy, dict[str, Any]]] = {}
+    samples = [Sample.of(evaluation, one, store) for one in wanted]
+    for group in groups_of(samples, evaluation.setup.together):
+        plan = group[0].plan
+        if plan is not last:
+            last, programs = plan, programs + len(plan.entries)
         if programs > MOST_PROGRAMS:
             jax.clear_caches()
             programs = len(plan.entries)
-        finished[place, index] = finish_sample(evaluation.setup, plan, index, store, model)
+        if group[0].missing:
+            finish_group(evaluation, group, store)
+        for sample in group:
+            finished[sample.place] = {policy: store.records[key] for policy, key in sample.keys.items()}
         if progress is not None:
             progress(len(finished), len(wanted))
     return finished
 
 
-def finish_sample(
-    setup: Setup, plan: TaskPlan, index: int, store: SampleStore, model: str
-) -> dict[Policy, dict[str, Any]]:
-    """Return the record of every policy on one case. Records in the store are reused."""
-    policies = list(dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None))
-    keys = {policy: sample_key(setup, model, plan, index, policy) for policy in policies}
-    missing = [policy for policy in policies if keys[policy] not in store.records]
-    case = plan.cases[index]
+class Sample(NamedTuple):
+    """A sample that is wanted.
+
+    Attributes:
+        place: place of the plan, and place of the case in it.
+        plan: the plan.
+        keys: the key of each policy's record.
+        missing: the policies whose records are not in the store.
+    """
+
+    place: Place
+    plan: TaskPlan
+    keys: dict[Policy, str]
+    missing: list[Policy]
+
+    @property
+    def case(self) -> Case:
+        """The case."""
+        return self.plan.cases[self.place[1]]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "Sample":
+        """Return the sample at a place."""
+        plan, setup = evaluation.plans[place[0]], evaluation.setup
+        policies = dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None)
+        keys = {one: sample_key(setup, evaluation.model, plan, place[1], one) for one in policies}
+        return cls(place, plan, keys, [policy for policy, key in keys.items() if key not in store.records])
+
+
+def groups_of(samples: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
+    """Yield neighboring samples that can run as the rows of one batch, at most `most` of them at once."""
+
+    def alike(sample: Sample) -> tuple[Any, ...]:
+        alone = sample.place if most == 1 or not runs_together(sample.case) else None
+        return sample.place[0], sample.plan.width(sample.case), sample.missing, alone
+
+    for _, found in itertools.groupby(samples, alike):
+        neighbors = list(found)
+        yield from (neighbors[first : first + most] for first in range(0, len(neighbors), most))
+
+
+def finish_group(evaluation: Evaluation, group: Sequence[Sample], store: SampleStore) -> None:
+    """Run the policies that the samples of a group miss, and put their records into the store."""
+    setup, plan, missing = evaluation.setup, group[0].plan, group[0].missing
+    indices = [sample.place[1] for sample in group]
+    if setup.together > 1 and runs_together(group[0].case):
+        for policy, records in zip(missing, run_together(setup, plan, indices, missing), strict=True):
+            for sample, record in zip(group, records, strict=True):
+                store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
+        return
+    [sample] = group
     # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
-    run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
+    first = next(iter(sample.keys))
+    run = [first, *missing] if sample.case.forced and first not in missing else missing
+    for policy, record in zip(run, run_case(setup, plan, indices[0], run), strict=True):
+        if policy in missing:
+            store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
+
+
+def context_of(evaluation: Evaluation, sample: Sample, policy: Policy) -> dict[str, Any]:
+    """Return what a record in the store says of its sample, for people who read the file."""
+    setup, plan, case, index = evaluation.setup, sample.plan, sample.case, sample.place[1]
     depth = plan.depths[index] if plan.depths else None
     context: dict[str, Any] = {"task": plan.task, "length": plan.length, "sample": index, "depth": depth}
-    context |= {"answers": [sample.answer for sample in case.samples], "fetch": setup.fetch, "model": model}
+    answers = [one.answer for one in case.samples]
+    context |= {"answers": answers, "fetch": setup.fetch, "model": evaluation.model}
     context |= {"prefill": setup.prefill.label()} if setup.prefill else {}
     context |= {"truncated": case.truncated} if case.truncated else {}
-    records = run_case(setup, plan, index, run) if run else iter(())
-    for policy, record in zip(run, records, strict=True):
-        if policy in missing:
-            store.add(keys[policy], record, context | {"policy": results.label(policy)})
-    return {policy: store.records[keys[policy]] for policy in policies}
+    return context | {"policy": results.label(policy)}

@@ -36,6 +36,8 @@ class EvalSettings:
         data: local files (.jsonl, .json, .parquet) whose rows are also evaluated (see `evaluation.data`).
         truncate: "middle" cuts a context that exceeds the model's context, and reports it. None raises an error.
         limit: number of rows that are read from each file. None means all.
+        together: number of samples of a task that run as the rows of one batch, if each has one question. Their scores
+            are those of single samples, except where rounding decides a near tie.
     """
 
     samples: int = 10
@@ -48,6 +50,7 @@ class EvalSettings:
     data: Sequence[str | os.PathLike[str]] = ()
     truncate: str | None = None
     limit: int | None = None
+    together: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +62,14 @@ class Setup:
         fetch: the resolved fetch mode.
         prefill: the attention between the tokens of a prompt. None means exact.
         fitted: learned arrays by name of the policy that reads them.
+        together: see `EvalSettings`.
     """
 
     params: Any
     fetch: str
     prefill: PrefillAttention | None
     fitted: Mapping[str, Any]
+    together: int = 1
 
     def arrays_of(self, policy: Policy) -> Any:
         """Return the learned arrays that a policy reads, or None."""

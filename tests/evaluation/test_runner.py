@@ -13,7 +13,7 @@ from jshadow import Full, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, runner, samples, tasks
+from jshadow.evaluation import cases, metrics, runner, samples, tasks
 from jshadow.evaluation.settings import Setup, TaskPlan
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
@@ -80,7 +80,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
         [(logits, state)] = decode.prefill_many(
             params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + case.growth
         )
-        said, state = runner.answers(params, case, logits, state)
+        said, state = cases.answers(params, case, logits, state)
         texts.append(said)
         answered = sum(map(len, case.turns)) + tasks.TURNS * tasks.NEW_TOKENS
         assert 700 + sum(map(len, case.turns)) < int(state.lengths[0]) <= 700 + answered
@@ -110,13 +110,29 @@ def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
     policies = [POLICY, dataclasses.replace(POLICY, budget=16), StreamingLLM(window=30)]
     options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies}
     want = evaluate(params, **options)
-    monkeypatch.setattr(runner, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(cases, "MOST_TOGETHER", 2)
     monkeypatch.setattr(runner, "MOST_PROGRAMS", 1)
     got = evaluate(params, **options)
     assert [row["policy"] for row in got] == [row["policy"] for row in want]
     for one, other in zip(got, want, strict=True):
         assert one["score"] == other["score"]
         assert one.get("kl", 0) == pytest.approx(other.get("kl", 0), abs=1e-6)
+
+
+def test_samples_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
+    """Five samples in batches of three: the second one is filled up. A task of several turns runs one at a time."""
+    options: dict[str, Any] = {"tasks": ["needle_docs", "needle_multiturn"], "samples": 5, "lengths": [LENGTH + 280]}
+    alone = evaluate(params, tmp_path / "alone", **options)
+    assert evaluate(params, tmp_path / "together", together=3, **options) == alone
+
+    def records(folder: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / folder / samples.SAMPLES_FILE).read_text().splitlines()
+        return sorted(map(json.loads, lines), key=lambda one: (one["task"], one["sample"], one["policy"]))
+
+    assert records("together") == records("alone")
+    assert evaluate(params, tmp_path / "alone", together=2, **options) == alone, "finished samples are not run again"
+    with pytest.raises(ConfigError, match="together must be an integer of at least 1, got 0"):
+        evaluate(params, together=0)
 
 
 def test_a_killed_run_goes_on_where_it_stopped(

@@ -6,8 +6,9 @@ from typing import Any
 from jshadow.cache import offload
 from jshadow.errors import ConfigError
 from jshadow.evaluation.analysis.tensors import text_of
+from jshadow.evaluation.cases import run_case
 from jshadow.evaluation.rows import task_rows
-from jshadow.evaluation.runner import Progress, run_case
+from jshadow.evaluation.runner import Progress
 from jshadow.evaluation.settings import Entry, Setup, TaskPlan
 from jshadow.evaluation.tasks import Case, Sample
 from jshadow.policies import Full, Policy

@@ -1,0 +1,171 @@
+"""Running policies on a case: its prompt is read once, and each policy answers. B rows of a batch.
+
+Cases of one question each may run together, as the rows of a batch. So a decode step reads the weights once for all.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshadow.cache.state import Counters, KVState
+from jshadow.engine import decode
+from jshadow.engine.report import row_figures
+from jshadow.evaluation import metrics
+from jshadow.evaluation.replies import generate_rows, greedy
+from jshadow.evaluation.settings import Setup, TaskPlan
+from jshadow.evaluation.tasks import Case
+from jshadow.evaluation.tasks.framing import padded
+from jshadow.evaluation.text_metrics import score
+from jshadow.policies import Policy
+from jshadow.policies.capabilities import attention_of
+
+MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
+
+
+def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
+    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the model."""
+    [reply], state = say_rows(params, logits, state, [count])
+    return reply, state
+
+
+def say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
+    """Do what `say` does in the first rows of a batch. `counts` has the most tokens of each of these rows."""
+    stop = frozenset(params.config.eos_ids)
+    replies: list[list[int]] = [[] for _ in counts]
+
+    def take(row: int, token: int) -> bool:
+        if token in stop:
+            return False
+        replies[row].append(token)
+        return len(replies[row]) < counts[row]
+
+    state = generate_rows(params, logits, state, max(counts), greedy, take, rows=len(counts))
+    return replies, state
+
+
+def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
+    """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
+    tokens = np.zeros((1, padded(len(question))), np.int32)
+    tokens[0, : len(question)] = question
+    return decode.extend(params, tokens, np.array([len(question)], np.int32), state)
+
+
+def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
+    """Answer every turn greedily. Answers stay in the cache, and the next question is appended to it."""
+    texts = []
+    for turn, sample in enumerate(case.samples):
+        length = int(np.asarray(state.lengths)[0])
+        reply, state = say(params, logits, state, sample.max_new_tokens)
+        texts.append(params.tokenizer.decode(reply))
+        if turn < len(case.turns):
+            unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
+            logits, state = feed(params, [*unfed, *case.turns[turn]], state)
+    return texts, state
+
+
+def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
+    """Answer independent questions greedily, each on a fork of the state. Returns the texts and summed counters."""
+    texts, counters = [], []
+    for question, sample in zip(case.questions, case.samples, strict=True):
+        logits, fork = feed(params, question, state.fork())
+        reply, fork = say(params, logits, fork, sample.max_new_tokens)
+        texts.append(params.tokenizer.decode(reply))
+        counters.append(jax.tree.map(np.asarray, fork.counters))
+    return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
+
+
+def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
+    """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
+    params, reference, case = setup.params, None, plan.cases[index]
+    for logits, state in prefilled(setup, plan, [case], policies):
+        record: dict[str, Any]
+        if case.forced:
+            first = np.asarray(logits)  # logits of the prompt's last token, which predict the first forced token
+            forced = np.array([case.forced], np.int32)
+            logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
+            this = np.asarray(logits)[0]
+            reference = this if reference is None else reference
+            record = {"score": 100 * float(metrics.top1(reference, this).mean()), "hits": []}
+            record |= {"kl": float(metrics.kl(reference, this).mean()), "outputs": []}
+            record |= {"ppl": metrics.perplexity(np.concatenate([first, this[:-1]]), forced[0])}
+            counters = jax.tree.map(np.asarray, state.counters)
+        elif case.questions:
+            texts, counters = answers_apart(params, case, state)
+            record = judged(case, texts) | {"apart": True}
+        else:
+            texts, state = answers(params, case, logits, state)
+            record, counters = judged(case, texts), jax.tree.map(np.asarray, state.counters)
+        yield record | figures_of(params, counters, 0)
+
+
+def figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
+    """Return the entries of a record that come from the counters, which began with zeros."""
+    figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config.num_layers)
+    return {name: figures[name] for name in ("attended_tokens", "hit_rate")}
+
+
+def runs_together(case: Case) -> bool:
+    """Return whether a case may be a row of a batch with others: it has one question, at the end of its prompt."""
+    return not (case.forced or case.questions or case.turns)
+
+
+def run_together(
+    setup: Setup, plan: TaskPlan, indices: Sequence[int], policies: Sequence[Policy]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the records of each policy on some cases, which are rows of one batch.
+
+    The cases must have the same width. If they are fewer than the rows of `setup`, the last one is repeated, so that
+    no other program is compiled.
+    """
+    params, cases = setup.params, [plan.cases[index] for index in indices]
+    filled = cases + cases[-1:] * (setup.together - len(cases))
+    for logits, state in prefilled(setup, plan, filled, policies):
+        counts = [case.samples[0].max_new_tokens for case in cases]
+        replies, state = say_rows(params, logits, state, counts)
+        counters = jax.tree.map(np.asarray, state.counters)
+        texts = [params.tokenizer.decode(reply) for reply in replies]
+        yield [
+            judged(case, [text]) | figures_of(params, counters, row)
+            for row, (case, text) in enumerate(zip(cases, texts, strict=True))
+        ]
+
+
+def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
+    """Score the answers to a case, and return its record."""
+    pairs = zip(case.samples, texts, strict=True)
+    scores = [score(sample.scorer, sample.answers, text, sample.choices) for sample, text in pairs]
+    hits = [one == 1 for one in scores]
+    record = {"score": 100 * sum(scores) / len(scores), "hits": hits, "kl": None, "outputs": list(texts)}
+    return record if scores == hits else record | {"scores": scores}
+
+
+def prefilled(
+    setup: Setup, plan: TaskPlan, cases: Sequence[Case], policies: Sequence[Policy]
+) -> Iterator[tuple[Any, KVState]]:
+    """Yield the logits [B, V] and the state of each policy, in order. The prompts of the cases are the rows.
+
+    Most policies share one prefill. A policy with its own prefill attention has a separate prefill. So has a policy
+    with learned arrays, because a prefill takes the arrays of only one policy.
+    """
+    params = setup.params
+    tokens = np.zeros((len(cases), max(map(plan.width, cases))), np.int32)
+    lengths = np.array([len(case.prompt) for case in cases], np.int32)
+    for row, case in enumerate(cases):
+        tokens[row, : len(case.prompt)] = case.prompt
+    options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
+    attends = [attention_of(policy.resolve(params.config, plan.capacity)) is not None for policy in policies]
+    learned = [setup.arrays_of(policy) for policy in policies]
+    apart = [attention or arrays is not None for attention, arrays in zip(attends, learned, strict=True)]
+    sharing = [policy for policy, alone in zip(policies, apart, strict=True) if not alone]
+    together: list[tuple[Any, KVState]] = []
+    for policy, alone, attention, arrays in zip(policies, apart, attends, learned, strict=True):
+        if alone:
+            own_options = options | {"attention": None if attention else setup.prefill, "fitted": arrays}
+            yield decode.prefill_many(params, tokens, lengths, [policy], **own_options)[0]
+            continue
+        if not together:
+            some, sharing = sharing[:MOST_TOGETHER], sharing[MOST_TOGETHER:]
+            together = decode.prefill_many(params, tokens, lengths, some, **options, attention=setup.prefill)
+        yield together.pop(0)  # each state is freed as soon as it is used
