@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from jshadow.policies import KIVI as KIVI
     from jshadow.policies import LESS as LESS
     from jshadow.policies import TOVA as TOVA
+    from jshadow.policies import AdaKV as AdaKV
     from jshadow.policies import DenseFirst as DenseFirst
     from jshadow.policies import ExpectedAttention as ExpectedAttention
     from jshadow.policies import Full as Full
@@ -125,6 +126,7 @@ FACE = {
         "KIVI",
         "LESS",
         "TOVA",
+        "AdaKV",
         "DenseFirst",
         "ExpectedAttention",
         "Full",

@@ -10,6 +10,7 @@ from jshadow.cache.records import PromptKV as PromptKV
 from jshadow.cache.records import StepKV as StepKV
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.errors import ConfigError
+from jshadow.policies.adakv import AdaKV as AdaKV
 from jshadow.policies.base import HookInputs as HookInputs
 from jshadow.policies.base import LayerCache as LayerCache
 from jshadow.policies.base import Policy as Policy

@@ -131,7 +131,7 @@ def test_a_class_that_cannot_be_used(fault, folder, capsys):
         ("stranger:Newst", ["must name a class of stranger, got 'Newst'", "did you mean Newest?"]),
         ("stranger:", ["must name a class of stranger, got ''"]),
         (":Newest", ["module that can be imported, got ':Newest'"]),
-        ("newst", ["must be one of ['expected_attention', 'full', ", "or module:Class, got 'newst'"]),
+        ("newst", ["must be one of ['adakv', 'expected_attention', ", "or module:Class, got 'newst'"]),
         ("qest", ["did you mean quest?"]),
     ],
 )

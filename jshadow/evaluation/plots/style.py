@@ -24,6 +24,7 @@ METHODS = {
     "less": ("#AA4499", "h"),
     "snapkv": ("#882255", "P"),
     "tova": ("#882255", "d"),
+    "adakv": ("#117733", "P"),
     "keydiff": ("#AA4499", "*"),
     "expected_attention": ("#CC79A7", "H"),
     "quest": ("#0072B2", "^"),
