@@ -60,7 +60,7 @@ def test_the_bytes_of_a_later_token(dtype):
 
 
 @pytest.mark.parametrize("landmarks", [Landmarks(), Landmarks(tokens=2, levels=2, order=2, dtype="int4")])
-def test_fetch_modes_agree(landmarks):
+def test_later_keys_come_alike_in_every_fetch_mode(landmarks):
     policy = dataclasses.replace(POLICY, budget=16, landmarks=landmarks, pool=2.0)
     prefilled = decode.prefill_many(
         model(), PROMPT, LENGTHS, [policy] * len(FETCH_MODES), capacity=96, fetch=list(FETCH_MODES)
