@@ -36,7 +36,13 @@ class Draw(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """What a step feeds: token int32 [B], active bool [B], and the number of the step, int32 []."""
+    """The inputs of one step.
+
+    Attributes:
+        token: the token of each row, int32 [B].
+        active: which rows have not ended before this token, bool [B].
+        step_number: the number of the step, int32 [].
+    """
 
     token: Array
     active: Array
@@ -44,7 +50,12 @@ class Fed(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is the same in all steps: a PRNG key, and the token ids that end a row, int32 [S]."""
+    """The inputs that all steps of a generation share.
+
+    Attributes:
+        key: a PRNG key.
+        stop: the token ids that end a row, int32 [S].
+    """
 
     key: Array
     stop: Array
@@ -76,7 +87,7 @@ class TokenSteps:
     """The steps of one generation, which are dispatched in order.
 
     Attributes:
-        flight: what each dispatched step drew, as far as the host has not read it.
+        flight: the results of dispatched steps whose tokens the host has not read yet.
     """
 
     def __init__(self, params: Params, sampler: Sampler, key: Array, stop: Iterable[int]) -> None:
@@ -101,7 +112,7 @@ class TokenSteps:
         """
         if not self.flight:
             fed = Fed(jnp.asarray(values), jnp.asarray(active), jnp.int32(index))
-            # What a step returns is committed. One program serves for both only if this is, too.
+            # A step returns committed arrays. With uncommitted ones here, JAX would compile a second program.
             state = self._dispatch(state, commit_arrays(fed, state.specs[0].shards))
         if ahead:
             state = self._dispatch(state, self.flight[-1])

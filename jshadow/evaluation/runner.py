@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,7 +137,7 @@ def finish_samples(
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
     last, programs = None, 0
     finished: dict[Place, dict[Policy, dict[str, Any]]] = {}
-    samples = [Sample.of(evaluation, one, store) for one in wanted]
+    samples = (Wanted.of(evaluation, one, store) for one in wanted)
     for group in groups_of(samples, evaluation.setup.together):
         plan = group[0].plan
         if plan is not last:
@@ -154,7 +154,7 @@ def finish_samples(
     return finished
 
 
-class Sample(NamedTuple):
+class Wanted(NamedTuple):
     """A sample that is wanted.
 
     Attributes:
@@ -175,7 +175,7 @@ class Sample(NamedTuple):
         return self.plan.cases[self.place[1]]
 
     @classmethod
-    def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "Sample":
+    def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "Wanted":
         """Return the sample at a place."""
         plan, setup = evaluation.plans[place[0]], evaluation.setup
         policies = dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None)
@@ -183,10 +183,10 @@ class Sample(NamedTuple):
         return cls(place, plan, keys, [policy for policy, key in keys.items() if key not in store.records])
 
 
-def groups_of(samples: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
+def groups_of(samples: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
     """Yield neighboring samples that can run as the rows of one batch, at most `most` of them at once."""
 
-    def alike(sample: Sample) -> tuple[Any, ...]:
+    def alike(sample: Wanted) -> tuple[Any, ...]:
         alone = sample.place if most == 1 or not runs_together(sample.case) else None
         return sample.place[0], sample.plan.width(sample.case), sample.missing, alone
 
@@ -195,7 +195,7 @@ def groups_of(samples: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
         yield from (neighbors[first : first + most] for first in range(0, len(neighbors), most))
 
 
-def finish_group(evaluation: Evaluation, group: Sequence[Sample], store: SampleStore) -> None:
+def finish_group(evaluation: Evaluation, group: Sequence[Wanted], store: SampleStore) -> None:
     """Run the policies that the samples of a group miss, and put their records into the store."""
     setup, plan, missing = evaluation.setup, group[0].plan, group[0].missing
     indices = [sample.place[1] for sample in group]
@@ -213,7 +213,7 @@ def finish_group(evaluation: Evaluation, group: Sequence[Sample], store: SampleS
             store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
 
 
-def context_of(evaluation: Evaluation, sample: Sample, policy: Policy) -> dict[str, Any]:
+def context_of(evaluation: Evaluation, sample: Wanted, policy: Policy) -> dict[str, Any]:
     """Return what a record in the store says of its sample, for people who read the file."""
     setup, plan, case, index = evaluation.setup, sample.plan, sample.case, sample.place[1]
     depth = plan.depths[index] if plan.depths else None

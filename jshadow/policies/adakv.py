@@ -25,7 +25,7 @@ from jshadow.ops.attention import MASKED, group_queries
 from jshadow.ops.layout import top_k
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
-from jshadow.policies.eviction import EvictingPolicy, KeepsBest, LaterTokens
+from jshadow.policies.eviction import EvictingPolicy, KeepsBest, LaterTokens, with_reserved
 from jshadow.policies.expected_attention import ExpectedAttention
 from jshadow.policies.keydiff import KeyDiff
 from jshadow.policies.registry import register
@@ -145,15 +145,14 @@ class AdaKV(KeepsBest):
         """Return which tokens are kept, bool [B, h, S].
 
         Args:
-            scores: float32 [B, h, S]. Of equal scores, those of the lower head and then of the lower position are kept.
+            scores: float32 [B, h, S]. If scores are equal, the lower head comes first, and then the lower position.
             lengths: number of tokens in each row, int32 [B].
             reserved: number of newest tokens of each row that all heads keep, int32 [B].
         """
         batch, heads, tokens = scores.shape
         position, last = jnp.arange(tokens), lengths[:, None, None]
         budget = jnp.minimum(lengths, self.kept)[:, None]
-        scores = jnp.where(position >= last - jnp.minimum(reserved[:, None], budget)[..., None], jnp.inf, scores)
-        scores = jnp.where(position < last, scores, -jnp.inf)
+        scores = with_reserved(scores, lengths, reserved, self.kept)
         row = jnp.arange(batch)[:, None, None]
         safe = jnp.maximum(jnp.floor(budget * self.safeguard), 1 if self.safeguard else 0)[..., None]
         order = top_k(scores, tokens)
@@ -170,7 +169,7 @@ class AdaKV(KeepsBest):
     ) -> tuple[Array, LayerState]:
         """Compute exact attention over the kept prompt tokens and the window.
 
-        Each block has a softmax of its own. The softmaxes of a head's blocks and of its window are then joined.
+        A softmax is computed for each block and for the window. Those of one head are then merged into one softmax.
         """
         frozen: KeptBlocks = state.frozen
         live: LaterTokens = state.live

@@ -51,6 +51,16 @@ class LaterTokens(struct.PyTreeNode):
     window: KeyValues
 
 
+def with_reserved(scores: Array, lengths: Array, reserved: Array, count: int) -> Array:
+    """Return the scores [B, h, S] with infinity for reserved tokens, and minus infinity after a row's last token.
+
+    The arguments are those of `best_positions`. At most `count` of the newest tokens are reserved.
+    """
+    position, last = jnp.arange(scores.shape[2]), lengths[:, None, None]
+    order = jnp.where(position >= last - jnp.minimum(reserved, count)[:, None, None], jnp.inf, scores)
+    return jnp.where(position < last, order, -jnp.inf)
+
+
 def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -> Array:
     """Return the positions of the tokens to keep.
 
@@ -65,12 +75,8 @@ def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -
         int32 [B, h, count], in rising order. A row with fewer than `count` tokens ends with entries equal to its
         length.
     """
-    position = jnp.arange(scores.shape[2])
     last = lengths[:, None, None]
-    # if more tokens are reserved than can be kept, the newest of them are kept
-    order = jnp.where(position >= last - jnp.minimum(reserved, count)[:, None, None], jnp.inf, scores)
-    order = jnp.where(position < last, order, -jnp.inf)
-    found = top_k(order, min(count, scores.shape[2]))
+    found = top_k(with_reserved(scores, lengths, reserved, count), min(count, scores.shape[2]))
     found = jnp.where(found < last, found, last)
     missing = count - found.shape[2]
     if missing:

@@ -152,3 +152,13 @@ def test_help_and_a_machine_without_a_gpu(tmp_path):
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
     assert (tmp_path / "checks.json").read_text() == '{"sections": {}}'
+
+
+def test_sections_are_run_by_name(tmp_path):
+    done = run("--dry-run", "--part", "checks", "--sections", "ceilings", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads((tmp_path / "checks.json").read_text())["sections"]) == ["ceilings"]
+    done = run("--dry-run", "--part", "checks", "--sections", "ceilings,no", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--sections must be some of kernels, features, ceilings, fetch, got no" in done.stderr
+    assert "--sections needs --part" in run("--sections", "fetch").stderr
