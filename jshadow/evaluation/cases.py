@@ -1,6 +1,7 @@
 """Running policies on a case: its prompt is read once, and each policy answers. B rows of a batch.
 
-Cases of one question each may run together, as the rows of a batch. So a decode step reads the weights once for all.
+Cases of one question each, and agreement cases, may run together as the rows of a batch. So a decode step reads the
+weights once for all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,21 +77,47 @@ def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], C
     return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
 
 
+class Agreement:
+    """Compares policies with full attention on the forced tokens of some cases, which are the rows of a batch."""
+
+    def __init__(self, params: Any, cases: Sequence[Case]) -> None:
+        self.params = params
+        self.forced = [np.array(case.forced, np.int32) for case in cases]
+        self.full: np.ndarray | None = None
+
+    def records(self, logits: Any, state: KVState) -> tuple[list[dict[str, Any]], Counters]:
+        """Feed the forced tokens. Return the record of each row, and the counters. The first call is full attention's.
+
+        Args:
+            logits: float32 [B, V], the logits of each prompt's last token. They predict the first forced token.
+            state: the state after the prompts. This consumes it.
+        """
+        lengths = np.array([len(forced) for forced in self.forced], np.int32)
+        tokens = np.zeros((len(lengths), max(lengths)), np.int32)
+        for row, forced in enumerate(self.forced):
+            tokens[row, : len(forced)] = forced
+        first = np.asarray(logits)
+        later, state = decode.extend(self.params, tokens, lengths, state, logits="all")
+        these = np.asarray(later)
+        self.full = these if self.full is None else self.full
+        records: list[dict[str, Any]] = []
+        for row, forced in enumerate(self.forced):
+            full, this = self.full[row, : len(forced)], these[row, : len(forced)]
+            record: dict[str, Any] = {"hits": [], "outputs": [], "score": 100 * float(metrics.top1(full, this).mean())}
+            record |= {"kl": float(metrics.kl(full, this).mean())}
+            record |= {"ppl": metrics.perplexity(np.concatenate([first[row : row + 1], this[:-1]]), forced)}
+            records.append(record)
+        return records, jax.tree.map(np.asarray, state.counters)
+
+
 def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
     """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
-    params, reference, case = setup.params, None, plan.cases[index]
+    params, case = setup.params, plan.cases[index]
+    agreement = Agreement(params, [case])
     for logits, state in prefilled(setup, plan, [case], policies):
         record: dict[str, Any]
         if case.forced:
-            first = np.asarray(logits)  # logits of the prompt's last token, which predict the first forced token
-            forced = np.array([case.forced], np.int32)
-            logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
-            this = np.asarray(logits)[0]
-            reference = this if reference is None else reference
-            record = {"score": 100 * float(metrics.top1(reference, this).mean()), "hits": []}
-            record |= {"kl": float(metrics.kl(reference, this).mean()), "outputs": []}
-            record |= {"ppl": metrics.perplexity(np.concatenate([first, this[:-1]]), forced[0])}
-            counters = jax.tree.map(np.asarray, state.counters)
+            [record], counters = agreement.records(logits, state)
         elif case.questions:
             texts, counters = answers_apart(params, case, state)
             record = judged(case, texts) | {"apart": True}
@@ -107,8 +134,8 @@ def figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
 
 
 def runs_together(case: Case) -> bool:
-    """Return whether a case may be a row of a batch with others: it has one question, at the end of its prompt."""
-    return not (case.forced or case.questions or case.turns)
+    """Return whether a case may be a row of a batch with others: it has one question at its end, or forced tokens."""
+    return not (case.questions or case.turns)
 
 
 def run_together(
@@ -117,11 +144,17 @@ def run_together(
     """Yield the records of each policy on some cases, which are rows of one batch.
 
     The cases must have the same width. If they are fewer than the rows of `setup`, the last one is repeated, so that
-    no other program is compiled.
+    no other program is compiled. For agreement cases, full attention must come first.
     """
     params, cases = setup.params, [plan.cases[index] for index in indices]
     filled = cases + cases[-1:] * (setup.together - len(cases))
+    agreement = Agreement(params, filled)
     for logits, state in prefilled(setup, plan, filled, policies):
+        if cases[0].forced:
+            records, counters = agreement.records(logits, state)
+            rows = enumerate(records[: len(cases)])
+            yield [record | figures_of(params, counters, row) for row, record in rows]
+            continue
         counts = [case.samples[0].max_new_tokens for case in cases]
         replies, state = say_rows(params, logits, state, counts)
         counters = jax.tree.map(np.asarray, state.counters)

@@ -199,18 +199,17 @@ def finish_group(evaluation: Evaluation, group: Sequence[Wanted], store: SampleS
     """Run the policies that the samples of a group miss, and put their records into the store."""
     setup, plan, missing = evaluation.setup, group[0].plan, group[0].missing
     indices = [sample.place[1] for sample in group]
-    if setup.together > 1 and runs_together(group[0].case):
-        for policy, records in zip(missing, run_together(setup, plan, indices, missing), strict=True):
-            for sample, record in zip(group, records, strict=True):
-                store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
-        return
-    [sample] = group
     # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
-    first = next(iter(sample.keys))
-    run = [first, *missing] if sample.case.forced and first not in missing else missing
-    for policy, record in zip(run, run_case(setup, plan, indices[0], run), strict=True):
-        if policy in missing:
-            store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
+    first = next(iter(group[0].keys))
+    run = [first, *missing] if group[0].case.forced and first not in missing else missing
+    if setup.together > 1 and runs_together(group[0].case):
+        table = run_together(setup, plan, indices, run)
+    else:
+        table = ([record] for record in run_case(setup, plan, indices[0], run))
+    for policy, records in zip(run, table, strict=True):
+        for sample, record in zip(group, records, strict=True):
+            if policy in missing:
+                store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
 
 
 def context_of(evaluation: Evaluation, sample: Wanted, policy: Policy) -> dict[str, Any]:
