@@ -42,11 +42,11 @@ def main() -> None:
         for name, values in layers.items():
             lost.setdefault(name, []).append(float(np.mean(values)))
     sizes = Sizes(params.config.kv_heads, params.config.head_dim, "bfloat16")
-    rounded, projected = TokenCodec().read_bytes(sizes), LowRankCodec(args.rank).read_bytes(sizes) / sizes.heads
+    projected = LowRankCodec(args.rank).read_bytes(sizes) / sizes.heads
     print("| code | squared error / variance | bytes of a key and head |\n| --- | --- | --- |")
     for name, values in lost.items():
         mean, stderr = metrics.mean_stderr(values)
-        size = rounded if name.startswith("4 bits") else projected
+        size = TokenCodec(int(name[0])).read_bytes(sizes) if name[0].isdigit() else projected
         print(f"| {name} | {mean:.4f} ({stderr or 0:.4f}) | {size:.1f} |")
 
 
@@ -69,12 +69,13 @@ def errors(keys: np.ndarray, rank: int) -> dict[str, float]:
         return float(((rebuilt.swapaxes(1, 2) - real) ** 2).mean()) / variance
 
     basis = LowRankCodec(rank).encode(prompt, length, 0, CHUNK).right
-    mean = TokenCodec().encode(prompt, length, 0, CHUNK).right
+    mean = TokenCodec(4).encode(prompt, length, 0, CHUNK).right
     return {
         f"projected, rank {rank}": lost(LowRankCodec(rank), basis, later),
         f"projected, rank {rank}, the prompt's own keys": lost(LowRankCodec(rank), basis, prompt),
-        "4 bits, without the mean": lost(TokenCodec(), jnp.zeros_like(mean), later),
-        "4 bits": lost(TokenCodec(), mean, later),
+        "4 bits, without the mean": lost(TokenCodec(4), jnp.zeros_like(mean), later),
+        "4 bits": lost(TokenCodec(4), mean, later),
+        "6 bits": lost(TokenCodec(6), mean, later),
     }
 
 

@@ -2,7 +2,7 @@
 
 There are two codes (`PlusSettings.later_keys`):
 
-- "int4": each token is coded without the others (`TokenCodec`).
+- "int6" and "int4": each token is coded without the others (`TokenCodec`).
 - "projected": keys are projected on the code of the prompt (ShadowKV, section 7.1). What lies outside the prompt's
   basis is lost.
 
@@ -33,7 +33,7 @@ def empty_rows(policy: "PlusSettings", spec: CacheSpec) -> tuple[Array, Any]:
     """
     chunks = policy.later_chunks(spec)
     code = policy.later_codec.empty(spec.batch, chunks, policy.chunk_size, sizes_of(spec))
-    return code.left, code.right if policy.later_keys == "int4" else None
+    return code.left, code.right if policy.later_keys != "projected" else None
 
 
 def shared_part(policy: "PlusSettings", prompt: PromptKV) -> Any:

@@ -15,7 +15,8 @@ from jshadow.policies.shadowkv.key_codecs import KeyCodec, TokenCodec
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.state import ShadowFrozen
 
-LATER_KEYS = ("int4", "projected")
+LATER_BITS = {"int6": 6, "int4": 4}
+LATER_KEYS = (*LATER_BITS, "projected")
 MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
 
 
@@ -25,12 +26,12 @@ class PlusSettings(ShadowKV):
 
     Attributes:
         extra_outlier_chunks: slots of each KV head for later chunks that stay exact.
-        later_keys: how the keys of later chunks are stored. "int4": 4 bits for each number, and a scale for each token
-            and head, whatever `keys` is. "projected": in the code of the prompt (the paper).
+        later_keys: how the keys of later chunks are stored. "int6" or "int4": 6 or 4 bits for each number, and a scale
+            for each token and head, whatever `keys` is. "projected": in the code of the prompt (the paper).
     """
 
     extra_outlier_chunks: int = 16
-    later_keys: str = "int4"
+    later_keys: str = "int6"
 
     name = "shadowkv_plus"
     source = "arXiv 2410.21465, section 7.1"
@@ -61,8 +62,10 @@ class PlusSettings(ShadowKV):
         check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         check_choice(self.name, "later_keys", self.later_keys, LATER_KEYS)
-        if self.later_keys == "int4" and config.head_dim % 2:
-            raise ConfigError(f"{self.name}.later_keys='int4' must have an even head_dim, got {config.head_dim}")
+        multiple = {"int6": 4, "int4": 2}.get(self.later_keys, 1)
+        if config.head_dim % multiple:
+            needs = f"a head_dim that is a multiple of {multiple}"
+            raise ConfigError(f"{self.name}.later_keys={self.later_keys!r} must have {needs}, got {config.head_dim}")
         resolved = super().resolve(config, capacity)
         if self.quirks.turn_selection == "shared":
             raise ConfigError(
@@ -73,7 +76,7 @@ class PlusSettings(ShadowKV):
     @property
     def later_codec(self) -> KeyCodec:
         """The codec of the keys of later chunks."""
-        return self.codec if self.later_keys == "projected" else TokenCodec()
+        return self.codec if self.later_keys == "projected" else TokenCodec(LATER_BITS[self.later_keys])
 
     # Counts
 

@@ -240,6 +240,11 @@ class Values(Record):
 
     dtype: str = "model"
 
+    @property
+    def least_budget(self) -> int:
+        """The least default budget in tokens. 512 tokens in four bits are a little over half the bytes of 256 in 16."""
+        return 512 if self.dtype == "int4" else 256
+
     def check(self, policy: str, config: ModelConfig) -> None:
         """Raise ConfigError if the dtype is unknown or does not fit the model."""
         check_dtype(f"{policy}.values", self.dtype, config)

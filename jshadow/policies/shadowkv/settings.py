@@ -40,7 +40,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
         rank: rank of the low-rank keys. None: 160 of every 1,024 key columns, in multiples of 8.
         chunk_size: tokens in a chunk.
         budget: number of tokens selected for a query, in addition to outliers and window. None: 1.56 % of the capacity,
-            at least 256.
+            at least 256, or at least 512 if values have four bits.
         outlier_chunks: number of chunks that each KV head keeps exactly. None: 24 for every 1,024 tokens of budget.
         local_chunks: number of whole chunks at the end of the prompt that stay in the window.
         keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, or a code that others
@@ -146,7 +146,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
         check_range(self.name, "chunk_size", self.chunk_size, 1)
         budget = self.budget
         if budget is None:
-            budget = max(256, round(capacity * 0.0156), self.chunk_size)
+            budget = max(self.values.least_budget, round(capacity * 0.0156), self.chunk_size)
         check_range(self.name, "budget", budget, self.chunk_size)
         outliers = 24 * (budget // 1024) if self.outlier_chunks is None else self.outlier_chunks
         check_range(self.name, "outlier_chunks", outliers, 0)

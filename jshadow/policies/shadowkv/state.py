@@ -87,8 +87,8 @@ class PlusFrozen(ShadowFrozen, kw_only=True):
             exactly if its squared error is above this. It is the largest error of the prompt's chunks that may be
             rebuilt, below 0 if there is none, and infinite if no outlier may be chosen by its error.
         key_weights: weights on the errors of a key's numbers, float32 [B, h_kv, d], or None if they count equally.
-        later: the part of the code of later keys that all later chunks share: with later_keys="int4" the mean key of
-            the prompt before RoPE [B, h_kv, d]. None: it is `right`.
+        later: the part of the code of later keys that all later chunks share: with later_keys="int6" or "int4"
+            the mean key of the prompt before RoPE [B, h_kv, d]. None: it is `right`.
     """
 
     cut: Array
@@ -106,8 +106,8 @@ class PlusLive(ShadowLive, kw_only=True):
         window: a ring buffer of exact keys after RoPE and values [B, h_kv, R, d]. The token at position p is in slot
             p % R.
         resident, ages, fresh, values, keys: as in `ShadowLive`. The id of later chunk j is n + j.
-        left: left rows of all tokens from position chunks * c on, uint8 [B, h_kv, m, c * w] with later_keys="int4"
-            (`TokenCodec`). With "projected" they are stored as in the prompt: [B, m, c * rank] with low rank.
+        left: left rows of all tokens from position chunks * c on, uint8 [B, h_kv, m, c * w] with later_keys="int6"
+            or "int4" (`TokenCodec`). With "projected" they are stored as in the prompt: [B, m, c * rank] with low rank.
         landmarks: landmarks of later chunks, stored as in the prompt: [B, h_kv, m * s, d].
         kept: which later chunks are kept exactly, bool [B, h_kv, m].
         extra: exact keys after RoPE and values of these chunks [B, h_kv, x * c, d].

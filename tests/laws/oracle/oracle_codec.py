@@ -151,11 +151,12 @@ def chunk_scores(queries: Array, landmarks: Array, candidates: Array, scale: flo
     return scores
 
 
-def token_codes(keys: Array) -> tuple[Array, float]:
-    """Keys [..., d] in whole multiples of a seventh of their largest number.
+def token_codes(keys: Array, most_multiple: int) -> tuple[Array, float]:
+    """Keys [..., d] in whole multiples of their largest number divided by `most_multiple`.
 
     Also how near one of their numbers came to the middle of two multiples, over the largest number of its key.
     """
     most = np.abs(keys).max(axis=-1, keepdims=True, initial=0)
-    steps = 7 * keys / np.where(most > 0, most, 1)
-    return np.round(steps) * most / 7, float(np.abs(steps - np.floor(steps) - 0.5).min(initial=np.inf)) / 7
+    steps = most_multiple * keys / np.where(most > 0, most, 1)
+    gap = float(np.abs(steps - np.floor(steps) - 0.5).min(initial=np.inf)) / most_multiple
+    return np.round(steps) * most / most_multiple, gap

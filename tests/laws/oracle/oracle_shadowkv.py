@@ -71,8 +71,9 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
         longest=longest,
         exact=[set() for _ in range(h_kv)],
     )
-    if new_keys and policy.later_keys == "int4":
+    if new_keys and policy.later_keys != "projected":
         memory.mean, memory.first_later = cache.k_pre.mean(axis=0), n * policy.chunk_size
+        memory.multiples = {"int4": 7, "int6": 31}[policy.later_keys]
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:
@@ -118,7 +119,7 @@ def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
     k_pre = cache.k_pre[new]
     coded = (k_pre.reshape(len(new), -1) @ memory.projection).reshape(k_pre.shape)
     if memory.mean is not None:
-        own, gap = token_codes(k_pre[new >= memory.first_later] - memory.mean)
+        own, gap = token_codes(k_pre[new >= memory.first_later] - memory.mean, memory.multiples)
         coded[new >= memory.first_later] = own + memory.mean
         memory.code_gap = min(memory.code_gap, gap)
     memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(coded, new, rope)])

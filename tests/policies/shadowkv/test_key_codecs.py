@@ -43,7 +43,8 @@ CODECS: dict[str, KeyCodec] = {
     "exact": ExactCodec(),
     "rotation": RotationCodec(3),
     "channel": ChannelCodec(2),
-    "int4": TokenCodec(),
+    "token4": TokenCodec(4),
+    "token6": TokenCodec(6),
 }
 CHUNK = 4
 
@@ -218,10 +219,13 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         least, step = (np.asarray(x, np.float64)[b, h] for x in (code.right.least, code.right.step))
         keys = oracle_head_codes.unpacked(rows, codec.bits) * step + least
     elif isinstance(codec, TokenCodec):
-        mean = np.asarray(code.right, np.float64)[b, h]
-        nibbles = np.concatenate([rows[:, :12] % 16, rows[:, :12] // 16], axis=1).astype(np.int64)
-        scale = np.ascontiguousarray(rows[:, 12:]).view(np.float32 if rows.shape[1] == 16 else np.float16)
-        keys = np.where(nibbles < 8, nibbles, nibbles - 16) * scale.astype(np.float64) + mean
+        mean, width = np.asarray(code.right, np.float64)[b, h], 24 * codec.bits // 8
+        codes = np.concatenate([rows[:, :12] % 16, rows[:, :12] // 16], axis=1).astype(np.int64)
+        if codec.bits == 6:  # the upper two bits of each number come after the lower four of all
+            codes += 16 * np.concatenate([rows[:, 12:18] // 4**place % 4 for place in range(4)], axis=1)
+        scale = np.ascontiguousarray(rows[:, width:]).view(np.float32 if rows.shape[1] == width + 4 else np.float16)
+        half = 2 ** (codec.bits - 1)
+        keys = np.where(codes < half, codes, codes - 2 * half) * scale.astype(np.float64) + mean
     else:
         coder = own_coder(code.right, b, codec.profile)
         dim = code.right.mean.shape[2]
@@ -230,18 +234,19 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounded_keys_are_off_by_half_a_step_at_most(dtype):
-    """A step is a seventh of the largest distance from the mean key of the real tokens, for each token and head."""
-    rows = [spread_keys(40, 3, 10, 11), spread_keys(5, 3, 10, 12), np.full((1, 3, 10), 7.0)]
+@pytest.mark.parametrize(("bits", "most"), [(4, 7), (6, 31)])
+def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, bits, most):
+    """A step is the largest distance from the mean key of the real tokens, divided by `most`, of each token and head."""
+    rows = [spread_keys(40, 3, 12, 11), spread_keys(5, 3, 12, 12), np.full((1, 3, 12), 7.0)]
     keys, lengths = batch_of(rows, dtype)
-    code = TokenCodec().encode(keys, lengths, 10, CHUNK)
+    code = TokenCodec(bits).encode(keys, lengths, 10, CHUNK)
     ids = jnp.arange(10)[None, None].repeat(3, 0).repeat(3, 1)
-    got = np.asarray(TokenCodec().decode(code, ids, CHUNK), np.float64).swapaxes(1, 2)
+    got = np.asarray(TokenCodec(bits).decode(code, ids, CHUNK), np.float64).swapaxes(1, 2)
     slack = 1e-5 if dtype == "float32" else 0.02
     for row, (length, real) in enumerate(zip([40, 5, 1], np.asarray(keys, np.float64), strict=True)):
         mean = real[:length].mean(axis=0)
         np.testing.assert_allclose(np.asarray(code.right, np.float64)[row], mean, atol=slack)
-        step = np.abs(real[:length] - mean).max(axis=2, keepdims=True) / 7
+        step = np.abs(real[:length] - mean).max(axis=2, keepdims=True) / most
         off = np.abs(got[row, :length] - real[:length])
         assert (off <= (step / 2 + slack) * (1 + slack)).all()
         assert not np.asarray(code.left)[row, :, -(-length // CHUNK) :].any()  # padding
@@ -292,7 +297,8 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
         "exact": 24 * leaf_bytes(keys[0, 0, 0, 0]),
         "rotation": 24 * 3 // 8 + 2,
         "channel": 24 * 2 // 8,
-        "int4": 24 // 2 + leaf_bytes(keys[0, 0, 0, 0]),
+        "token4": 24 // 2 + leaf_bytes(keys[0, 0, 0, 0]),
+        "token6": 24 * 6 // 8 + leaf_bytes(keys[0, 0, 0, 0]),
     }[name]
     assert codec.read_bytes(sizes) == row_bytes
     heads = 1 if codec.joint else 2

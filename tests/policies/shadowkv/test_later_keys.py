@@ -39,23 +39,23 @@ def test_later_keys_need_no_basis_of_the_prompt():
 
 
 def test_exact_prompts_leave_only_the_error_of_the_code():
-    """With exact keys of the prompt, projected keys are exact, and keys of 4 bits nearly so."""
+    """With exact keys of the prompt, projected keys are exact, keys of 6 bits nearly so, and keys of 4 bits less so."""
     exact = dataclasses.replace(PROJECTED, rank=None, keys=ExactKeys())
     assert divergence(exact).max() < 1e-6
-    coded = divergence(dataclasses.replace(exact, later_keys="int4"))
-    assert 1e-7 < coded[:, 30:].mean() < 0.02
+    four, six = (divergence(dataclasses.replace(exact, later_keys=code))[:, 30:].mean() for code in ("int4", "int6"))
+    assert 1e-7 < 4 * six < four < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bytes_of_a_later_token(dtype):
-    """A later token has d / 2 bytes and a scale for each head, and its share of the landmark."""
+    """A later token has 6 bits for each number and a scale for each head, and its share of the landmark."""
     item = np.dtype("float32").itemsize if dtype == "float32" else 2
     sizes = []
     for capacity in (96, 160):
         state = abstract_state(TINY, POLICY, batch=1, capacity=capacity, prompt=60, dtype=dtype, fetch="device_put")
         live = [layer.live for layer in state.layers]
         sizes.append([sum(x.size * x.dtype.itemsize for x in (one.left, one.landmarks)) for one in live])
-    each = TINY.kv_heads * (TINY.head_dim // 2 + item + TINY.head_dim * item // PLUS["chunk_size"])
+    each = TINY.kv_heads * (TINY.head_dim * 6 // 8 + item + TINY.head_dim * item // PLUS["chunk_size"])
     assert [more - less for less, more in zip(*sizes, strict=True)] == [64 * each] * TINY.num_layers
 
 
@@ -74,21 +74,24 @@ def test_zero_copy_is_refused_on_a_gpu(monkeypatch):
     """No kernel rebuilds keys of this code."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     sizes = {"batch": 1, "capacity": 96, "prompt": 90, "fetch": "zero_copy"}
-    with pytest.raises(ConfigError, match="for shadowkv_plus with later_keys='int4' on a GPU"):
+    with pytest.raises(ConfigError, match="for shadowkv_plus with later_keys='int6' on a GPU"):
         abstract_state(TINY, POLICY, **sizes)
     assert abstract_state(TINY, PROJECTED, **sizes).fetch == "zero_copy"
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match=r"later_keys must be one of .*'int4', 'projected'.* got 'lowrank'"):
+    with pytest.raises(ConfigError, match=r"later_keys must be one of .*'int6', 'int4', 'projected'.* got 'lowrank'"):
         dataclasses.replace(POLICY, later_keys="lowrank").resolve(TINY, 96)
     odd = dataclasses.replace(TINY, head_dim=15, rope=RopeConfig(rotary_share=0.8))
-    with pytest.raises(ConfigError, match="later_keys='int4' must have an even head_dim, got 15"):
-        POLICY.resolve(odd, 96)
+    for code, multiple in (("int6", 4), ("int4", 2)):
+        with pytest.raises(
+            ConfigError, match=f"later_keys='{code}' must have a head_dim that is a multiple of {multiple}"
+        ):
+            dataclasses.replace(POLICY, later_keys=code).resolve(odd, 96)
     assert PROJECTED.resolve(odd, 96).later_keys == "projected"
 
 
 def test_the_paper_s_settings_project():
     settings = ShadowKVPlus.paper(), ShadowKVPlus.reference(), ShadowKVPlus.lossless(96, TINY)
     assert {policy.later_keys for policy in settings} == {"projected"}
-    assert ShadowKVPlus.packed().later_keys == ShadowKVPlus().later_keys == "int4"
+    assert ShadowKVPlus.packed().later_keys == ShadowKVPlus().later_keys == "int6"
