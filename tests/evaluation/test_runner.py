@@ -119,20 +119,36 @@ def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
         assert one.get("kl", 0) == pytest.approx(other.get("kl", 0), abs=1e-6)
 
 
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    """The records of a directory by task, sample and policy."""
+    lines = (folder / samples.SAMPLES_FILE).read_text().splitlines()
+    return sorted(map(json.loads, lines), key=lambda one: (one["task"], one["sample"], one["policy"]))
+
+
 def test_samples_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
     """Five samples in batches of three: the second one is filled up. A task of several turns runs one at a time."""
     options: dict[str, Any] = {"tasks": ["needle_docs", "needle_multiturn"], "samples": 5, "lengths": [LENGTH + 280]}
     alone = evaluate(params, tmp_path / "alone", **options)
     assert evaluate(params, tmp_path / "together", together=3, **options) == alone
-
-    def records(folder: str) -> list[dict[str, Any]]:
-        lines = (tmp_path / folder / samples.SAMPLES_FILE).read_text().splitlines()
-        return sorted(map(json.loads, lines), key=lambda one: (one["task"], one["sample"], one["policy"]))
-
-    assert records("together") == records("alone")
+    assert records_in(tmp_path / "together") == records_in(tmp_path / "alone")
     assert evaluate(params, tmp_path / "alone", together=2, **options) == alone, "finished samples are not run again"
     with pytest.raises(ConfigError, match="together must be an integer of at least 1, got 0"):
         evaluate(params, together=0)
+
+
+def test_agreement_cases_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
+    """Full attention runs again for a policy that is added later, because its logits are not stored."""
+    added = StreamingLLM(window=30)
+    options: dict[str, Any] = {"tasks": ["agreement"], "samples": 5, "lengths": [LENGTH + 280]}
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    evaluate(params, alone, policies=[POLICY, added], **options)
+    for policies in ([POLICY], [POLICY, added]):
+        evaluate(params, together, together=3, policies=policies, **options)
+    want, got = records_in(alone), records_in(together)
+    assert [one["key"] for one in got] == [one["key"] for one in want]
+    assert len({one["kl"] for one in want}) == 5 * 2 + 1, "each sample has its own divergence, and full attention none"
+    for name in ("score", "kl", "ppl", "attended_tokens"):
+        assert [one[name] for one in got] == pytest.approx([one[name] for one in want], rel=1e-4, abs=1e-6)
 
 
 def test_a_killed_run_goes_on_where_it_stopped(

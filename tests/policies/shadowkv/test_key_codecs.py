@@ -236,7 +236,7 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("bits", "most"), [(4, 7), (6, 31)])
 def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, bits, most):
-    """A step is the largest distance from the mean key of the real tokens, divided by `most`, of each token and head."""
+    """A step is the largest distance from the mean key of the real tokens of a token and head, divided by `most`."""
     rows = [spread_keys(40, 3, 12, 11), spread_keys(5, 3, 12, 12), np.full((1, 3, 12), 7.0)]
     keys, lengths = batch_of(rows, dtype)
     code = TokenCodec(bits).encode(keys, lengths, 10, CHUNK)
