@@ -59,6 +59,21 @@ def test_the_bytes_of_a_later_token(dtype):
     assert [more - less for less, more in zip(*sizes, strict=True)] == [64 * each] * TINY.num_layers
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_later_token_of_packed_takes_less_than_a_quarter(head_dim):
+    """Its key and its share of the landmarks, compared with key and value in bfloat16."""
+    config = dataclasses.replace(TINY, head_dim=head_dim, rope=RopeConfig())
+    sizes = {"batch": 1, "prompt": 1024, "dtype": "bfloat16", "fetch": "device_put"}
+    less, more = (
+        [layer.live for layer in abstract_state(config, ShadowKVPlus.packed(), capacity=capacity, **sizes).layers]
+        for capacity in (2048, 3072)
+    )
+    grown = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(more))
+    grown -= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(less))
+    full = 1024 * config.num_layers * config.kv_heads * 2 * head_dim * 2
+    assert 0.2 < grown / full < 0.25
+
+
 @pytest.mark.parametrize("landmarks", [Landmarks(), Landmarks(tokens=2, levels=2, order=2, dtype="int4")])
 def test_later_keys_come_alike_in_every_fetch_mode(landmarks):
     policy = dataclasses.replace(POLICY, budget=16, landmarks=landmarks, pool=2.0)
