@@ -17,7 +17,7 @@ def unpacked(rows: Array, bits: int) -> Array:
     """The numbers [T, d] in rows of bytes [T, d * bits / 8], one bit after the other."""
     dim = rows.shape[1] * 8 // bits
     numbers, first = np.zeros((len(rows), dim), int), 0
-    for place, size in {2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)]}[bits]:
+    for place, size in {2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)], 6: [(0, 4), (4, 2)]}[bits]:
         width = dim * size // 8
         for j in range(dim):
             byte = rows[:, first + j % width].astype(int)
@@ -63,3 +63,14 @@ def rotated_keys(rows: Array, bits: int) -> Array:
     lengths = (rows[:, -2].astype(np.uint32) << 16 | rows[:, -1].astype(np.uint32) << 24).view(np.float32)
     dim = codes.shape[1]
     return np.array(lloyd_levels(bits))[codes] @ turn(dim).T * (lengths.astype(float) / math.sqrt(dim))[:, None]
+
+
+def token_keys(rows: Array, bits: int, dim: int) -> Array:
+    """Keys [T, dim] of rows of ShadowKV+: codes in two's complement, times a scale in the row's last bytes.
+
+    With 6 bits, a row has the low four bits of all numbers, then their upper two bits.
+    """
+    width, half = dim * bits // 8, 2 ** (bits - 1)
+    codes = unpacked(rows[:, :width], bits)
+    scale = np.ascontiguousarray(rows[:, width:]).view(np.float32 if rows.shape[1] == width + 4 else np.float16)
+    return np.where(codes < half, codes, codes - 2 * half) * scale.astype(np.float64)

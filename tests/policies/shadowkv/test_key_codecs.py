@@ -219,13 +219,7 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         least, step = (np.asarray(x, np.float64)[b, h] for x in (code.right.least, code.right.step))
         keys = oracle_head_codes.unpacked(rows, codec.bits) * step + least
     elif isinstance(codec, TokenCodec):
-        mean, width = np.asarray(code.right, np.float64)[b, h], 24 * codec.bits // 8
-        codes = np.concatenate([rows[:, :12] % 16, rows[:, :12] // 16], axis=1).astype(np.int64)
-        if codec.bits == 6:  # the upper two bits of each number come after the lower four of all
-            codes += 16 * np.concatenate([rows[:, 12:18] // 4**place % 4 for place in range(4)], axis=1)
-        scale = np.ascontiguousarray(rows[:, width:]).view(np.float32 if rows.shape[1] == width + 4 else np.float16)
-        half = 2 ** (codec.bits - 1)
-        keys = np.where(codes < half, codes, codes - 2 * half) * scale.astype(np.float64) + mean
+        keys = oracle_head_codes.token_keys(rows, codec.bits, 24) + np.asarray(code.right, np.float64)[b, h]
     else:
         coder = own_coder(code.right, b, codec.profile)
         dim = code.right.mean.shape[2]
