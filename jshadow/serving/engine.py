@@ -90,11 +90,13 @@ class Engine:
                 fetch mode.
             ServingError: the engine is closed or has failed.
         """
-        limit, arriving = self.admission.limits.waiting, len(requests)
-        if limit is not None and len(self._loop.waiting) + self._arriving + arriving > limit:
-            raise QueueFull(f"at most limits.waiting={limit} requests may wait, got {arriving} more")
-        jobs = [self._job(request) for request in requests]
-        self._send(functools.partial(self._accept, jobs), len(jobs))
+        self._reserve(len(requests), self.admission.limits.waiting)
+        try:
+            jobs = [self._job(request) for request in requests]
+            self._send(functools.partial(self._accept, jobs))
+        except BaseException:
+            self._reserve(-len(requests))
+            raise
         return [job.answer for job in jobs]
 
     def cancel(self, answer: Answer) -> None:
@@ -138,7 +140,8 @@ class Engine:
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)
-        self._send(functools.partial(self._accept, [job]), 1)
+        self._reserve(1)
+        self._send(functools.partial(self._accept, [job]))
         while not self.options.threaded and self.run_once():
             pass
         job.answer.result()
@@ -247,13 +250,19 @@ class Engine:
             if job.ready is not None:
                 job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
 
-    def _send(self, message: Callable[[], None], arriving: int) -> None:
-        """Give a message with a number of jobs to the loop, and start its thread if it does not run."""
+    def _reserve(self, count: int, limit: int | None = None) -> None:
+        """Count requests that the loop has not seen yet. Raises QueueFull if more than `limit` would wait."""
+        with self._lock:
+            if limit is not None and len(self._loop.waiting) + self._arriving + count > limit:
+                raise QueueFull(f"at most limits.waiting={limit} requests may wait, got {count} more")
+            self._arriving += count
+
+    def _send(self, message: Callable[[], None]) -> None:
+        """Give a message to the loop, and start its thread if it does not run."""
         with self._lock:
             if self._closing or self._loop.closed is not None:
                 raise self._loop.closed or ServingError("the engine is closed")
             self._messages.put(message)
-            self._arriving += arriving
             if self._thread is None and self.options.threaded:
                 self._thread = threading.Thread(target=self._serve, name="jshadow-engine", daemon=True)
                 self._thread.start()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 
 import pytest
 from raw_http import ask, completion, connected, message, read_answer, read_head
@@ -173,13 +174,24 @@ def test_a_server_without_memory_says_so(service, monkeypatch):
 
 
 def test_a_request_beyond_the_queue_is_refused(server, service):
-    async def run():
-        return await asyncio.gather(*(ask(server.address, completion(**LONG)) for _ in range(40)))
+    """The engine waits while 40 requests come. 8 may wait with it."""
+    seen = threading.Event()
 
-    answers = asyncio.run(run())
+    async def run():
+        asked = [asyncio.create_task(ask(server.address, completion(**LONG))) for _ in range(40)]
+        async with asyncio.timeout(20):
+            while sum(one.done() for one in asked) < 32:
+                await asyncio.sleep(0.01)
+        seen.set()
+        return await asyncio.gather(*asked)
+
+    service.engine._messages.put(seen.wait)
+    try:
+        answers = asyncio.run(run())
+    finally:
+        seen.set()
     statuses = [status for status, _ in answers]
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 8
+    assert (statuses.count(200), statuses.count(429)) == (8, 32)
     refused = next(error_of(answer)[1] for answer in answers if answer[0] == 429)
     assert (refused["code"], refused["type"]) == ("queue_full", "rate_limit_error")
     until(lambda: idle(service))
