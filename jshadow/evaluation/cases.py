@@ -46,11 +46,18 @@ def say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) ->
     return replies, state
 
 
+def padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids int32 [B, S] with zeros after each row, and the lengths int32 [B]. S is at least `width`."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), max(width, *lengths)), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens, lengths
+
+
 def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
     """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
-    tokens = np.zeros((1, padded(len(question))), np.int32)
-    tokens[0, : len(question)] = question
-    return decode.extend(params, tokens, np.array([len(question)], np.int32), state)
+    return decode.extend(params, *padded_rows([question], padded(len(question))), state)
 
 
 def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
@@ -82,7 +89,7 @@ class Agreement:
 
     def __init__(self, params: Any, cases: Sequence[Case]) -> None:
         self.params = params
-        self.forced = [np.array(case.forced, np.int32) for case in cases]
+        self.forced = [case.forced for case in cases]
         self.full: np.ndarray | None = None
 
     def records(self, logits: Any, state: KVState) -> tuple[list[dict[str, Any]], Counters]:
@@ -92,11 +99,7 @@ class Agreement:
             logits: float32 [B, V], the logits of each prompt's last token. They predict the first forced token.
             state: the state after the prompts. This consumes it.
         """
-        lengths = np.array([len(forced) for forced in self.forced], np.int32)
-        tokens = np.zeros((len(lengths), max(lengths)), np.int32)
-        for row, forced in enumerate(self.forced):
-            tokens[row, : len(forced)] = forced
-        first = np.asarray(logits)
+        first, (tokens, lengths) = np.asarray(logits), padded_rows(self.forced)
         later, state = decode.extend(self.params, tokens, lengths, state, logits="all")
         these = np.asarray(later)
         self.full = these if self.full is None else self.full
@@ -105,7 +108,7 @@ class Agreement:
             full, this = self.full[row, : len(forced)], these[row, : len(forced)]
             record: dict[str, Any] = {"hits": [], "outputs": [], "score": 100 * float(metrics.top1(full, this).mean())}
             record |= {"kl": float(metrics.kl(full, this).mean())}
-            record |= {"ppl": metrics.perplexity(np.concatenate([first[row : row + 1], this[:-1]]), forced)}
+            record |= {"ppl": metrics.perplexity(np.concatenate([first[row : row + 1], this[:-1]]), np.array(forced))}
             records.append(record)
         return records, jax.tree.map(np.asarray, state.counters)
 
@@ -152,17 +155,12 @@ def run_together(
     for logits, state in prefilled(setup, plan, filled, policies):
         if cases[0].forced:
             records, counters = agreement.records(logits, state)
-            rows = enumerate(records[: len(cases)])
-            yield [record | figures_of(params, counters, row) for row, record in rows]
-            continue
-        counts = [case.samples[0].max_new_tokens for case in cases]
-        replies, state = say_rows(params, logits, state, counts)
-        counters = jax.tree.map(np.asarray, state.counters)
-        texts = [params.tokenizer.decode(reply) for reply in replies]
-        yield [
-            judged(case, [text]) | figures_of(params, counters, row)
-            for row, (case, text) in enumerate(zip(cases, texts, strict=True))
-        ]
+        else:
+            replies, state = say_rows(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
+            texts = [params.tokenizer.decode(reply) for reply in replies]
+            records = [judged(case, [text]) for case, text in zip(cases, texts, strict=True)]
+            counters = jax.tree.map(np.asarray, state.counters)
+        yield [record | figures_of(params, counters, row) for row, record in enumerate(records[: len(cases)])]
 
 
 def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
@@ -183,10 +181,7 @@ def prefilled(
     with learned arrays, because a prefill takes the arrays of only one policy.
     """
     params = setup.params
-    tokens = np.zeros((len(cases), max(map(plan.width, cases))), np.int32)
-    lengths = np.array([len(case.prompt) for case in cases], np.int32)
-    for row, case in enumerate(cases):
-        tokens[row, : len(case.prompt)] = case.prompt
+    tokens, lengths = padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
     options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
     attends = [attention_of(policy.resolve(params.config, plan.capacity)) is not None for policy in policies]
     learned = [setup.arrays_of(policy) for policy in policies]

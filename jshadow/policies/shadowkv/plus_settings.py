@@ -1,6 +1,7 @@
 """The settings of ShadowKV+, and the counts that follow from them (Sun et al. 2024, arXiv 2410.21465, section 7.1)."""
 
 import dataclasses
+import math
 from typing import ClassVar, Self
 
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class PlusSettings(ShadowKV):
         check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         check_choice(self.name, "later_keys", self.later_keys, LATER_KEYS)
-        multiple = {"int6": 4, "int4": 2}.get(self.later_keys, 1)
+        multiple = 8 // math.gcd(8, LATER_BITS.get(self.later_keys, 8))  # so many numbers fill whole bytes
         if config.head_dim % multiple:
             needs = f"a head_dim that is a multiple of {multiple}"
             raise ConfigError(f"{self.name}.later_keys={self.later_keys!r} must have {needs}, got {config.head_dim}")
