@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from jshadow.policies import InfiniGen as InfiniGen
     from jshadow.policies import InfLLM as InfLLM
     from jshadow.policies import KeyDiff as KeyDiff
+    from jshadow.policies import KVzip as KVzip
     from jshadow.policies import Loki as Loki
     from jshadow.policies import Offloaded as Offloaded
     from jshadow.policies import OmniKV as OmniKV
@@ -133,6 +134,7 @@ FACE = {
         "InfiniGen",
         "InfLLM",
         "KeyDiff",
+        "KVzip",
         "Loki",
         "Offloaded",
         "OmniKV",

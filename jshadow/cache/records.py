@@ -29,8 +29,8 @@ class PromptKV(struct.PyTreeNode):
         positions: positions of the tokens, int32 [B, S].
         q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w is `HookInputs.last_queries`.
         q_post: all queries after RoPE [B, S, h_q, d]. None unless `HookInputs.all_queries`.
-        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]. None unless
-            `HookInputs.all_queries`.
+        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]. None if q_post is None.
+        second_pass: scores of the second pass, float32 [B, h_kv, S], 0 in padding; None unless `HookInputs.second_pass`.
         extra: the result that the policy's own prefill attention passes to `compress`, or None.
     """
 
@@ -42,6 +42,7 @@ class PromptKV(struct.PyTreeNode):
     q_tail: Array | None = None
     q_post: Array | None = None
     lse: Array | None = None
+    second_pass: Array | None = None
     extra: Any = None
 
 
@@ -236,8 +237,7 @@ class Selection(struct.PyTreeNode):
         kept: the cache of units on the device. Only set with `CacheSpec.keep`.
         counts: the number of valid units, and how many of them are hits, int32 [B, heads] each. None: `hit` tells.
         layer: the layer whose units these are. None: the layer that selects.
-        when: "now": the units are attended to in this step. "next_step": the target layer receives them after its
-            attention of this step.
+        when: "now": this step attends to the units. "next_step": the target layer receives them after its attention.
     """
 
     ids: Array

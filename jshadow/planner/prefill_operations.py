@@ -39,3 +39,19 @@ def layer_operations(config: ModelConfig, window: int | None, tokens: int) -> in
     """Return the operations of one layer on a prompt of `tokens` tokens, without those of the compression."""
     projections = projection_operations(config, tokens) + rest_operations(config, tokens)
     return projections + attention_operations(config, window, 0, tokens)
+
+
+def request_operations(config: ModelConfig, window: int | None, prompt: int, tokens: int) -> int:
+    """Return the operations of one layer on one request of a second pass.
+
+    The scores are the products of the queries with the keys of the chunk and of the request.
+
+    Args:
+        config: the model.
+        window: number of tokens that a query sees. None means all earlier tokens.
+        prompt: number of tokens of the prompt.
+        tokens: number of tokens of the request, which contains the chunk.
+    """
+    scores = 4 * config.q_heads * config.head_dim * tokens * tokens
+    block = projection_operations(config, tokens) + rest_operations(config, tokens)
+    return block + attention_operations(config, window, prompt, tokens) + scores

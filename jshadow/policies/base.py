@@ -24,6 +24,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
+from jshadow.policies.second_pass import SecondPass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class HookInputs:
     Attributes:
         all_queries: whether `compress` needs all queries of the prompt and their log-sum-exps.
         last_queries: how many of the prompt's last queries `compress` needs.
+        second_pass: the second pass over the prompt whose scores `compress` needs, or None.
         piece: number of new tokens of a turn that the hooks of a step process at once. A turn is a text that is added
             after the prompt (`jshadow.extend`). The result must equal that of processing the tokens one by one, in
             single steps.
@@ -42,6 +44,7 @@ class HookInputs:
 
     all_queries: bool = False
     last_queries: int = 0
+    second_pass: SecondPass | None = None
     piece: int = 1
     whole_turns: bool = False
 

@@ -12,7 +12,7 @@ from jshadow.cache.records import PromptKV, StepKV
 from jshadow.errors import ConfigError
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import AdaKV
-from jshadow.policies.adakv import BLOCK
+from jshadow.policies.head_budgets import BLOCK
 
 MODELS = {
     "group2": TINY,

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import jshadow
-from jshadow import TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV
+from jshadow import TOVA, AdaKV, ExpectedAttention, Full, KeyDiff, KVzip, SnapKV
 from jshadow.cache.prompt_walk import prompts_of
 from jshadow.cli.demo_text import document
+from jshadow.engine.prefill.whole import prefill_many
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies.eviction import KeptPrompt
 
@@ -49,6 +50,8 @@ METHODS = {
         ALL,
     ),
 }
+TWICE = {"kvzip": False, "kvzip, normalized": True}  # those that read a prompt twice, in chunks of CHUNK tokens
+CHUNK = 400
 SAFEGUARDS = {"adakv, keydiff": 0.2, "adakv, expected_attention": 0.4}  # of those that share a budget
 
 
@@ -87,6 +90,13 @@ def our_model(folder):
     return jshadow.load(folder, dtype="float32")
 
 
+def unmasked(masked, shape):
+    """For each head, the positions [n] that kvpress did not mask, of `shape` heads and tokens."""
+    there = np.ones(shape, bool)
+    there[tuple(index.numpy() for index in masked[1:])] = False
+    return [np.flatnonzero(head).tolist() for head in there]
+
+
 def theirs(folder, tokens):
     """The positions that kvpress keeps, by method, ratio and layer; in one pass, because a press changes no prefill."""
     import kvpress
@@ -115,9 +125,7 @@ def theirs(folder, tokens):
                     found[*name, module.layer_idx] = places(kept[0].numpy(), keys[0].numpy())
                     continue
                 module.masked_key_indices = None  # so that it changes no attention
-                there = np.ones(keys.shape[1:3], bool)
-                there[tuple(index.numpy() for index in masked[1:])] = False
-                found[*name, module.layer_idx] = [np.flatnonzero(head).tolist() for head in there]
+                found[*name, module.layer_idx] = unmasked(masked, keys.shape[1:3])
             return keys, values
 
     with torch.no_grad(), Every()(model):
@@ -144,22 +152,64 @@ def ours(folder, tokens):
     return found
 
 
+def theirs_twice(folder, tokens, monkeypatch):
+    """The positions that kvpress keeps by KVzip. Its tokenizer has no chat template, as ours needs none."""
+    import kvpress
+    import torch
+    from kvpress.presses import kvzip_press
+    from transformers import AutoTokenizer, DynamicCache
+
+    model, found = their_model(folder), {}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    monkeypatch.setattr(kvzip_press.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
+    for name, normalized in TWICE.items():
+        for ratio in RATIOS:
+            press = kvpress.KVzipPress(ratio, layerwise=True, kvzip_plus_normalization=normalized, chunk_size=CHUNK)
+            with torch.no_grad(), press(model):
+                model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache())
+            for layer in model.model.layers:
+                module = layer.self_attn
+                found[name, ratio, module.layer_idx] = unmasked(
+                    module.masked_key_indices, (model.config.num_key_value_heads, len(tokens))
+                )
+                module.masked_key_indices = None
+    return found
+
+
+def ours_twice(folder, tokens):
+    """The positions that jshadow keeps by KVzip, in the same form."""
+    params, count, found = our_model(folder), len(tokens), {}
+    for name, normalized in TWICE.items():
+        kept = [max(1, int(count * (1 - ratio))) for ratio in RATIOS]
+        policies = [KVzip(kept=n, chunk=CHUNK, normalized=normalized) for n in kept]
+        states = prefill_many(params, np.array([tokens]), np.array([count]), [Full(), *policies], capacity=count)
+        (_, full), *others = states
+        for ratio, (_, state) in zip(RATIOS, others, strict=True):
+            for layer, (every, some) in enumerate(zip(full.layers, state.layers, strict=True)):
+                found[name, ratio, layer] = places(kept_keys(some.frozen), np.asarray(every.live.cache.k[0]))
+    return found
+
+
 if importlib.util.find_spec("kvpress") is not None:
 
     @pytest.mark.filterwarnings("ignore")  # of kvpress and the packages that it imports
     @pytest.mark.parametrize("text", TEXTS)
-    def test_kvpress_keeps_the_same_tokens(text, smollm2_dir, record_property):
+    def test_kvpress_keeps_the_same_tokens(text, smollm2_dir, record_property, monkeypatch):
         written, count = TEXTS[text]
         tokens = our_model(smollm2_dir).tokenizer.encode(written)[:count]
         assert len(tokens) == count
         want, got = theirs(smollm2_dir, tokens), ours(smollm2_dir, tokens)
+        want |= theirs_twice(smollm2_dir, tokens, monkeypatch)
+        got |= ours_twice(smollm2_dir, tokens)
         assert want.keys() == got.keys()
-        for name, (*_, least) in METHODS.items():
+        shares = {name: least for name, (*_, least) in METHODS.items()} | dict.fromkeys(TWICE, ALL)
+        for name, least in shares.items():
             for ratio in RATIOS:
                 same = total = heads = 0
                 for layer in range(30):
                     for one, other in zip(want[name, ratio, layer], got[name, ratio, layer], strict=True):
-                        if name not in SAFEGUARDS:
+                        if name not in SAFEGUARDS and name not in TWICE:
                             assert len(set(one)) == len(set(other)) == len(one) == int(count * (1 - ratio))
                         same, total = same + len(set(one) & set(other)), total + len(one)
                         heads += set(one) != set(other)

@@ -15,6 +15,7 @@ from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.mesh.checks import check_shards
 from jshadow.engine.placement import shards_of
 from jshadow.engine.prefill.layer_run import LayerPlan
+from jshadow.engine.prefill.second_pass import Requests, requests_of
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -27,6 +28,7 @@ from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.checks import check_fitted, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.second_pass import SecondPass
 from jshadow.weights.params import Params
 
 
@@ -58,6 +60,7 @@ class PrefillJob:
         attention: the attention that replaces exact attention, or None.
         learned: the settings of `attention` as arrays [L, ...], from `PrefillAttention.prepared`, or None.
         options: the settings that all policies share.
+        requests: the tokens of the second pass, or None.
     """
 
     params: Params
@@ -69,6 +72,7 @@ class PrefillJob:
     attention: PrefillAttention | None
     learned: Any
     options: PrefillOptions
+    requests: Requests | None = None
 
     def layer_plan(self, index: int, count: int, size: int) -> LayerPlan:
         """Return the static arguments of `prefill_layer` for layer `index`.
@@ -84,7 +88,7 @@ class PrefillJob:
             attention = attention_of(policies[0])
         needs_all = any(policy.reads.all_queries for policy in policies)
         tail = max(policy.reads.last_queries for policy in policies)
-        plan = LayerPlan(config, kind, needs_all, tail, size, attention)
+        plan = LayerPlan(config, kind, needs_all, tail, size, attention, second_pass=self.requests and self.requests.settings)
         several, batch = self.shards is not None, len(self.lengths)
         exact = attention is None and not needs_all and not (several and count > 1)
         if not exact or not attends_whole(config, self.params.dtype, capability_here()):
@@ -135,7 +139,9 @@ def check_job(
     host_memory.check_host_memory(plans)
     attention, learned = prepared_attention(resolved, options.attention, config)
     options = dataclasses.replace(options, capacity=capacity)
-    return PrefillJob(params, token_ids, row_lengths, resolved, plans, shards, attention, learned, options)
+    second = second_pass_of(plans)
+    requests = None if second is None else requests_of(second, params.tokenizer, token_ids, row_lengths, config)
+    return PrefillJob(params, token_ids, row_lengths, resolved, plans, shards, attention, learned, options, requests)
 
 
 def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:
@@ -155,6 +161,19 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
             f"other policy, got {attention!r} and {[policy.name for policy in policies]}"
         )
     return own[0] if changed else attention
+
+
+def second_pass_of(plans: Sequence[Sequence[CacheSpec]]) -> SecondPass | None:
+    """Return the second pass over the prompts that any layer needs, or None.
+
+    Raises:
+        ConfigError: two layers need different ones.
+    """
+    reads = (spec.policy.reads for plan in plans for spec in plan)
+    needed = {read.second_pass for read in reads if read.second_pass is not None}
+    if len(needed) > 1:
+        raise ConfigError(f"policies must need equal second passes to share a prefill, got {sorted(map(str, needed))}")
+    return next(iter(needed), None)
 
 
 def prepared_attention(

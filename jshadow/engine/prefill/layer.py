@@ -156,6 +156,7 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
         q_tail=tail,
         q_post=prompt.q_post if everything else None,
         lse=prompt.lse if everything else None,
+        second_pass=prompt.second_pass if reads.second_pass else None,
         extra=prompt.extra if isinstance(spec.policy, OwnPrefill) else None,
     )
 

@@ -19,6 +19,7 @@ from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import rotation
 from jshadow.ops.whole_attention import Implementation, whole_attention
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
+from jshadow.policies.second_pass import SecondPass
 
 # Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
 # value that is passed on to the next piece.
@@ -39,6 +40,7 @@ class LayerPlan:
         whole: None, or what computes exact attention in one call over the whole prompt, after the projections of all
             pieces. It must be None with `attention` or `needs_all`.
         rows: number of rows that are read at once, a divisor of the batch size. Used only with `whole`. None means all.
+        second_pass: the second pass over the prompt, or None.
     """
 
     config: ModelConfig
@@ -49,6 +51,7 @@ class LayerPlan:
     attention: PrefillAttention | None = None
     whole: Implementation | None = None
     rows: int | None = None
+    second_pass: SecondPass | None = None
 
     def empty_prompt(self, lengths: Array, tokens: int, dtype: Any) -> PromptKV:
         """Return a PromptKV with `tokens` tokens in each row, in which all keys and values are zeros."""
@@ -67,6 +70,7 @@ class LayerPlan:
             q_tail=zeros(self.q_tail, *queries) if self.q_tail else None,
             q_post=zeros(tokens, *queries) if self.needs_all else None,
             lse=zeros(config.q_heads, tokens, dtype=jnp.float32) if self.needs_all else None,
+            second_pass=zeros(config.kv_heads, tokens, dtype=jnp.float32) if self.second_pass else None,
         )
 
     def exact(self, piece: PrefillPiece, prompt: PromptKV) -> tuple[Array, PromptKV]:

@@ -22,6 +22,7 @@ from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill.layer import Given, compress_layer, needed
 from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.prefill.schedule import Schedule
+from jshadow.engine.prefill.second_pass import SecondWork
 from jshadow.engine.prefill.units import LayerWork, prompt_read, run_unit
 from jshadow.engine.types import PrefillKeywords, Tokens, WholeLogits
 from jshadow.errors import StateMismatch
@@ -80,14 +81,21 @@ def begin(job: PrefillJob) -> PartialPrefill:
         sum(costs_of(plan[index].policy).compress_flops(plan[index], count * size) for plan in job.plans)
         for index in range(config.num_layers)
     )
-    schedule = Schedule(plans, compressions, len(job.lengths), pieces)
-    x = run_together(embed_prompt, job.params.weights, fit_tokens(jnp.asarray(job.tokens), count * size), config=config)
-    return PartialPrefill(job, schedule, first_work(job, x))
+    requests = job.requests
+    schedule = Schedule(plans, compressions, len(job.lengths), pieces, () if requests is None else requests.sizes)
+    ids = fit_tokens(jnp.asarray(job.tokens), count * size)
+    x = run_together(embed_prompt, job.params.weights, ids, config=config)
+    second = None
+    if requests is not None:
+        ids = jnp.asarray(requests.tokens.swapaxes(0, 1))
+        counts = jnp.asarray(requests.counts.swapaxes(0, 1))
+        second = SecondWork(run_together(embed_prompt, job.params.weights, ids, config=config), counts)
+    return PartialPrefill(job, schedule, first_work(job, x, second))
 
 
-def first_work(job: PrefillJob, x: Array) -> LayerWork:
+def first_work(job: PrefillJob, x: Array, second: SecondWork | None) -> LayerWork:
     """Return the arrays before the first unit of a layer. The lengths are a copy, because the layer donates them."""
-    return LayerWork(x, jnp.array(job.lengths))
+    return LayerWork(x, jnp.array(job.lengths), second=second)
 
 
 def advance(partial: PartialPrefill) -> PartialPrefill:
@@ -105,7 +113,7 @@ def advance(partial: PartialPrefill) -> PartialPrefill:
         host_memory.settle(partial.layers[-1] if partial.layers else [], job.plans)
         states = compress_all(job, index, prompt_read(plan, partial.work))
         results.append(states)
-    work = first_work(job, partial.work.x)
+    work = first_work(job, partial.work.x, partial.work.second)
     return dataclasses.replace(partial, work=work, unit=0, layers=(*partial.layers, states))
 
 

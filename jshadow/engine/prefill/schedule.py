@@ -18,17 +18,19 @@ class Schedule:
         compressions: operations of the compression of each layer.
         batch: number of rows.
         pieces: number of pieces that have real tokens.
+        second_pass: (number of requests of the second pass, number of tokens of each), or ().
     """
 
     plans: tuple[LayerPlan, ...]
     compressions: tuple[int, ...]
     batch: int
     pieces: int
+    second_pass: tuple[int, int] | tuple[()] = ()
 
     @functools.cached_property
     def units(self) -> list[tuple[Unit, ...]]:
         """The units of each layer."""
-        return [units_of(plan, self.batch, self.pieces) for plan in self.plans]
+        return [units_of(plan, self.batch, self.pieces, *self.second_pass[:1]) for plan in self.plans]
 
     @functools.cached_property
     def done(self) -> list[list[float]]:
@@ -56,6 +58,9 @@ class Schedule:
             return 0
         if unit.work == "attend":
             return rows * attention(0, self.pieces * size)
+        if unit.work == "repeat":
+            tokens, end = self.second_pass[1], self.pieces * size
+            return self.batch * prefill_operations.request_operations(config, plan.kind.window, end, tokens)
         if unit.work == "piece":
             return rows * (project + attention(first, size) + rest)
         return rows * (rest if unit.work == "finish" else project)

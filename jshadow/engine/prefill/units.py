@@ -14,8 +14,9 @@ from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Begun, Given
 from jshadow.engine.prefill.layer_run import LayerPlan
+from jshadow.engine.prefill.second_pass import SecondWork, read_request
 
-Work = Literal["begin", "piece", "project", "attend", "finish", "compress"]
+Work = Literal["begin", "piece", "project", "attend", "finish", "repeat", "compress"]
 
 
 class Unit(NamedTuple):
@@ -24,9 +25,9 @@ class Unit(NamedTuple):
     Attributes:
         work: the program. "piece" is the block on one piece of the prompt. A sparse attention has "begin" before it,
             and if it needs all keys first, "project" for each piece before that. Attention in one call over the whole
-            prompt has "project" for each piece, "attend", and "finish" for each piece. The last unit of a layer is
-            "compress".
-        piece: number of the piece.
+            prompt has "project" for each piece, "attend", and "finish" for each piece. A second pass has "repeat" for
+            each chunk. The last unit of a layer is "compress".
+        piece: number of the piece, or of the chunk.
         row: first of the rows.
     """
 
@@ -43,16 +44,25 @@ class LayerWork(NamedTuple):
         begun: the keys and values so far, or the lengths int32 [B] before the first unit.
         q: queries after RoPE [R, S, h_q, d] from "project", or None.
         carry: the pytree of the sparse attention, or the output of attention in one call [R, S, h_q, d], or None.
+        second: the arrays of the second pass, or None.
     """
 
     x: Array
     begun: Begun
     q: Array | None = None
     carry: Any = None
+    second: SecondWork | None = None
 
 
-def units_of(plan: LayerPlan, batch: int, pieces: int) -> tuple[Unit, ...]:
-    """Return the units of a layer. `pieces` is the number of pieces that have real tokens."""
+def units_of(plan: LayerPlan, batch: int, pieces: int, chunks: int = 0) -> tuple[Unit, ...]:
+    """Return the units of a layer.
+
+    Args:
+        plan: the static arguments of the layer.
+        batch: number of rows.
+        pieces: number of pieces that have real tokens.
+        chunks: number of chunks of the second pass.
+    """
 
     def each(work: Work, row: int = 0) -> Iterator[Unit]:
         return (Unit(work, piece, row) for piece in range(pieces))
@@ -72,12 +82,12 @@ def units_of(plan: LayerPlan, batch: int, pieces: int) -> tuple[Unit, ...]:
             yield Unit("begin")
         yield from each("piece")
 
-    return (*reading(), Unit("compress"))
+    return (*reading(), *(Unit("repeat", chunk) for chunk in range(chunks)), Unit("compress"))
 
 
 def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> LayerWork:
     """Run any unit but "compress", and return the arrays after it. The arrays that it changes are donated."""
-    x, begun, q, carry = layer
+    x, begun, q, carry, second = layer
     piece, row = np.int32(unit.piece), np.int32(unit.row)
     if unit.work == "project":
         begun, q = run_together(prefill_layer.project_piece, given, x, begun, q, piece, row, plan=plan)
@@ -91,10 +101,13 @@ def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> Lay
         if unit.work == "attend":
             assert q is not None
             carry = run_together(prefill_layer.attend_whole, given, begun, q, row, plan=plan)
+        elif unit.work == "repeat":
+            assert second is not None
+            second, begun = run_together(read_request, given, second, begun, piece, plan=plan)
         else:
             assert unit.work == "finish", unit
             x = run_together(prefill_layer.finish_piece, given, x, begun.lengths, carry, piece, row, plan=plan)
-    return LayerWork(x, begun, q, carry)
+    return LayerWork(x, begun, q, carry, second)
 
 
 def prompt_read(plan: LayerPlan, layer: LayerWork) -> PromptKV:

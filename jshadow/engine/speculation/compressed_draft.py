@@ -70,7 +70,8 @@ class CompressedDraft(ModelSteps):
                     f"{state.policy.name}"
                 )
             reads = own.policy.reads
-            if reads.all_queries or reads.last_queries or attention_of(own.policy) or reads_fitted(own.policy):
+            queries = reads.all_queries or reads.last_queries or reads.second_pass
+            if queries or attention_of(own.policy) or reads_fitted(own.policy):
                 raise ConfigError(
                     f"{self.name}.policy must be made from keys and values alone, got {policy}, which reads the "
                     "queries of the prompt, has its own attention among them, or was fitted to a text"

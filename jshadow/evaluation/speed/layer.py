@@ -90,7 +90,7 @@ def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
     k, v, q, tail = jax.random.split(jax.random.key(seed), 4)
     keys, everything = normal(k, shape.context, shape.kv_heads), policy.reads.all_queries
     positions = jnp.arange(shape.context, dtype=jnp.int32)
-    even = jnp.log(positions + 1.0)
+    even, rows = jnp.log(positions + 1.0), (shape.batch, shape.kv_heads, shape.context)
     prompt = PromptKV(
         k_pre=keys,
         k_post=keys,
@@ -100,6 +100,7 @@ def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
         q_tail=normal(tail, policy.reads.last_queries, shape.heads) if policy.reads.last_queries else None,
         q_post=normal(q, shape.context, shape.heads) if everything else None,
         lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
+        second_pass=jax.random.uniform(tail, rows) if policy.reads.second_pass else None,
     )
     attention, config = attention_of(policy), shape.config()
     extra = None if attention is None else attention.begin(config, config.attention_kind(0), prompt, None, None)
