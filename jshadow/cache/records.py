@@ -30,7 +30,7 @@ class PromptKV(struct.PyTreeNode):
         q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w is `HookInputs.last_queries`.
         q_post: all queries after RoPE [B, S, h_q, d]. None unless `HookInputs.all_queries`.
         lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]. None if q_post is None.
-        second_pass: scores of the second pass, float32 [B, h_kv, S], 0 in padding; None unless `HookInputs.second_pass`.
+        second_pass: scores of the second pass, float32 [B, h_kv, S], or None. See `HookInputs.second_pass`.
         extra: the result that the policy's own prefill attention passes to `compress`, or None.
     """
 

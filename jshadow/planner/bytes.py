@@ -16,8 +16,14 @@ from jshadow.cache.state import Counters, KVState, of_layer
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
-from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
+from jshadow.planner.prefill_pieces import (
+    most_rows,
+    pieces_of,
+    second_pass_bytes,
+    tile_numbers,
+    token_numbers,
+    whole_or_pieces,
+)
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of
@@ -252,9 +258,9 @@ def prefill_peak(
         ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
 
     Returns:
-        {"weights", "hidden", "keys_values", "attention", "piece", "compress", "in_flight", "state"}. The peak is their
-        sum. "attention" has the queries and the output of whole prompts, where one call computes their attention. For a
-        sparse attention that needs all keys first, it has the queries.
+        {"weights", "hidden", "keys_values", "attention", "piece", "second_pass", "compress", "in_flight", "state"}. The
+        peak is their sum. "attention" has the queries and the output of whole prompts, where one call computes their
+        attention. For a sparse attention that needs all keys first, it has the queries.
     """
     for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
@@ -268,11 +274,7 @@ def prefill_peak(
     state = abstract_state(config, policy, batch=batch, **sizes)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
-    # For each token, a piece holds the residual and the normalized input, the queries before and after RoPE and the
-    # attention's output, the keys before and after RoPE and the values, and the two halves of the MLP. Attention in
-    # pieces also holds a float32 tile of scores, its softmax weights and the running sums.
-    token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
-    tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
+    token, tile = token_numbers(config), tile_numbers(config)  # attention in pieces has a tile
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
     for spec in state.specs:
@@ -284,12 +286,14 @@ def prefill_peak(
     whole = rows * count * size * (2 * queries + (2 * columns if rows < batch else 0)) * item if True in ways else 0
     if sparse_attention and sparse_attention.ahead:
         whole = max(whole, batch * count * size * queries * item)
+    second = {spec.policy.reads.second_pass for spec in state.specs} - {None}
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
         "attention": whole,
         "piece": max(in_pieces, rows * size * token * 4),
+        "second_pass": max((second_pass_bytes(config, one, batch, count * size, item) for one in second), default=0),
         "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),

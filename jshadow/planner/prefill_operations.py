@@ -4,6 +4,7 @@ They count for each token of the padded prompt. Norms, rotations and softmax are
 """
 
 from jshadow.models.config import ModelConfig
+from jshadow.policies.second_pass import SecondPass
 
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:
@@ -55,3 +56,10 @@ def request_operations(config: ModelConfig, window: int | None, prompt: int, tok
     scores = 4 * config.q_heads * config.head_dim * tokens * tokens
     block = projection_operations(config, tokens) + rest_operations(config, tokens)
     return block + attention_operations(config, window, prompt, tokens) + scores
+
+
+def second_pass_operations(config: ModelConfig, window: int | None, tokens: int, second: SecondPass) -> int:
+    """Return the operations of one layer on all requests for a prompt of `tokens` tokens, without their words."""
+    chunks, rest = divmod(tokens, second.chunk)
+    whole = chunks * request_operations(config, window, tokens, second.chunk)
+    return whole + (request_operations(config, window, tokens, rest) if rest else 0)

@@ -3,7 +3,10 @@
 from typing import Any
 
 from jshadow.models.config import ModelConfig
+from jshadow.ops.most_attention import QUERIES
+from jshadow.ops.prefix_attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.ops.whole_attention import capability_here, cudnn_attends
+from jshadow.policies.second_pass import SecondPass
 
 
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
@@ -33,6 +36,41 @@ def rows_at_once(batch: int, size: int, prefill_chunk: int) -> int:
     """Return the largest divisor of `batch` that is at most `most_rows`. So many rows go through a layer at once."""
     most = most_rows(size, prefill_chunk)
     return max(rows for rows in range(1, batch + 1) if batch % rows == 0 and rows <= most)
+
+
+def token_numbers(config: ModelConfig) -> int:
+    """Return the numbers that a block holds for each token that is processed at once.
+
+    They are the residual and the normalized input, the queries before and after RoPE and the attention's output, the
+    keys before and after RoPE and the values, and the two halves of the MLP.
+    """
+    return 2 * config.model_dim + 3 * config.q_heads * config.head_dim + 3 * config.key_columns + 2 * config.ffn_dim
+
+
+def tile_numbers(config: ModelConfig) -> int:
+    """Return the numbers of a tile of attention in pieces: the scores, their softmax weights and the running sums."""
+    return 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
+
+
+def second_pass_bytes(config: ModelConfig, second: SecondPass, batch: int, tokens: int, item: int) -> int:
+    """Return an upper bound on the device bytes that a second pass over a prompt takes beside the prefill.
+
+    They are the hidden states of all requests, the scores, and the temporaries of one request of one layer.
+
+    Args:
+        config: the model.
+        second: the settings of the second pass.
+        batch: number of rows.
+        tokens: number of tokens to which the prompts are padded.
+        item: bytes of a number of the model's dtype.
+    """
+    size, chunks = second.most_tokens(tokens), -(-tokens // second.chunk)
+    keys = second.sinks + min(second.chunk, tokens) + size
+    hidden = batch * chunks * size * config.model_dim * item
+    scores = 2 * batch * config.kv_heads * tokens * 4
+    row = 2 * (tokens + size) * config.key_columns + keys * config.key_columns  # a copy of the keys and values
+    shares = 3 * config.q_heads * keys * QUERIES + 2 * size * keys  # with the mask
+    return hidden + scores + 4 * (batch * size * token_numbers(config) + row + shares + tile_numbers(config))
 
 
 def attends_whole(config: ModelConfig, dtype: Any, capability: tuple[int, int] | None) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.planner.prefill_operations import layer_operations
+from jshadow.planner.prefill_operations import layer_operations, second_pass_operations
 from jshadow.policies.costs import costs_of
 
 # Share of the data sheet's operations a second that matrix products and attention reach together on a long prompt. It
@@ -20,7 +20,7 @@ class PrefillTime:
     """The predicted time of the prefill of one prompt, and of the first token after its state was stored.
 
     Attributes:
-        flops: operations of the projections, exact attention and MLPs of all layers.
+        flops: operations of the projections, exact attention and MLPs of all layers, with those of a second pass.
         compress_flops: operations of the matrix products with which the policy compresses the prompt in all layers.
         flops_per_second: the assumed rate of both.
         seconds: time of `flops` at this rate.
@@ -55,6 +55,9 @@ def prefill_time(
     """
     rate = PREFILL_SHARE * gpu.flops
     flops = sum(layer_operations(config, spec.sliding_window, tokens) for spec in specs)
+    second = next((spec.policy.reads.second_pass for spec in specs if spec.policy.reads.second_pass), None)
+    if second is not None:
+        flops += sum(second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
     compress = sum(costs_of(spec.policy).compress_flops(spec, tokens) for spec in specs)
     restore = device_bytes / gpu.pcie_bytes_per_second
     return PrefillTime(flops, compress, rate, flops / rate, compress / rate, restore, restore + step_seconds)

@@ -28,8 +28,8 @@ from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
 from jshadow.policies.infllm.policy import InfLLM as InfLLM
 from jshadow.policies.keydiff import KeyDiff as KeyDiff
-from jshadow.policies.kvzip import KVzip as KVzip
 from jshadow.policies.kivi import KIVI as KIVI
+from jshadow.policies.kvzip import KVzip as KVzip
 from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.offloaded import Offloaded as Offloaded

@@ -88,7 +88,8 @@ class PrefillJob:
             attention = attention_of(policies[0])
         needs_all = any(policy.reads.all_queries for policy in policies)
         tail = max(policy.reads.last_queries for policy in policies)
-        plan = LayerPlan(config, kind, needs_all, tail, size, attention, second_pass=self.requests and self.requests.settings)
+        second = None if self.requests is None else self.requests.settings
+        plan = LayerPlan(config, kind, needs_all, tail, size, attention, second_pass=second)
         several, batch = self.shards is not None, len(self.lengths)
         exact = attention is None and not needs_all and not (several and count > 1)
         if not exact or not attends_whole(config, self.params.dtype, capability_here()):

@@ -82,7 +82,7 @@ def begin(job: PrefillJob) -> PartialPrefill:
         for index in range(config.num_layers)
     )
     requests = job.requests
-    schedule = Schedule(plans, compressions, len(job.lengths), pieces, () if requests is None else requests.sizes)
+    schedule = Schedule(plans, compressions, len(job.lengths), pieces, (0, 0) if requests is None else requests.sizes)
     ids = fit_tokens(jnp.asarray(job.tokens), count * size)
     x = run_together(embed_prompt, job.params.weights, ids, config=config)
     second = None

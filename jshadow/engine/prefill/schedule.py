@@ -18,19 +18,19 @@ class Schedule:
         compressions: operations of the compression of each layer.
         batch: number of rows.
         pieces: number of pieces that have real tokens.
-        second_pass: (number of requests of the second pass, number of tokens of each), or ().
+        requests: number of requests of the second pass, and number of tokens of each. (0, 0): there is none.
     """
 
     plans: tuple[LayerPlan, ...]
     compressions: tuple[int, ...]
     batch: int
     pieces: int
-    second_pass: tuple[int, int] | tuple[()] = ()
+    requests: tuple[int, int] = (0, 0)
 
     @functools.cached_property
     def units(self) -> list[tuple[Unit, ...]]:
         """The units of each layer."""
-        return [units_of(plan, self.batch, self.pieces, *self.second_pass[:1]) for plan in self.plans]
+        return [units_of(plan, self.batch, self.pieces, self.requests[0]) for plan in self.plans]
 
     @functools.cached_property
     def done(self) -> list[list[float]]:
@@ -59,7 +59,7 @@ class Schedule:
         if unit.work == "attend":
             return rows * attention(0, self.pieces * size)
         if unit.work == "repeat":
-            tokens, end = self.second_pass[1], self.pieces * size
+            tokens, end = self.requests[1], self.pieces * size
             return self.batch * prefill_operations.request_operations(config, plan.kind.window, end, tokens)
         if unit.work == "piece":
             return rows * (project + attention(first, size) + rest)

@@ -4,8 +4,8 @@ After a layer has read the prompt, it reads the requests, chunk by chunk. The to
 they attend to the whole prompt and to the request's tokens before them, and to no other request. So the hidden states
 of all requests go from layer to layer beside those of the prompt, and nothing of the prompt's states changes.
 
-B rows, S prompt tokens, C chunks, R tokens of a request with padding, D model width, h_q query heads, h_kv KV heads,
-d head width, m tokens of a chunk.
+B rows, S prompt tokens, C chunks, R tokens of a request with padding, D model width, h_kv KV heads, d head width, N
+keys, m tokens of a chunk.
 """
 
 import functools
@@ -22,12 +22,10 @@ from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block
-from jshadow.ops.attention import MASKED, causal_attention
+from jshadow.ops.attention import causal_attention
+from jshadow.ops.most_attention import most_attention, output_norms, output_products
 from jshadow.ops.rope import rotation
 from jshadow.policies.second_pass import BETWEEN, FIRST, OTHER, SecondPass
-from pallas_kernels.tiles import exact
-
-QUERIES = 128  # queries whose scores are in memory at once
 
 
 class Requests(NamedTuple):
@@ -93,8 +91,8 @@ def requests_of(
         longest = int(length) + max(map(len, requests))
         if longest > config.context:
             raise ConfigError(
-                f"a second pass needs room in the model's context={config.context} for the prompt and a chunk that is "
-                f"repeated: {longest} tokens for a prompt of {length} and chunk={second.chunk}; a smaller chunk needs less"
+                f"the prompt and a request of the second pass must be within the model's context={config.context}, got "
+                f"{longest} tokens for a prompt of {length} and chunk={second.chunk}; a smaller chunk needs fewer"
             )
     counts = np.zeros((len(rows), max(map(len, rows))), np.int32)
     width = max(len(request) for requests in rows for request in requests)
@@ -127,7 +125,9 @@ def read_request(
     x, counts = work.x[index], work.counts[index]
     lengths, size, scale = prompt.lengths, x.shape[1], config.attention_scale
     turn = rotation(kind.rope, jnp.asarray(given.inverse), lengths[:, None] + jnp.arange(size))
-    products = output_products(given.weights, config) if second.normalized else None
+    products = None
+    if second.normalized:
+        products = output_products(given.weights["attention"]["o"], config.kv_heads, config.head_dim)
 
     def row(args: Any) -> tuple[Array, Array]:
         q, k, v, x_in, prompt_k, prompt_v, before, length, count = args
@@ -136,6 +136,8 @@ def read_request(
             for old, new in ((prompt_k, k), (prompt_v, v))
         )
         out, _ = causal_attention(q[None], keys[None], values[None], scale, length, kind.window)
+        if kind.window is not None:
+            return out[0], before  # no policy reads the scores of this layer
         part = chunk_of(second, prompt_k.shape[0], length, index)
         at, inside = part
         columns, seen = columns_of(second, part, (prompt_k, k))
@@ -195,57 +197,3 @@ def columns_of(second: SecondPass, part: tuple[Array, Array], keys: tuple[Array,
     shared = jnp.broadcast_to(shared, (size, len(shared)))
     causal = jnp.arange(size) <= jnp.arange(size)[:, None]
     return jnp.concatenate([first, chunk, own]), jnp.concatenate([shared, causal], axis=1)
-
-
-def most_attention(q: Array, keys: Array, seen: Array, worth: Array, scale: float) -> Array:
-    """Return the largest weighted softmax probability that each key receives from any query, for one row.
-
-    Args:
-        q: queries after RoPE [R, h_q, d].
-        keys: [N, h_kv, d].
-        seen: which keys each query sees, bool [R, N].
-        worth: the factor of each query, float32 or bool [R].
-        scale: factor by which the scores are multiplied.
-
-    Returns:
-        float32 [h_kv, group, N].
-    """
-    size, heads = len(q), keys.shape[1]
-    block = min(QUERIES, size)
-    padding = -size % block
-
-    def blocks(x: Array) -> Array:
-        return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])
-
-    def add(best: Array, args: Any) -> tuple[Array, None]:
-        q, seen, worth = args
-        q = q.reshape(block, heads, -1, q.shape[-1])
-        logits = jnp.einsum("thgd,nhd->hgtn", q, keys, preferred_element_type=jnp.float32, precision=exact(q.dtype))
-        shares = jax.nn.softmax(jnp.where(seen, logits * scale, MASKED), axis=-1) * worth[:, None]
-        return jnp.maximum(best, shares.max(axis=2)), None
-
-    start = jnp.zeros((heads, q.shape[1] // heads, len(keys)))
-    best, _ = lax.scan(add, start, (blocks(q), blocks(seen), blocks(worth.astype(jnp.float32))))
-    return best
-
-
-def output_products(weights: dict, config: ModelConfig) -> Array:
-    """Return the products of the columns of each query head's output projection, float32 [h_kv, group, d, d].
-
-    With them, the norm of a projected value is computed without the projection: |W v|^2 = v^T (W^T W) v.
-    """
-    projection = weights["attention"]["o"]
-    kernel = projection["kernel"].astype(jnp.float32) * projection.get("kernel_scale", 1.0)
-    kernel = kernel.reshape(config.kv_heads, -1, config.head_dim, kernel.shape[-1])
-    return jnp.einsum("hgdm,hgem->hgde", kernel, kernel, precision="highest")
-
-
-def output_norms(values: Array, products: Array) -> Array:
-    """Return the norms of values after the output projection, float32 [h_kv, group, m].
-
-    Args:
-        values: float32 [m, h_kv, d].
-        products: from `output_products`.
-    """
-    turned = jnp.einsum("mhd,hgde->hgme", values, products, precision="highest")
-    return jnp.sqrt(jnp.maximum(jnp.einsum("hgme,mhe->hgm", turned, values, precision="highest"), 0))

@@ -1,0 +1,213 @@
+"""KVzip's scores are those of a NumPy oracle, which reads each prompt and request as one text of one row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY
+from tokenizers_by_kind import TOKENIZERS
+
+import jshadow
+from jshadow import AdaKV, Full, KVzip, Params, Quest
+from jshadow.cache.prompt_walk import check_text, walk_layers
+from jshadow.engine.prefill.layer import Given
+from jshadow.engine.prefill.layer_run import LayerPlan
+from jshadow.engine.prefill.partial import advance, begin_prefill, finish_prefill
+from jshadow.engine.prefill.second_pass import SecondWork, read_request
+from jshadow.engine.prefill.whole import prefill, prefill_many
+from jshadow.errors import ConfigError
+from jshadow.models.transformer import abstract_weights
+from jshadow.ops.attention import causal_attention
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.planner.bytes import prefill_peak
+from jshadow.policies.head_budgets import KeptBlocks
+from jshadow.weights.params import init_params
+
+REQUEST = "\n\nRepeat the previous context exactly.\n"
+NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
+MODELS = {
+    "group2": dataclasses.replace(TINY, num_layers=2, context=512),
+    "group5": dataclasses.replace(TINY, num_layers=2, context=512, q_heads=5, kv_heads=1, head_dim=8, qk_norm=True),
+    "sliding": dataclasses.replace(TINY, num_layers=3, context=512, sliding_window=12, sliding_layers=(0, 2)),
+}
+# A chunk larger than the prompts, chunks of which the last is short, and chunks shorter than the sinks.
+POLICIES = {
+    "whole": KVzip(kept=9, sinks=2),
+    "chunks": KVzip(kept=9, chunk=17, normalized=True),
+    "short": KVzip(kept=9, chunk=3, sinks=5),
+}
+LENGTHS = (40, 17, 1)
+TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
+
+
+def model(name, dtype="float32", words=False):
+    """A random model, with a tokenizer that gives a token for each byte, or with none."""
+    config = dataclasses.replace(MODELS[name], vocab_size=TOKENIZERS["plain"].vocab_size + 8)
+    return dataclasses.replace(init_params(config, 3, dtype), tokenizer=TOKENIZERS["plain"] if words else None)
+
+
+def prompts(params):
+    """Random prompts, padded on the right."""
+    width = max(LENGTHS)
+    ids = np.random.default_rng(5).integers(0, params.config.vocab_size, (len(LENGTHS), width))
+    return np.where(np.arange(width) < np.array(LENGTHS)[:, None], ids, 0).astype(np.int32), np.array(LENGTHS)
+
+
+def scores_of(params, policy, tokens, lengths):
+    """The scores of the second pass in each layer that sees all tokens, from the library."""
+    partial = begin_prefill(params, tokens, lengths, policy, capacity=128, prefill_chunk=16)
+    found = []
+    while not partial.done:
+        layer = len(partial.layers)
+        if partial.schedule.units[layer][partial.unit].work == "compress":
+            found.append(np.asarray(partial.work.begun.second_pass))
+        partial = advance(partial)
+    return [scores for layer, scores in enumerate(found) if layer not in params.config.sliding_layers]
+
+
+def requests(params, ids, chunk):
+    """For each chunk of one prompt, its first position and the tokens of its request."""
+
+    def words(text):
+        return [] if params.tokenizer is None else params.tokenizer.encode(text, add_special_tokens=False)
+
+    for start in range(0, len(ids), chunk):
+        before = [*words(NEXT), *ids[max(0, start - 8) : start], *words("\n")] if start else words(REQUEST)
+        yield start, [*before, *ids[start : start + chunk]]
+
+
+def layers_of(params, text):
+    """For each layer: queries, keys and values after RoPE of a text [S, h, d], and the norms of its inputs [S]."""
+    config = params.config
+
+    def keep(heads, turn, kind):
+        q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
+        out, _ = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window)
+        return out, (q, k, heads.v, jnp.linalg.norm(heads.x_in.astype(jnp.float32), axis=-1))
+
+    for found in walk_layers(params, check_text(config, text), keep):
+        yield [np.asarray(x[0], np.float64) for x in found]
+
+
+def oracle(params, policy, ids):
+    """The scores [h, n] of one prompt in each layer that sees all tokens, in float64."""
+    config, count = params.config, len(ids)
+    group = config.q_heads // config.kv_heads
+    kept = [np.zeros((config.kv_heads, count)) for _ in range(config.num_layers)]
+    for start, request in requests(params, ids, policy.chunk):
+        stop = min(start + policy.chunk, count)
+        for layer, (q, k, v, norms) in enumerate(layers_of(params, [*ids, *request])):
+            kernel = np.asarray(params.weights[f"layer_{layer}"]["attention"]["o"]["kernel"], np.float64)
+            kernel = kernel.reshape(config.q_heads, config.head_dim, -1)
+            sinks = list(range(min(policy.sinks, start)))
+            for head in range(config.q_heads):
+                for at in range(count, count + len(request)):
+                    seen = [*sinks, *range(start, stop), *range(count, at + 1)]
+                    logits = k[seen, head // group] @ q[at, head] * config.attention_scale
+                    shares = np.exp(logits - logits.max())
+                    shares = (shares / shares.sum())[len(sinks) : len(sinks) + stop - start]
+                    if policy.normalized:
+                        shares *= np.linalg.norm(v[start:stop, head // group] @ kernel[head], axis=1) / norms[at]
+                    best = kept[layer][head // group, start:stop]
+                    np.maximum(best, shares, out=best)
+    return [scores for layer, scores in enumerate(kept) if layer not in config.sliding_layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "words"),
+    [
+        ("group2", "whole", "float32", True),
+        ("group2", "short", "float32", False),
+        ("group5", "chunks", "float32", True),
+        ("sliding", "chunks", "float32", False),
+        ("group2", "chunks", "bfloat16", False),
+    ],
+)
+def test_the_scores_are_those_of_the_oracle(name, kind, dtype, words):
+    params, policy = model(name, dtype, words), POLICIES[kind]
+    tokens, lengths = prompts(params)
+    found = scores_of(params, policy, tokens, lengths)
+    for row, count in enumerate(lengths):
+        want = oracle(params, policy, tokens[row, :count].tolist())
+        assert len(found) == len(want)
+        for ours, theirs in zip(found, want, strict=True):
+            np.testing.assert_allclose(ours[row, :, :count], theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            assert not ours[row, :, count:].any()
+
+
+def test_the_best_tokens_and_the_first_ones_are_kept():
+    params, policy = model("group2", words=True), KVzip(kept=9, chunk=17)
+    tokens, lengths = prompts(params)
+    scores = scores_of(params, policy, tokens, lengths)
+    (_, full), (_, state) = prefill_many(params, tokens, lengths, [Full(), policy], capacity=128)
+    for layer, frozen in enumerate(one.frozen for one in state.layers):
+        assert isinstance(frozen, KeptBlocks)
+        keys = np.asarray(full.layers[layer].live.cache.k)
+        for row, count in enumerate(lengths):
+            order = scores[layer][row, :, :count].astype(np.float64)
+            order[:, : policy.sinks] = np.inf
+            best = np.argsort(-order.reshape(-1), kind="stable")[: min(policy.kept, count) * params.config.kv_heads]
+            want = {keys[row, at // count, at % count].tobytes() for at in best}
+            blocks = zip(np.asarray(frozen.held[row]), np.asarray(frozen.kept.k[row]), strict=True)
+            assert {key.tobytes() for held, block in blocks for key in block[:held]} == want
+
+
+def test_the_prefill_of_the_prompt_does_not_change():
+    params = model("group2", words=True)
+    tokens, lengths = prompts(params)
+    logits, full = prefill(params, tokens, lengths, Full(), capacity=128)
+    (both, alone), (_, kept) = prefill_many(params, tokens, lengths, [Full(), POLICIES["chunks"]], capacity=128)
+    assert np.array_equal(logits, both)
+    assert all(
+        np.array_equal(one.live.cache.k, other.live.cache.k)
+        for one, other in zip(full.layers, alone.layers, strict=True)
+    )
+    partial = begin_prefill(params, tokens, lengths, POLICIES["chunks"], capacity=128)
+    again = finish_prefill(params, partial)[1]
+    for one, other in zip(kept.layers, again.layers, strict=True):
+        assert np.array_equal(one.frozen.kept.k, other.frozen.kept.k)
+
+
+def test_bad_settings_and_prompts_are_refused():
+    params = model("group2")
+    tokens, lengths = prompts(params)
+    for message, policy in {
+        "kvzip.chunk must be an integer at least 1, got 0": KVzip(chunk=0),
+        "kvzip.sinks must be an integer at least 0, got -1": KVzip(sinks=-1),
+        "kvzip.normalized must be one of (False, True), got 'yes'": KVzip(normalized="yes"),
+        "kvzip.kept must be an integer at least 1, got 0": KVzip(kept=0),
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            prefill(params, tokens, lengths, policy, capacity=128)
+        assert message in str(error.value)
+    with pytest.raises(ConfigError, match="policies must need equal second passes to share a prefill"):
+        prefill_many(params, tokens, lengths, [KVzip(), Quest(), KVzip(normalized=True)], capacity=128)
+    small = Params(params.weights, dataclasses.replace(params.config, context=90))
+    with pytest.raises(ConfigError, match=r"context=90, got 91 tokens for a prompt of 50 and chunk=41"):
+        prefill(small, np.ones((1, 50), np.int32), np.array([50]), KVzip(chunk=41), capacity=60)
+    assert jshadow.generate(small, [1] * 50, policy=KVzip(kept=20, chunk=8), max_new_tokens=2).tokens
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("tokens", "chunk", "rows"), [(2048, 2048, 1), (4096, 512, 2), (4000, 1000, 3)])
+def test_the_compiled_program_keeps_to_the_bound(tokens, chunk, rows, normalized):
+    """What XLA reserves for a request, and the hidden states and scores that are replaced in place."""
+    config = dataclasses.replace(MODELS["group2"], context=2**15, model_dim=256, ffn_dim=512, q_heads=8, head_dim=32)
+    policy = KVzip(kept=64, chunk=chunk, normalized=normalized)
+    second = policy.reads.second_pass
+    sizes = {"batch": rows, "tokens": tokens, "capacity": tokens + 64, "dtype": "float32"}
+    peak = prefill_peak(config, policy, **sizes)["second_pass"]
+    size, chunks = second.most_tokens(tokens), -(-tokens // chunk)
+    plan = LayerPlan(config, config.attention_kind(0), False, 0, tokens, second_pass=second)
+    abstract = jax.ShapeDtypeStruct
+    weights = jax.tree.map(lambda x: abstract(x.shape, "float32"), abstract_weights(config)["layer_0"])
+    prompt = jax.eval_shape(lambda lengths: plan.empty_prompt(lengths, tokens, "float32"), abstract((rows,), "int32"))
+    work = SecondWork(abstract((chunks, rows, size, 256), "float32"), abstract((chunks, rows), "int32"))
+    given = Given(weights, inverse_frequencies(config.rope, config.head_dim))
+    memory = read_request.lower(given, work, prompt, np.int32(0), plan=plan).compile().memory_analysis()
+    scores = 4 * rows * config.kv_heads * tokens
+    assert memory.alias_size_in_bytes >= 4 * chunks * rows * size * 256 + scores
+    assert memory.temp_size_in_bytes + 4 * chunks * rows * size * 256 + scores <= peak
+    assert prefill_peak(config, AdaKV(kept=64), **sizes)["second_pass"] == 0
