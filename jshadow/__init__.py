@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from jshadow.policies import Policy as Policy
     from jshadow.policies import Pyramid as Pyramid
     from jshadow.policies import Quest as Quest
+    from jshadow.policies import RocketKV as RocketKV
     from jshadow.policies import ShadowKV as ShadowKV
     from jshadow.policies import ShadowKVPlus as ShadowKVPlus
     from jshadow.policies import SnapKV as SnapKV
@@ -141,6 +142,7 @@ FACE = {
         "Policy",
         "Pyramid",
         "Quest",
+        "RocketKV",
         "ShadowKV",
         "ShadowKVPlus",
         "SnapKV",

@@ -39,6 +39,7 @@ from jshadow.policies.registry import POLICIES as POLICIES
 from jshadow.policies.registry import find_policy as find_policy
 from jshadow.policies.registry import register as register
 from jshadow.policies.retrieval import RetrievalPolicy as RetrievalPolicy
+from jshadow.policies.rocketkv import RocketKV as RocketKV
 from jshadow.policies.settings import nearest, setting_types, with_settings
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV

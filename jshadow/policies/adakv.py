@@ -20,13 +20,9 @@ from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
 from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.expected_attention import ExpectedAttention
 from jshadow.policies.head_budgets import SharesBudget
-from jshadow.policies.keydiff import KeyDiff
 from jshadow.policies.registry import register
-from jshadow.policies.snapkv import SnapKV
-
-SCORES = ("snapkv", "expected_attention", "keydiff")
+from jshadow.policies.scorers import SCORES, scorer_of
 
 
 @register(small={"kept": 14}, lossless=lambda tokens, config: {"kept": tokens})
@@ -37,8 +33,8 @@ class AdaKV(SharesBudget):
     Attributes:
         kept: mean number of prompt tokens that a KV head keeps.
         safeguard: the share of `kept` that each head keeps at least.
-        scores: the method that scores the tokens, with its default settings: "snapkv", "expected_attention" or
-            "keydiff".
+        scores: the method that scores the tokens, with its default settings: "snapkv", "expected_attention", "keydiff"
+            or "kvzip".
     """
 
     safeguard: float = 0.2
@@ -55,10 +51,7 @@ class AdaKV(SharesBudget):
     @property
     def scorer(self) -> EvictingPolicy:
         """The method that scores the tokens."""
-        if self.scores == "snapkv":
-            window = max(1, min(SnapKV.observation_window, self.kept // 2))
-            return SnapKV(max_capacity_prompt=self.kept, observation_window=window)
-        return ExpectedAttention(kept=self.kept) if self.scores == "expected_attention" else KeyDiff(kept=self.kept)
+        return scorer_of(self.scores, self.kept)
 
     @property
     def reads(self) -> HookInputs:

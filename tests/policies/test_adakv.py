@@ -148,7 +148,7 @@ SETTINGS = {
     "adakv.kept must be an integer at least 1, got 0": AdaKV(kept=0),
     "adakv.safeguard must be at most 1, got 1.5": AdaKV(safeguard=1.5),
     "adakv.safeguard must be a finite number of at least 0, got -1": AdaKV(safeguard=-1),
-    "adakv.scores must be one of ('snapkv', 'expected_attention', 'keydiff'), got 'h2o'": AdaKV(scores="h2o"),
+    "adakv.scores must be one of ('snapkv', 'expected_attention', 'keydiff', 'kvzip'), got 'h2o'": AdaKV(scores="h2o"),
 }
 
 

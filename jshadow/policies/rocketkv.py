@@ -1,0 +1,187 @@
+"""RocketKV evicts a part of the prompt once, and then each query fetches some pages of what is left.
+
+Source: Behnam et al. 2025, arXiv 2502.14051, section 3. First, SnapKV's scores choose the prompt tokens that each KV
+head keeps. Then the kept tokens are grouped in pages, in the order of their positions, and each step fetches the pages
+with the highest bounds, as Quest does. So the page bounds on the device and the tokens in host memory shrink alike.
+
+The paper reads the bounds of only those columns in which the queries are largest. Here all columns are read, as in
+Quest. The paper pools SnapKV's scores over a number of tokens that depends on the prompt. Here it is SnapKV's own. In
+the paper, the two stages have about equal compression ratios. Here both numbers are settings. With another method of
+scores, the eviction does not depend on a question at the end of the prompt.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
+from jshadow.models.config import ModelConfig
+from jshadow.policies.base import HookInputs
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.eviction import EvictingPolicy, best_positions, take_positions
+from jshadow.policies.quest import Quest
+from jshadow.policies.registry import register
+from jshadow.policies.scorers import SCORES, scorer_of
+from jshadow.policies.units import UnitFrozen
+
+
+class RocketFrozen(UnitFrozen):
+    """The prompt's part of the state.
+
+    Its units, and the positions that the pages know, count the kept tokens only: a kept token of the prompt has the
+    number of the kept tokens before it, and a later token has its position minus `evicted`.
+
+    Attributes:
+        evicted: number of tokens of each row's prompt that are dropped, int32 [B].
+    """
+
+    evicted: Array
+
+
+@register(
+    small={"kept": 30, "budget": 12, "unit": 4},
+    lossless=lambda tokens, config: {"kept": tokens, "budget": max(tokens, 4), "unit": 4},
+)
+@dataclasses.dataclass(frozen=True)
+class RocketKV(Quest):
+    """Keep a part of the prompt, and fetch the pages of it with the highest upper bound on a query's scores.
+
+    Attributes:
+        kept: number of prompt tokens that each KV head keeps.
+        scores: the method that scores the prompt's tokens, with its default settings: "snapkv", "expected_attention",
+            "keydiff" or "kvzip".
+    """
+
+    budget: int = 512
+    unit: int = 8
+    dense_layers: int = 0
+    kept: int = 4096
+    scores: str = "snapkv"
+
+    name = "rocketkv"
+    source = "arXiv 2502.14051, section 3"
+    budget_fields = ("budget", "kept")
+
+    @property
+    def scorer(self) -> EvictingPolicy:
+        """The method that scores the prompt's tokens."""
+        return scorer_of(self.scores, self.kept)
+
+    @property
+    def reads(self) -> HookInputs:
+        """The hooks of a prompt need what the scoring method needs. Those of a step are Quest's."""
+        return dataclasses.replace(self.scorer.reads, piece=super().reads.piece)
+
+    @property
+    def splits_tokens(self) -> bool:
+        """A device does not have all scores of a prompt that is split."""
+        return False
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings, of which none is None."""
+        check_choice(self.name, "scores", self.scores, SCORES)
+        check_range(self.name, "kept", self.kept, 1)
+        self.scorer.resolve(config, capacity)
+        return super().resolve(config, capacity)
+
+    # Sizes
+
+    def slots(self, spec: CacheSpec) -> int:
+        """Return the maximum number of prompt tokens that a head keeps."""
+        return min(self.kept, spec.capacity)
+
+    def ring_slots(self, spec: CacheSpec) -> int:
+        """Return the number of slots of the ring, which holds the recent tokens of all queries of a piece, in units."""
+        return self.recent + self.unit + self.reads.piece - 2
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Return the maximum number of tokens after the whole units of the kept tokens."""
+        return min(capacity - shortest + self.unit - 1, capacity)
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Return the layout of the keys and values of the kept units, and of later units in the tail."""
+        tail = max(1, -(-spec.window // self.unit))
+        return HostLayout(spec.kv_heads, self.slots(spec) // self.unit, self.unit, planes=2, tail_units=tail)
+
+    def inside(self, spec: CacheSpec) -> CacheSpec:
+        """Return the spec of a cache that holds the kept tokens and the later ones."""
+        return dataclasses.replace(spec, capacity=self.slots(spec) + spec.window)
+
+    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Return how many more tokens fit into both the capacity and the tail."""
+        left = super().room(self.inside(spec), state, lengths - state.frozen.evicted)
+        return jnp.minimum(spec.capacity - lengths, left)
+
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        """Return the length after the kept tokens at which the ring still has the next query's recent tokens."""
+        evicted = state.frozen.evicted
+        first = super().earliest(self.inside(spec), state, reached - evicted)
+        assert first is not None
+        return first + evicted
+
+    # A prompt
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Return a state without units and with an empty ring."""
+        return with_evicted(super().init(self.inside(spec), fitted), jnp.zeros(spec.batch, jnp.int32))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Drop the tokens with the lowest scores, and store the others in units."""
+        count = self.slots(spec)
+        scores, reserved = self.scorer.score(spec, prompt)
+        at = best_positions(scores, prompt.lengths, reserved, count)
+        k, v = (take_positions(x, at).astype(spec.dtype).swapaxes(1, 2) for x in (prompt.k_post, prompt.v))
+        where = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (spec.batch, count))
+        kept = PromptKV(k, k, v, jnp.minimum(prompt.lengths, count), where)
+        state, write = super().compress(dataclasses.replace(spec, capacity=count), state, kept, fitted)
+        return with_evicted(state, prompt.lengths - kept.lengths), write
+
+    # One step
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write the new tokens to the ring, and the units they are in to the tail."""
+        return super().append(self.inside(spec), state, after_eviction(state, step))
+
+    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
+        """Select the best units for each query."""
+        return super().select(self.inside(spec), state, after_eviction(state, step))
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
+        """Compute exact attention over each query's recent tokens and its fetched units."""
+        return super().attend(self.inside(spec), state, after_eviction(state, step), fetched)
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Count the recent tokens, and the tokens of the selected units."""
+        return super().attended_parts(self.inside(spec), state, lengths - state.frozen.evicted)
+
+    # Costs
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Count Quest's bytes, and those of the scoring method and of the kept tokens."""
+        kept = 4 * spec.batch * self.slots(spec) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return super().compress_bytes(self.inside(spec), tokens) + self.scorer.compress_bytes(spec, tokens) + kept
+
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Return policies with page sizes from small to large, which keep half of the tokens."""
+        kept = max(1, num_tokens // 2)
+        return [[dataclasses.replace(one, kept=kept) for one in group] for group in super().candidates(kept, config)]
+
+
+def with_evicted(state: LayerState, evicted: Array) -> LayerState:
+    """Return a state whose frozen record tells how many tokens were dropped."""
+    frozen = state.frozen
+    return state.replace(frozen=RocketFrozen(frozen.units, frozen.summaries, frozen.basis, evicted))
+
+
+def after_eviction(state: LayerState, step: StepKV) -> StepKV:
+    """Return the step with the positions and lengths that it has among the kept tokens."""
+    evicted = state.frozen.evicted
+    return step.replace(positions=step.positions - evicted[:, None], lengths=step.lengths - evicted)
