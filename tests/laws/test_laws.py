@@ -60,7 +60,18 @@ def test_some_policies_keep_nothing_on_the_host():
     device_only = {"full", "streaming_llm", "h2o", "less", "less_taught", "snapkv", "kivi", "kivi_1bit"}
     device_only |= {"adakv", "kvzip", "tova", "keydiff", "expected_attention"}
     assert device_only <= set(DEVICE_ONLY)
-    offloading = {"quest", "rocketkv", "loki", "infinigen", "omnikv", "specache", "infllm", "shadowkv", "shadowkv_plus", "probe"}
+    offloading = {
+        "quest",
+        "rocketkv",
+        "loki",
+        "infinigen",
+        "omnikv",
+        "specache",
+        "infllm",
+        "shadowkv",
+        "shadowkv_plus",
+        "probe",
+    }
     assert not offloading & set(DEVICE_ONLY)
 
 
