@@ -5,32 +5,50 @@ import os
 import mesh_cases
 import pytest
 from forced_devices import FOUR
-from mesh_cases import MESHES, POLICIES
+from mesh_cases import MESHES, NOT_ON_SP, POLICIES
 
 from jshadow.policies import H2O, InfLLM, ShadowKV, StreamingLLM
 from jshadow.policies.shadowkv import Quirks
 
 pytestmark = pytest.mark.xdist_group("mesh")
 FETCHES = ("resident", "device_put", "zero_copy")
-OFFLOADING = ("quest", "shadowkv", "packed", "shadowkv_plus", "plus_int4", "exact", "channel")
+OFFLOADING = (
+    "quest",
+    "rocketkv",
+    "rocketkv_kvzip",
+    "shadowkv",
+    "packed",
+    "shadowkv_plus",
+    "plus_int4",
+    "exact",
+    "channel",
+)
+
+
+def meshes_of(name: str) -> list[str]:
+    """The meshes on which a policy runs."""
+    return [mesh for mesh, sizes in MESHES.items() if "sp" not in sizes or name not in NOT_ON_SP]
+
+
 QUICK = {
     ("full", "sp4", "resident"),
     ("quest", "tp2_sp2", "device_put"),
     ("snapkv", "data2", "resident"),
     ("tova", "tp2_sp2", "resident"),
+    ("rocketkv_kvzip", "tp2", "device_put"),
     ("shadowkv", "tp2_sp2", "device_put"),
     ("packed", "tp2_sp2", "zero_copy"),
     ("shadowkv_plus", "tp4", "zero_copy"),
     ("plus_int4", "tp2_sp2", "device_put"),
 }
 # Each policy on each mesh, and in each fetch mode on a mesh of both kinds. TESTS=all has all modes on all meshes.
-WHOLE = {(name, mesh, "device_put") for name in POLICIES for mesh in MESHES}
-WHOLE |= {(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES}
+WHOLE = {(name, mesh, "device_put") for name in POLICIES for mesh in meshes_of(name)}
+WHOLE |= {(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES if "tp2_sp2" in meshes_of(name)}
 
 
 def cases() -> list:
     """The cases of TESTS, with those beyond the quick ones marked."""
-    every = [(name, mesh, fetch) for name in POLICIES for mesh in MESHES for fetch in FETCHES]
+    every = [(name, mesh, fetch) for name in POLICIES for mesh in meshes_of(name) for fetch in FETCHES]
     chosen = [case for case in every if case in QUICK | WHOLE or os.environ.get("TESTS") == "all"]
     return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(case)) for case in chosen]
 
@@ -66,7 +84,9 @@ FLOWS += [("snapkv", "tp2_sp2"), ("shadowkv", "data2")]
 
 def flows() -> list:
     """The flows of TESTS. The first one is quick."""
-    chosen = [(name, mesh) for name in POLICIES for mesh in MESHES] if os.environ.get("TESTS") == "all" else FLOWS
+    chosen = (
+        [(name, mesh) for name in POLICIES for mesh in meshes_of(name)] if os.environ.get("TESTS") == "all" else FLOWS
+    )
     return [pytest.param(*one, marks=() if one == FLOWS[0] else pytest.mark.whole, id="-".join(one)) for one in chosen]
 
 

@@ -19,6 +19,7 @@ from jshadow.policies import (
     Loki,
     Policy,
     Quest,
+    RocketKV,
     ShadowKV,
     ShadowKVPlus,
     SnapKV,
@@ -35,6 +36,8 @@ POLICIES: dict[str, Policy] = {
     "tova": TOVA(kept=14),
     "keydiff": KeyDiff(kept=14),
     "expected_attention": ExpectedAttention(kept=14, sinks=2),
+    "rocketkv": RocketKV(kept=21, budget=8, unit=4),
+    "rocketkv_kvzip": RocketKV(kept=21, budget=8, unit=4, scores="kvzip"),
     "shadowkv": ShadowKV(rank=12, **SMALL),
     "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
     "shadowkv_plus": ShadowKVPlus(
@@ -51,6 +54,7 @@ POLICIES: dict[str, Policy] = {
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
     "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
+NOT_ON_SP = ("rocketkv", "rocketkv_kvzip")
 MESHES = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},

@@ -109,7 +109,8 @@ def compress_on_devices(
     assert shards is not None
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
     by_name: dict[str, Any] = {name: heads for name in ("k_pre", "k_post", "v", "q_tail", "q_post")}
-    by_name |= {"lengths": rows, "positions": rows, "lse": shards.spec("data", "tp"), "extra": rows}
+    by_name |= {"lengths": rows, "positions": rows, "extra": rows}
+    by_name |= {name: shards.spec("data", "tp") for name in ("lse", "second_pass")}
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
     inputs = PromptKV(**given)
     where = layer_splits(spec)
