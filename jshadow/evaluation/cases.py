@@ -21,6 +21,7 @@ from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import score
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import attention_of
+from jshadow.policies.checks import reads_twice
 
 MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
 
@@ -177,15 +178,17 @@ def prefilled(
 ) -> Iterator[tuple[Any, KVState]]:
     """Yield the logits [B, V] and the state of each policy, in order. The prompts of the cases are the rows.
 
-    Most policies share one prefill. A policy with its own prefill attention has a separate prefill. So has a policy
-    with learned arrays, because a prefill takes the arrays of only one policy.
+    Most policies share one prefill. A policy with its own prefill attention has a separate prefill, and so has a policy
+    that reads the prompt twice. The third kind are those with learned arrays: a prefill takes the arrays of one policy.
     """
     params = setup.params
+    resolved = [policy.resolve(params.config, plan.capacity) for policy in policies]
     tokens, lengths = padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
     options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
-    attends = [attention_of(policy.resolve(params.config, plan.capacity)) is not None for policy in policies]
+    attends = [attention_of(policy) is not None for policy in resolved]
+    twice = [reads_twice(policy, params.config) for policy in resolved]
     learned = [setup.arrays_of(policy) for policy in policies]
-    apart = [attention or arrays is not None for attention, arrays in zip(attends, learned, strict=True)]
+    apart = [any(flags) for flags in zip(attends, twice, (arrays is not None for arrays in learned), strict=True)]
     sharing = [policy for policy, alone in zip(policies, apart, strict=True) if not alone]
     together: list[tuple[Any, KVState]] = []
     for policy, alone, attention, arrays in zip(policies, apart, attends, learned, strict=True):

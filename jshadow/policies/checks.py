@@ -5,7 +5,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import Policy
+from jshadow.policies.base import Policy, full_layers
 from jshadow.policies.capabilities import Learns, capability
 
 
@@ -78,3 +78,8 @@ def reads_fitted(policy: object) -> bool:
     """Return whether a policy, or a layer's cache that is a policy, uses learned arrays."""
     learner = capability(policy, Learns) if isinstance(policy, Policy) else None
     return learner is not None and learner.reads_fitted
+
+
+def reads_twice(policy: Policy, config: ModelConfig) -> bool:
+    """Return whether a resolved policy needs a second pass over the prompt in any layer."""
+    return any(policy.for_layer(layer, config).reads.second_pass is not None for layer in full_layers(config))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, StreamingLLM, cli, save
+from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
@@ -107,7 +107,8 @@ def by_hand(params: Params, case: tasks.Case) -> list[str]:
 def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
     params: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policies = [POLICY, dataclasses.replace(POLICY, budget=16), StreamingLLM(window=30)]
+    twice = [KVzip(kept=200, chunk=300), KVzip(kept=200, chunk=300, normalized=True)]
+    policies = [POLICY, dataclasses.replace(POLICY, budget=16), *twice, StreamingLLM(window=30)]
     options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies}
     want = evaluate(params, **options)
     monkeypatch.setattr(cases, "MOST_TOGETHER", 2)
