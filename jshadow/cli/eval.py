@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.compile_cache import add_cache_option
@@ -58,6 +59,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
     add.add_argument("--together", type=int, default=1, help="samples that run as one batch (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
+    add.add_argument(
+        "--cases", metavar="FILE", help="read the prompts of the tasks from FILE, or write it if it is new"
+    )
     add.add_argument("--fetch", default="auto", help=FETCH_HELP)
     add_weights_options(add)
     add_cache_option(add)
@@ -182,7 +186,8 @@ def asked_for(args: argparse.Namespace) -> dict[str, Any]:
     if unknown := [task for task in tasks if task not in TASKS and task not in RULER_TASKS]:
         raise ConfigError(f"tasks must be among {sorted([*TASKS, *RULER_TASKS])}, got {unknown[0]!r}")
     tasks = list(dict.fromkeys([*tasks, *SUITES.get(args.suite, ())]))
-    check_tasks(tasks)
+    if args.cases is None or not Path(args.cases).exists():
+        check_tasks(tasks)
     usual_lengths = USUAL_LENGTHS if args.suite is None else SUITE_LENGTHS
     lengths = parse_lengths(args.lengths if args.lengths is not None else usual_lengths)
     return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
@@ -209,7 +214,7 @@ def run_eval(args: argparse.Namespace) -> int:
     offload.check_fetch(args.fetch)
     settings: dict[str, Any] = {"shares": parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
     settings |= {"prefill": prefill, "samples": args.samples, "seed": args.seed, "fetch": args.fetch}
-    settings |= {"together": args.together}
+    settings |= {"together": args.together, "cases": args.cases}
     settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:

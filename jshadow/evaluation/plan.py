@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError, Infeasible
+from jshadow.evaluation.case_file import Cases, read_case_file, write_case_file
 from jshadow.evaluation.data import read_cases
 from jshadow.evaluation.results import label
 from jshadow.evaluation.settings import Entry, EvalSettings, Setup, TaskPlan
-from jshadow.evaluation.tasks import Case, ruler, sample_of
+from jshadow.evaluation.tasks import ruler, sample_of
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
@@ -91,12 +92,12 @@ def plan_tasks(
         tasks: names in TASKS or RULER_TASKS. The list may be empty if there is data.
         lengths: numbers of prompt tokens of the tasks. For RULER's tasks, they include the tokens of an answer.
         policies: the policies. Full attention is always added.
-        settings: samples, seed, shares, sweeps, data, truncate and limit are read.
+        settings: samples, seed, shares, sweeps, data, truncate, limit and cases are read.
 
     Raises:
         ConfigError: a task is unknown, there is no policy, a number is out of range, a length or a row of data exceeds
-            the model's context, a file cannot be read, no policy reads the learned arrays, or RULER's package or data
-            is missing.
+            the model's context, a file cannot be read or does not fit, no policy reads the learned arrays, or RULER's
+            package or data is missing.
     """
     samples, shares = settings.samples, settings.shares
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -106,9 +107,9 @@ def plan_tasks(
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
     measured, swept = checked_policies(setup, policies, shares), checked_sweeps(settings.sweeps or {})
-    ruler.check_tasks(tasks, lengths, setup.params.config.context)
     one_table = bool(shares or swept)  # one table shows all tasks
-    plans = [plan for length in dict.fromkeys(lengths) for plan in plans_at(setup, tasks, length, settings, one_table)]
+    made = cases_of(setup, tasks, lengths, settings)
+    plans = [plan for length in made for plan in plans_at(setup, length, made[length], one_table)]
     if not one_table:
         plans.sort(key=lambda plan: tasks.index(plan.task))
     plans += data_plans(setup, settings)
@@ -144,29 +145,49 @@ def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple
     return swept
 
 
-def plans_at(
-    setup: Setup, tasks: Sequence[str], length: int, settings: EvalSettings, one_capacity: bool
-) -> list[TaskPlan]:
+def cases_of(
+    setup: Setup, tasks: Sequence[str], lengths: Sequence[int], settings: EvalSettings
+) -> Mapping[int, Mapping[str, Cases]]:
+    """Return the cases of each length and task. They are read from the file `settings.cases`, or made.
+
+    Raises:
+        ConfigError: a task cannot be made, or the file does not fit.
+    """
+    params, samples, seed = setup.params, settings.samples, settings.seed
+    wanted = {length: list(dict.fromkeys(tasks)) for length in lengths}
+    digest = None if settings.cases is None else params.tokenizer_digest
+    file = read_case_file(settings.cases, digest, samples, seed, wanted)
+    if file.exists:
+        return {length: {task: file.made[length][task] for task in names} for length, names in wanted.items()}
+    ruler.check_tasks(tasks, lengths, params.config.context)
+    made: dict[int, dict[str, Cases]] = {}
+    for length, names in wanted.items():
+        published = ruler.among(names)
+        theirs = ruler.cases_at(published, params.tokenizer, length, samples, seed) if published else {}
+        made[length] = {
+            task: [(case, None) for case in theirs[task]]
+            if task in theirs
+            else [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
+            for task in names
+        }
+    if file.path is not None:
+        write_case_file(file.path, digest, samples, seed, made)
+    return made
+
+
+def plans_at(setup: Setup, length: int, pairs_of: Mapping[str, Cases], one_capacity: bool) -> list[TaskPlan]:
     """Plan all tasks at one length, without entries. With `one_capacity`, all tasks have the same capacity.
 
     Tables of shares and sweeps compare tasks, so they need the same capacity.
 
     Raises:
-        ConfigError: prompt and answer exceed the model's context, or a task cannot be made.
+        ConfigError: prompt and answer exceed the model's context.
     """
-    params, samples, seed = setup.params, settings.samples, settings.seed
-    names = list(dict.fromkeys(tasks))
-    published = ruler.among(tasks)
-    made = ruler.cases_at(published, params.tokenizer, length, samples, seed) if published else {}
-    pairs_of: dict[str, list[tuple[Case, float | None]]] = {
-        task: [(case, None) for case in made[task]]
-        if task in made
-        else [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
-        for task in names
-    }
+    params, published, plans = setup.params, ruler.among(list(pairs_of)), []
     # The length of a task of RULER includes the answer.
-    growths = {task: 0 if task in made else max(case.growth for case, _ in pairs) for task, pairs in pairs_of.items()}
-    plans = []
+    growths = {
+        task: 0 if task in published else max(case.growth for case, _ in pairs) for task, pairs in pairs_of.items()
+    }
     for task, pairs in pairs_of.items():
         cases, depths = zip(*pairs, strict=True)
         capacity = length + (max(growths.values()) if one_capacity else growths[task])

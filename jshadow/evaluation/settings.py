@@ -38,6 +38,8 @@ class EvalSettings:
         limit: number of rows that are read from each file. None means all.
         together: number of samples of a task that run as the rows of one batch, if each has one question. Their scores
             are those of single samples, except where rounding decides a near tie.
+        cases: a file of the tasks' prompts. If it exists, they are read from it, and the packages that make them are
+            not needed. Otherwise they are made and written to it (see `evaluation.case_file`).
     """
 
     samples: int = 10
@@ -51,6 +53,7 @@ class EvalSettings:
     truncate: str | None = None
     limit: int | None = None
     together: int = 1
+    cases: str | os.PathLike[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

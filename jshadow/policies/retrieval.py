@@ -8,7 +8,7 @@ attends exactly to them and to its recent tokens.
 
 import abc
 import functools
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     recent: int
     unit: int
     top_p: float
-    budget_fields = ("budget",)
+    budget_fields: ClassVar[tuple[str, ...]] = ("budget",)
     emptied_by_parts = {"selected": -1}  # noqa: RUF012, the base has its type
 
     # Hooks of a retrieval policy
