@@ -3,8 +3,8 @@
 Source: Kim et al. 2025, arXiv 2505.23416, section 3, and NVIDIA's kvpress 0.5.5 (`KVzipPress`), whose scores this file
 follows. The model reads the prompt, and is then asked to repeat it, chunk by chunk (`second_pass.py`). The score of a
 token is the largest attention that it receives from any query while its chunk is repeated, over the query heads of its
-KV head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes
-about twice the time of the prefill.
+KV head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes at
+least as long as the first, because each chunk attends to the whole prompt.
 
 kvpress by default ranks the tokens of all layers together, so each layer keeps another number of tokens. Here a layer's
 memory is fixed before the prompt is read, so all layers keep as many (`layerwise=True` in kvpress). kvpress puts the
@@ -15,6 +15,7 @@ kvpress (docs/benchmarks/tests.md).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Self
 
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.head_budgets import SharesBudget
 from jshadow.policies.registry import register
 from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.sizing import Falling
 
 
 @register(small={"kept": 14, "sinks": 2, "chunk": 24}, lossless=lambda tokens, config: {"kept": tokens})
@@ -38,7 +40,7 @@ class KVzip(SharesBudget):
     Attributes:
         kept: mean number of prompt tokens that a KV head keeps.
         chunk: number of prompt tokens that are repeated at once.
-        sinks: number of first tokens that are always kept.
+        sinks: number of first tokens that are always kept, at most `kept`. They share the attention of every chunk.
         normalized: divide the attention by the norm of the query token's hidden state, and multiply it by the norm of
             the token's value after the output projection. This is KVzip+ of kvpress.
     """
@@ -49,6 +51,7 @@ class KVzip(SharesBudget):
 
     name = "kvzip"
     source = "arXiv 2505.23416, section 3"
+    size_free = ("chunk", "sinks", "normalized")
 
     @property
     def least_share(self) -> float:
@@ -70,5 +73,9 @@ class KVzip(SharesBudget):
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
         """Return the scores of the second pass, and infinity for the first tokens."""
         assert prompt.second_pass is not None
-        first = jnp.arange(prompt.k_post.shape[1]) < self.sinks
+        first = jnp.arange(prompt.k_post.shape[1]) < min(self.sinks, self.kept)
         return jnp.where(first, jnp.inf, prompt.second_pass), jnp.zeros_like(prompt.lengths)
+
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Return one policy for each number of tokens from num_tokens down to 1. Other settings do not change."""
+        return [Falling(lambda kept: dataclasses.replace(self, kept=kept), 1, num_tokens)]

@@ -65,6 +65,7 @@ class RocketKV(Quest):
     name = "rocketkv"
     source = "arXiv 2502.14051, section 3"
     budget_fields = ("budget", "kept")
+    size_free = ("recent", "top_p", "scores")
 
     @property
     def scorer(self) -> EvictingPolicy:
@@ -107,27 +108,23 @@ class RocketKV(Quest):
         tail = max(1, -(-spec.window // self.unit))
         return HostLayout(spec.kv_heads, self.slots(spec) // self.unit, self.unit, planes=2, tail_units=tail)
 
-    def inside(self, spec: CacheSpec) -> CacheSpec:
-        """Return the spec of a cache that holds the kept tokens and the later ones."""
-        return dataclasses.replace(spec, capacity=self.slots(spec) + spec.window)
-
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Return how many more tokens fit into both the capacity and the tail."""
-        left = super().room(self.inside(spec), state, lengths - state.frozen.evicted)
-        return jnp.minimum(spec.capacity - lengths, left)
+        return jnp.minimum(spec.capacity - lengths, super().room(spec, state, lengths - state.frozen.evicted))
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length after the kept tokens at which the ring still has the next query's recent tokens."""
+        """Return Quest's length, and at least that of the prompt if tokens of it were dropped."""
         evicted = state.frozen.evicted
-        first = super().earliest(self.inside(spec), state, reached - evicted)
+        first = super().earliest(spec, state, reached - evicted)
         assert first is not None
-        return first + evicted
+        # If tokens were dropped, the last kept tokens need not be the last ones of the prompt.
+        return evicted + jnp.where(evicted > 0, jnp.maximum(first, self.slots(spec)), first)
 
     # A prompt
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a state without units and with an empty ring."""
-        return with_evicted(super().init(self.inside(spec), fitted), jnp.zeros(spec.batch, jnp.int32))
+        return with_evicted(super().init(spec, fitted), jnp.zeros(spec.batch, jnp.int32))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -146,33 +143,34 @@ class RocketKV(Quest):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens to the ring, and the units they are in to the tail."""
-        return super().append(self.inside(spec), state, after_eviction(state, step))
+        return super().append(spec, state, after_eviction(state, step))
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the best units for each query."""
-        return super().select(self.inside(spec), state, after_eviction(state, step))
+        return super().select(spec, state, after_eviction(state, step))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
         """Compute exact attention over each query's recent tokens and its fetched units."""
-        return super().attend(self.inside(spec), state, after_eviction(state, step), fetched)
+        return super().attend(spec, state, after_eviction(state, step), fetched)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the recent tokens, and the tokens of the selected units."""
-        return super().attended_parts(self.inside(spec), state, lengths - state.frozen.evicted)
+        return super().attended_parts(spec, state, lengths - state.frozen.evicted)
 
     # Costs
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
         """Count Quest's bytes, and those of the scoring method and of the kept tokens."""
         kept = 4 * spec.batch * self.slots(spec) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-        return super().compress_bytes(self.inside(spec), tokens) + self.scorer.compress_bytes(spec, tokens) + kept
+        return super().compress_bytes(spec, tokens) + self.scorer.compress_bytes(spec, tokens) + kept
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
         """Return policies with page sizes from small to large, which keep half of the tokens."""
-        kept = max(1, num_tokens // 2)
-        return [[dataclasses.replace(one, kept=kept) for one in group] for group in super().candidates(kept, config)]
+        same = {name: getattr(self, name) for name in self.size_free} | {"kept": max(1, num_tokens // 2)}
+        groups = super().candidates(same["kept"], config)
+        return [[dataclasses.replace(one, **same) for one in group] for group in groups]
 
 
 def with_evicted(state: LayerState, evicted: Array) -> LayerState:

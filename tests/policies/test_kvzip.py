@@ -10,19 +10,20 @@ from cases import TINY
 from tokenizers_by_kind import TOKENIZERS
 
 import jshadow
-from jshadow import AdaKV, Full, KVzip, Params, Quest
+from jshadow import AdaKV, Full, KVzip, Params, Quest, RocketKV
 from jshadow.cache.prompt_walk import check_text, walk_layers
 from jshadow.engine.prefill.layer import Given
 from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.prefill.partial import advance, begin_prefill, finish_prefill
 from jshadow.engine.prefill.second_pass import SecondWork, read_request
 from jshadow.engine.prefill.whole import prefill, prefill_many
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, PromptError
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import prefill_peak
 from jshadow.policies.head_budgets import KeptBlocks
+from jshadow.policies.sizing import at_share, device_share
 from jshadow.weights.params import init_params
 
 REQUEST = "\n\nRepeat the previous context exactly.\n"
@@ -154,6 +155,25 @@ def test_the_best_tokens_and_the_first_ones_are_kept():
             assert {key.tobytes() for held, block in blocks for key in block[:held]} == want
 
 
+def test_every_head_keeps_the_first_tokens_even_if_there_are_few():
+    params = model("group2", words=True)
+    tokens, lengths = prompts(params)
+    _, state = prefill(params, tokens, lengths, KVzip(kept=2, sinks=4), capacity=128)
+    for layer in state.layers:
+        owner, held = np.asarray(layer.frozen.owner), np.asarray(layer.frozen.held)
+        for row, count in enumerate(lengths):
+            each = [int(held[row][owner[row] == head].sum()) for head in range(params.config.kv_heads)]
+            assert each == [min(2, count)] * params.config.kv_heads
+
+
+def test_a_share_of_the_bytes_decides_only_the_number_of_tokens():
+    for policy in (KVzip(chunk=100, sinks=7, normalized=True), RocketKV(scores="kvzip", recent=9)):
+        sized = at_share(policy, 0.3, 2048, TINY)
+        assert device_share(sized, 2048, TINY) <= 0.3
+        assert all(getattr(sized, name) == getattr(policy, name) for name in policy.size_free)
+        assert sized.kept < 2048
+
+
 def test_the_prefill_of_the_prompt_does_not_change():
     params = model("group2", words=True)
     tokens, lengths = prompts(params)
@@ -168,6 +188,17 @@ def test_the_prefill_of_the_prompt_does_not_change():
     again = finish_prefill(params, partial)[1]
     for one, other in zip(kept.layers, again.layers, strict=True):
         assert np.array_equal(one.frozen.kept.k, other.frozen.kept.k)
+
+
+def test_prompts_of_one_padded_width_share_a_program():
+    params = model("group2", words=True)
+    policy = KVzip(kept=9, chunk=16)
+    wide = np.random.default_rng(1).integers(1, 90, (2, 64)).astype(np.int32)
+    before = read_request._cache_size()
+    for lengths in ((64, 20), (33, 7), (16, 1)):
+        tokens = np.where(np.arange(64) < np.array(lengths)[:, None], wide, 0)
+        finish_prefill(params, begin_prefill(params, tokens, np.array(lengths), policy, capacity=128))
+    assert read_request._cache_size() == before + 1
 
 
 def test_bad_settings_and_prompts_are_refused():
@@ -185,7 +216,7 @@ def test_bad_settings_and_prompts_are_refused():
     with pytest.raises(ConfigError, match="policies must need equal second passes to share a prefill"):
         prefill_many(params, tokens, lengths, [KVzip(), Quest(), KVzip(normalized=True)], capacity=128)
     small = Params(params.weights, dataclasses.replace(params.config, context=90))
-    with pytest.raises(ConfigError, match=r"context=90, got 91 tokens for a prompt of 50 and chunk=41"):
+    with pytest.raises(PromptError, match=r"context=90, got 91 tokens for a prompt of 50 and chunk=41"):
         prefill(small, np.ones((1, 50), np.int32), np.array([50]), KVzip(chunk=41), capacity=60)
     assert jshadow.generate(small, [1] * 50, policy=KVzip(kept=20, chunk=8), max_new_tokens=2).tokens
 

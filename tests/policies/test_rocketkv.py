@@ -13,7 +13,7 @@ from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
 from jshadow.engine.step import AllLayers, step_layer
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, StateMismatch
 from jshadow.ops.rope import cos_sin, inverse_frequencies
 from jshadow.planner.bytes import abstract_state, cache_specs
 from jshadow.policies import Quest, RocketKV
@@ -27,6 +27,7 @@ POLICIES = {
     "one": RocketKV(kept=1, budget=4, unit=4),
     "tokens": RocketKV(kept=17, budget=3, unit=1, recent=2),
     "all": RocketKV(kept=100, budget=100, unit=4),
+    "more": RocketKV(kept=4096, budget=8, unit=4),
 }
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2}
 WINDOW, KERNEL = 32, 7  # SnapKV's defaults
@@ -88,6 +89,7 @@ def attended_by_oracle(policy, keys, queries):
         ("group2", "one", "float32", "zero_copy"),
         ("group5", "tokens", "float32", "device_put"),
         ("group2", "all", "float32", "resident"),
+        ("group2", "more", "float32", "device_put"),
     ],
 )
 def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
@@ -145,6 +147,19 @@ def test_bounds_and_host_rows_shrink_alike():
     for part in ("summaries", "host rows"):
         whole, left = (next(sum(size) for name, size in parts.items() if part in name) for parts in (quest, quarter))
         assert left < 0.35 * whole, part  # a quarter of the prompt, and the tokens after it
+
+
+@pytest.mark.parametrize("scores", ["snapkv", "keydiff"])
+def test_no_token_of_an_evicted_prompt_is_given_back(scores):
+    """A row of which nothing was dropped gives back tokens of its prompt, and takes them again."""
+    tokens = random_tokens(2, 61, seed=5)
+    policy = RocketKV(kept=31, budget=96, unit=4, scores=scores)
+    _, state = decode.prefill(model(), tokens, [61, 30], policy, capacity=96)
+    with pytest.raises(StateMismatch, match="row 0 must lie in"):
+        state.fork().rewind([60, 29])
+    logits, _ = decode.decode_step(model(), tokens[:, 29], state.fork().rewind([61, 29]), active=[False, True])
+    want, _ = decode.prefill(model(), tokens[1:, :30], [30], policy, capacity=96)
+    np.testing.assert_allclose(logits[1], want[0], atol=2e-5)
 
 
 def test_every_scorer_serves_both_stages():

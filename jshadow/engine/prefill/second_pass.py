@@ -19,7 +19,7 @@ from jax import Array, lax
 from jshadow.cache.records import PromptKV
 from jshadow.engine.prefill.layer import Given
 from jshadow.engine.prefill.layer_run import LayerPlan
-from jshadow.errors import ConfigError
+from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block
 from jshadow.ops.attention import causal_attention
@@ -35,6 +35,7 @@ class Requests(NamedTuple):
         settings: the settings of the second pass.
         tokens: int32 [B, C, R], each request padded on the right.
         counts: number of real tokens of each request, int32 [B, C]. It is 0 for a chunk after the end of a prompt.
+            Chunks after the end of all prompts are not read.
     """
 
     settings: SecondPass
@@ -43,9 +44,8 @@ class Requests(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The number of requests, and the tokens of each with padding."""
-        _, chunks, size = self.tokens.shape
-        return chunks, size
+        """The number of chunks in the longest prompt, and the tokens of a request with padding."""
+        return int((self.counts > 0).any(axis=0).sum()), self.tokens.shape[2]
 
 
 class SecondWork(NamedTuple):
@@ -74,7 +74,7 @@ def requests_of(
         config: the model.
 
     Raises:
-        ConfigError: a prompt and the request after it exceed the model's context.
+        PromptError: a prompt and the request after it exceed the model's context.
     """
 
     def words(text: str) -> list[int]:
@@ -90,12 +90,15 @@ def requests_of(
         rows.append(requests)
         longest = int(length) + max(map(len, requests))
         if longest > config.context:
-            raise ConfigError(
+            raise PromptError(
                 f"the prompt and a request of the second pass must be within the model's context={config.context}, got "
                 f"{longest} tokens for a prompt of {length} and chunk={second.chunk}; a smaller chunk needs fewer"
             )
-    counts = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    width = max(len(request) for requests in rows for request in requests)
+    # The shapes follow from the padded width of the prompts, so that prompts of similar lengths share a program.
+    most = tokens.shape[1]
+    asked_first, asked_later = len(first), len(other) + second.overlap if most > second.chunk else 0
+    width = max(asked_first, asked_later) + len(between) + min(second.chunk, most)
+    counts = np.zeros((len(rows), -(-most // second.chunk)), np.int32)
     padded = np.zeros((*counts.shape, width), np.int32)
     for row, requests in enumerate(rows):
         for chunk, request in enumerate(requests):
@@ -141,9 +144,9 @@ def read_request(
         part = chunk_of(second, prompt_k.shape[0], length, index)
         at, inside = part
         columns, seen = columns_of(second, part, (prompt_k, k))
-        worth = jnp.arange(size) < count
+        real = worth = jnp.arange(size) < count
         if products is not None:
-            worth /= jnp.linalg.norm(x_in.astype(jnp.float32), axis=-1)
+            worth = jnp.where(real, 1 / jnp.linalg.norm(x_in.astype(jnp.float32), axis=-1), 0)
         best = most_attention(q, columns, seen, worth, scale)[..., second.sinks : second.sinks + len(inside)]
         if products is not None:
             rows = lax.dynamic_slice_in_dim(prompt_v, at, len(inside)).astype(jnp.float32)
