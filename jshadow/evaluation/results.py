@@ -202,13 +202,18 @@ def infeasible_row(task: str, length: int, name: str, share: float | None, why: 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print one table of all tasks, with one line for each length and policy.
 
-    Full attention comes first, then policies at shares from the largest share, then policies with given settings.
+    Full attention comes first, then policies at shares from the largest share, then policies with given settings. If a
+    method runs at a share with several settings, its lines name them.
     """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
+    settings: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        settings.setdefault((row["length"], row["share"], row["name"]), set()).add(row["policy"])
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         as_asked = row["share"] is None and row["name"] != "full"  # the policy runs with given settings, not at a share
-        name = (row["policy"] if as_asked else row["name"]) + (" (fitted)" if row.get("fitted") else "")
+        several = len(settings[row["length"], row["share"], row["name"]]) > 1
+        name = (row["policy"] if as_asked or several else row["name"]) + (" (fitted)" if row.get("fitted") else "")
         share = row["share"] or (0.0 if as_asked else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")

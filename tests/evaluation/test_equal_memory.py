@@ -138,6 +138,8 @@ def test_what_has_no_share_is_told_by_its_settings() -> None:
         for policy, share, sweeps in (
             ("full", None, []),
             ("h2o:heavy=3", 0.5, []),
+            ("adakv:kept=9", 0.5, []),
+            ('adakv:kept=9:scores="kvzip"', 0.5, []),
             ("h2o:heavy=4", None, []),
             ("quest:unit=8", None, ["unit"]),
         )
@@ -148,6 +150,8 @@ def test_what_has_no_share_is_told_by_its_settings() -> None:
     assert [[part.strip() for part in line] for line in told] == [
         ["100", "full"],
         ["50", "h2o"],
+        ["50", "adakv:kept=9"],
+        ["50", 'adakv:kept=9:scores="kvzip"'],
         ["-", "h2o:heavy=4"],
         ["-", "quest:unit=8"],
     ]
