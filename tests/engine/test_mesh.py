@@ -5,7 +5,7 @@ import os
 import mesh_cases
 import pytest
 from forced_devices import FOUR
-from mesh_cases import MESHES, NOT_ON_SP, POLICIES
+from mesh_cases import POLICIES, meshes_of
 
 from jshadow.policies import H2O, InfLLM, ShadowKV, StreamingLLM
 from jshadow.policies.shadowkv import Quirks
@@ -23,11 +23,6 @@ OFFLOADING = (
     "exact",
     "channel",
 )
-
-
-def meshes_of(name: str) -> list[str]:
-    """The meshes on which a policy runs."""
-    return [mesh for mesh, sizes in MESHES.items() if "sp" not in sizes or name not in NOT_ON_SP]
 
 
 QUICK = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import saved_cases
 from forced_devices import FLAGS, FOUR
-from mesh_cases import MESHES, POLICIES, model
+from mesh_cases import MESHES, POLICIES, meshes_of, model
 from saved_cases import TOKENS
 from several_processes import SUPPORT, ended, start_all
 from small_state import file_size_limit
@@ -33,13 +33,15 @@ QUICK = {
     ("shadowkv", "tp2_sp2", "zero_copy", False),
     ("shadowkv", "data2", "device_put", True),
 }
-WHOLE = {(name, "tp2_sp2", "device_put", True) for name in POLICIES}
+WHOLE = {(name, "tp2_sp2" if "tp2_sp2" in meshes_of(name) else "tp2", "device_put", True) for name in POLICIES}
 WHOLE |= {("shadowkv", mesh, "device_put", False) for mesh in MESHES} | {("exact", "tp2", "device_put", False)}
 
 
 def cases():
     """Some policies on some meshes. TESTS=all has all of them."""
-    every = {(name, mesh, "device_put", stepped) for name in POLICIES for mesh in MESHES for stepped in (False, True)}
+    every = {
+        (name, mesh, "device_put", step) for name in POLICIES for mesh in meshes_of(name) for step in (False, True)
+    }
     chosen = QUICK | WHOLE | (every if os.environ.get("TESTS") == "all" else set())
     return [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(map(str, case)))

@@ -69,6 +69,11 @@ TURN = np.random.default_rng(5).integers(0, 96, (2, 9)).astype(np.int32)
 STEPS = 4
 
 
+def meshes_of(name: str) -> list[str]:
+    """The meshes on which a policy runs."""
+    return [mesh for mesh, sizes in MESHES.items() if "sp" not in sizes or name not in NOT_ON_SP]
+
+
 def mesh_of(name: str) -> Mesh:
     """A mesh of the first devices, with only the axes that are split."""
     sizes = MESHES[name]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mesh_cases import LENGTHS, MESHES, POLICIES, PROMPT, model, start
+from mesh_cases import LENGTHS, POLICIES, PROMPT, meshes_of, model, start
 
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
@@ -55,7 +55,7 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     found = {
         "one device": difference_to_one(state, load_state(path, model())),
         "itself": difference(loaded, state),
-        "others": on_all(path, tokens),
+        "others": on_all(name, path, tokens),
     }
     logits, _ = decode.decode_step(params, STEP, state)
     compiled = decode._step._cache_size()
@@ -64,10 +64,10 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     return found | {"logits": np.asarray(logits).tobytes() == np.asarray(again).tobytes()}
 
 
-def on_all(path: Path, tokens: list[list[int]]) -> list[str]:
+def on_all(name: str, path: Path, tokens: list[list[int]]) -> list[str]:
     """The meshes on which the state of a file is not the same, by the file that is written there."""
-    bad = []
-    for mesh, left in [*((mesh, "split") for mesh in ("", *MESHES)), ("tp2_sp2", "everywhere")]:
+    bad, left_everywhere = [], meshes_of(name)[-1]
+    for mesh, left in [*((mesh, "split") for mesh in ("", *meshes_of(name))), (left_everywhere, "everywhere")]:
         params, again = model(mesh, left), path.with_name("again")
         save_state(again, load_state(path, params), params, tokens=tokens)
         if again.read_bytes() != path.read_bytes():
