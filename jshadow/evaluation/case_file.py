@@ -26,16 +26,11 @@ class CaseFile:
 
     Attributes:
         path: the file. None: there is no file, and all cases must be made.
-        made: the cases of each length and task. It is empty if the file does not exist yet.
+        made: the cases of each length and task. It is empty if no file was read.
     """
 
     path: Path | None
     made: Mapping[int, Mapping[str, Cases]]
-
-    @property
-    def exists(self) -> bool:
-        """Whether the cases were read from a file."""
-        return bool(self.made)
 
 
 def read_case_file(

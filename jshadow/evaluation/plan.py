@@ -157,7 +157,7 @@ def cases_of(
     wanted = {length: list(dict.fromkeys(tasks)) for length in lengths}
     digest = None if settings.cases is None else params.tokenizer_digest
     file = read_case_file(settings.cases, digest, samples, seed, wanted)
-    if file.exists:
+    if file.made:
         return {length: {task: file.made[length][task] for task in names} for length, names in wanted.items()}
     ruler.check_tasks(tasks, lengths, params.config.context)
     made: dict[int, dict[str, Cases]] = {}

@@ -224,7 +224,7 @@ def test_bad_settings_and_prompts_are_refused():
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(("tokens", "chunk", "rows"), [(2048, 2048, 1), (4096, 512, 2), (4000, 1000, 3)])
 def test_the_compiled_program_keeps_to_the_bound(tokens, chunk, rows, normalized):
-    """What XLA reserves for a request, and the hidden states and scores that are replaced in place."""
+    """The bound covers XLA's temporaries, the hidden states and the scores. The last two are replaced in place."""
     config = dataclasses.replace(MODELS["group2"], context=2**15, model_dim=256, ffn_dim=512, q_heads=8, head_dim=32)
     policy = KVzip(kept=64, chunk=chunk, normalized=normalized)
     second = policy.reads.second_pass
