@@ -14,6 +14,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import Case, Sample
+from jshadow.evaluation.whole_file import whole_file
 
 # The cases of a task, each with the place of its fact, from 0 to 1, or None.
 Cases = list[tuple[Case, float | None]]
@@ -105,10 +106,5 @@ def write_case_file(
         for length, tasks in made.items()
     }
     content = {"version": VERSION, "tokenizer": digest, "samples": samples, "seed": seed, "cases": cases}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"cases must be a file that can be written, got {str(path)!r}: {error}") from error
+    with whole_file(path, "cases") as part:
+        part.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))

@@ -25,6 +25,7 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.suites import READERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode
 from jshadow.evaluation.text_metrics import SCORERS
+from jshadow.evaluation.whole_file import whole_file
 
 SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
 TRUNCATIONS = ("middle",)
@@ -286,13 +287,5 @@ def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) ->
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSONL, completely or not at all. Raises ConfigError if the file cannot be written."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        part.replace(target)
-    except OSError as error:
-        raise ConfigError(f"out must be a file that can be written, got {str(path)!r}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path, "out") as part, part.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -18,8 +18,8 @@ import jinja2
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plots
 from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
-from jshadow.evaluation.plots.style import whole_file
 from jshadow.evaluation.results import pooled
+from jshadow.evaluation.whole_file import whole_file
 
 Row = Mapping[str, Any]
 TEMPLATE = "report.html.jinja"

@@ -8,7 +8,7 @@ from typing import Any
 
 from jshadow.errors import CheckpointError
 from jshadow.evaluation.parts.dealing import Part
-from jshadow.evaluation.plots.style import whole_file
+from jshadow.evaluation.whole_file import whole_file
 from jshadow.weights.digest import sha256
 
 PART_FILE = "part.json"

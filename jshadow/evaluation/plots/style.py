@@ -1,14 +1,14 @@
 """The style of all pictures: one color and marker for each method, plain axes, and files without dates."""
 
-import contextlib
 import functools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jshadow.errors import ConfigError
+from jshadow.evaluation.whole_file import whole_file
 
 LONG = 72  # maximum length of a line's name in a wide legend
 FORMATS = (".svg", ".png", ".pdf")
@@ -142,24 +142,6 @@ def need(rows: Any, what: str) -> None:
     """Raise ConfigError if there is nothing to draw. `what` is the name of the picture in the message."""
     if not len(rows):
         raise ConfigError(f"a picture of {what} needs at least one row or line, got none")
-
-
-@contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` when the block ends. If it fails, the file is removed.
-
-    Raises:
-        ConfigError: the file cannot be written. The message begins with `what`.
-    """
-    target = Path(path)
-    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    try:
-        yield part
-        part.replace(target)
-    except OSError as error:
-        raise ConfigError(f"{what} must be a file that can be written, got {str(path)!r}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write(figure: Any, path: str | os.PathLike[str] | None) -> Any:
