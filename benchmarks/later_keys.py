@@ -69,13 +69,16 @@ def errors(keys: np.ndarray, rank: int) -> dict[str, float]:
         return float(((rebuilt.swapaxes(1, 2) - real) ** 2).mean()) / variance
 
     basis = LowRankCodec(rank).encode(prompt, length, 0, CHUNK).right
-    mean = TokenCodec(4).encode(prompt, length, 0, CHUNK).right
+    units = TokenCodec(4).encode(prompt, length, 0, CHUNK).right
+    mean = units.replace(unit=jnp.ones_like(units.unit))
     return {
         f"projected, rank {rank}": lost(LowRankCodec(rank), basis, later),
         f"projected, rank {rank}, the prompt's own keys": lost(LowRankCodec(rank), basis, prompt),
-        "4 bits, without the mean": lost(TokenCodec(4), jnp.zeros_like(mean), later),
-        "4 bits": lost(TokenCodec(4), mean, later),
-        "6 bits": lost(TokenCodec(6), mean, later),
+        "4 bits, without mean and units": lost(TokenCodec(4), mean.replace(mean=jnp.zeros_like(mean.mean)), later),
+        "4 bits, without units": lost(TokenCodec(4), mean, later),
+        "4 bits": lost(TokenCodec(4), units, later),
+        "6 bits, without units": lost(TokenCodec(6), mean, later),
+        "6 bits": lost(TokenCodec(6), units, later),
     }
 
 

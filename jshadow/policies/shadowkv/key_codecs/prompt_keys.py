@@ -114,6 +114,18 @@ class PromptKeys:
         mean = self.summed(self.total()) / jnp.maximum(self.tokens, 1)[:, None]
         return rounded(mean.reshape(batch, heads, dim), self.k_pre.dtype).astype(self.k_pre.dtype)
 
+    def variance(self, mean: Float[Array, "B h_kv d"]) -> Float[Array, "B h_kv d"]:
+        """Return the mean squared distance of each number of a key from a mean key, float32 [B, h_kv, d]."""
+
+        def add(index: Array, total: Array) -> Array:
+            rows, start = token_block(self.k_pre, self.lengths, index, self.block)
+            off = rows.astype(jnp.float32) - side_by_side(mean)[:, None]
+            return total + jnp.where(self.new(index, start), off**2, 0).sum(axis=1)
+
+        batch, _, heads, dim = self.k_pre.shape
+        total = lax.fori_loop(0, self.blocks, add, jnp.zeros((batch, heads * dim), jnp.float32))
+        return (self.summed(total) / jnp.maximum(self.tokens, 1)[:, None]).reshape(batch, heads, dim)
+
     def coefficients(self, basis: Float[Array, "B m r"]) -> Callable[[Array], tuple[Array, Array]]:
         """Return a function of a block's number: the block times the basis, float32 [B, block, r], and its first token.
 
