@@ -74,6 +74,8 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     if new_keys and policy.later_keys != "projected":
         memory.mean, memory.first_later = cache.k_pre.mean(axis=0), n * policy.chunk_size
         memory.multiples = {"int4": 7, "int6": 31}[policy.later_keys]
+        square = ((cache.k_pre - memory.mean) ** 2).mean(axis=0)
+        memory.units = np.sqrt(np.sqrt(square + square.mean(axis=1, keepdims=True) / 10)) if length > 1 else 1.0
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:
@@ -119,8 +121,8 @@ def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
     k_pre = cache.k_pre[new]
     coded = (k_pre.reshape(len(new), -1) @ memory.projection).reshape(k_pre.shape)
     if memory.mean is not None:
-        own, gap = token_codes(k_pre[new >= memory.first_later] - memory.mean, memory.multiples)
-        coded[new >= memory.first_later] = own + memory.mean
+        own, gap = token_codes((k_pre[new >= memory.first_later] - memory.mean) / memory.units, memory.multiples)
+        coded[new >= memory.first_later] = own * memory.units + memory.mean
         memory.code_gap = min(memory.code_gap, gap)
     memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(coded, new, rope)])
 

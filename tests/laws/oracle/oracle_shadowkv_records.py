@@ -68,8 +68,10 @@ class ShadowKVPlus(ShadowKV):
 
     Attributes:
         extra_outlier_chunks: joined chunks a KV head that may keep exact keys.
-        later_keys: "int6" or "int4": the keys after the prompt's chunks, minus the mean of the prompt's, are whole
-            multiples of a 31st or a seventh of their largest number; "projected": they are projected like the prompt's.
+        later_keys: "int6" or "int4": the keys after the prompt's chunks, minus the mean of the prompt's and divided by
+            units, are whole multiples of a 31st or a seventh of their largest number. The unit of a number is the
+            square root of its standard deviation in the prompt, with a tenth of the head's mean variance added.
+            "projected": they are projected like the prompt's.
     """
 
     extra_outlier_chunks: int = 16
@@ -117,6 +119,7 @@ class Memory:
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
     preload_gap: float = np.inf
     mean: Array | None = None  # [h_kv, d] mean pre-RoPE key of the prompt where later keys have an own code
+    units: Array | float = 1.0  # [h_kv, d] units of that code
     first_later: int = 0  # the first token of that code
     multiples: int = 31  # the largest multiple of a number of that code
     code_gap: float = np.inf  # how near, over the largest one, a number of a later key came to the middle of two codes
