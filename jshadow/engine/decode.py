@@ -39,7 +39,7 @@ from jshadow.engine.speculation.steps import StepsKeywords, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.turn import Turn, chunk_for, in_pieces
-from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
+from jshadow.engine.types import ExtendKeywords, Joined, Logits, Progress, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
@@ -142,7 +142,8 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits | Callable[[Array], Joined] = "last",
-    **options: Unpack[ExtendKeywords],
+    extend_chunk: int = EXTEND_CHUNK,
+    progress: Progress | None = None,
 ) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row, and return logits. This consumes the state.
 
@@ -159,9 +160,9 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
-        options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
-            at once, 2048 by default. Smaller pieces take less device memory, which `planner.turn_pieces.extend_peak`
-            computes. progress is called with a `PrefillProgress` after each piece.
+        extend_chunk: number of tokens of all rows that go through a layer at once. Smaller pieces take less device
+            memory, which `planner.turn_pieces.extend_peak` computes.
+        progress: called with a `PrefillProgress` after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
@@ -172,13 +173,13 @@ def extend(
     """
     check_state(params, state, policy)
     check_logits(logits)
-    check_piece("extend_chunk", chunk := options.get("extend_chunk", EXTEND_CHUNK))
+    check_piece("extend_chunk", extend_chunk)
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(run_together, _extend, params.weights, reads=reads, config=params.config)
-        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, chunk)), logits, options.get("progress"))
+        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, extend_chunk)), logits, progress)
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 

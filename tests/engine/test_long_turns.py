@@ -117,3 +117,8 @@ def test_a_subclass_with_its_own_attention_takes_blocks():
 def test_a_wrong_bound_on_a_piece_is_refused(chunk):
     with pytest.raises(ConfigError, match="extend_chunk must be an integer of at least 1"):
         decode.extend(model(), TURN[:, :3], [3, 3], after_prompt(SHADOW), extend_chunk=chunk)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'extend_chunks'"):
+        decode.extend(model(), TURN[:, :3], [3, 3], after_prompt(SHADOW), extend_chunks=4)
