@@ -39,7 +39,7 @@ from jshadow.engine.speculation.steps import StepsKeywords, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.turn import Turn, chunk_for, in_pieces
-from jshadow.engine.types import ExtendKeywords, Joined, Logits, Progress, Tokens, WholeLogits
+from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
@@ -142,8 +142,7 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits | Callable[[Array], Joined] = "last",
-    extend_chunk: int = EXTEND_CHUNK,
-    progress: Progress | None = None,
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row, and return logits. This consumes the state.
 
@@ -160,9 +159,9 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
-        extend_chunk: number of tokens of all rows that go through a layer at once. Smaller pieces take less device
-            memory, which `planner.turn_pieces.extend_peak` computes.
-        progress: called with a `PrefillProgress` after each piece.
+        options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
+            at once, 2048 by default. Smaller pieces take less device memory, which `planner.turn_pieces.extend_peak`
+            computes. progress is called with a `PrefillProgress` after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
@@ -170,16 +169,19 @@ def extend(
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
         ConfigError: `logits` is not one of these choices, or extend_chunk is not an integer of at least 1.
+        TypeError: there is an unknown option.
     """
+    if unknown := options.keys() - ExtendKeywords.__annotations__.keys():
+        raise TypeError(f"extend() got unexpected keyword arguments {sorted(unknown)}")
     check_state(params, state, policy)
     check_logits(logits)
-    check_piece("extend_chunk", extend_chunk)
+    check_piece("extend_chunk", chunk := options.get("extend_chunk", EXTEND_CHUNK))
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(run_together, _extend, params.weights, reads=reads, config=params.config)
-        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, extend_chunk)), logits, progress)
+        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, chunk)), logits, options.get("progress"))
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 
