@@ -115,3 +115,17 @@ def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
         assert close.mean() > (0.99 if row is None else 0.95), path
         same &= close.reshape(len(close), -1).all(axis=1)
     return np.broadcast_to(same, len(next(iter(mine.values()))))
+
+
+def later_rows(state: Any) -> dict[str, np.ndarray]:
+    """Return the keys of ShadowKV+'s later tokens by the path of their rows in `changing`, float32 [B, h_kv, T, d].
+
+    The rows have the bytes of scales, and two programs may round a scale differently. So rows cannot be compared. Only
+    layers whose later keys have a code of their own are in it.
+    """
+    found = {}
+    for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
+        if (shared := getattr(layer.frozen, "later", None)) is not None:
+            rows = by_token(layer.live.left, spec.policy.chunk_size)
+            found[f".layers[{index}][0].left"] = np.asarray(spec.policy.later_codec.expand(rows, shared))
+    return found

@@ -22,7 +22,7 @@ from jshadow.evaluation.laws.inputs import (
     state_of,
 )
 from jshadow.evaluation.laws.law import Case, Subject, close, holds, in_each_mode, in_one_mode, law
-from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
+from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, later_rows, same_codes
 
 # Number of tokens of each row's turn. The second row has none.
 TURN = np.array([7, 0, 4])
@@ -51,8 +51,11 @@ def split_turns_are_one_turn(case: Case) -> None:
 
 def same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
     """Raise Difference if the remembered leaves of two states differ. Without `codes`, integers of few bits may."""
-    leaves = remembered(got)
-    for path, leaf in remembered(want).items():
+    leaves, wanted = (
+        {**remembered(state), **later_rows(state)} if codes else remembered(state) for state in (got, want)
+    )
+    assert leaves.keys() == wanted.keys()
+    for path, leaf in wanted.items():
         if codes or leaf.dtype.kind not in "iu" or leaf.dtype.itemsize >= 4:
             close(leaves[path], leaf, 1e-4, path)
 
