@@ -28,6 +28,7 @@ from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selec
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.cache.write_units import write_units
 from jshadow.errors import ConfigError
+from jshadow.ops.layout import write_rows
 from jshadow.ops.packing import dequantize_chunks, row_words
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
 
@@ -107,18 +108,21 @@ def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     """Return the tier with new units written into its tail. If the tail is donated, they are written in place.
 
-    Each unit of each row is written as a separate slice.
+    In host memory, each unit of each row is written as a separate slice. In device memory, all are written at once.
     """
     if rows is None:
         return tier
     tail = tier.tail
     assert tail is not None
     assert rows.start is not None
+    data = rows.data.astype(tail.array.dtype)
+    if tail.memory != "pinned_host":
+        everything = jnp.ones(rows.start.shape, bool)
+        valid = everything if rows.valid is None else rows.valid
+        return tier.replace(tail=HostArray(write_rows(tail.array, data.swapaxes(1, 2), rows.start, valid), tail.memory))
     # If a slice reaches past the end, XLA shifts it back, and it would overwrite earlier units. So a slice is one unit.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
-    data = rows.data.astype(tail.array.dtype)
-    data = to_host(data) if tail.memory == "pinned_host" else data
-    return tier.replace(tail=HostArray(write_units(tail.array, data, start), tail.memory))
+    return tier.replace(tail=HostArray(write_units(tail.array, to_host(data), start), tail.memory))
 
 
 def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:

@@ -241,7 +241,10 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
-        scored = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
+        # With equal queries, XLA would make one product of two, and copy all summaries for it in every step.
+        queries = (q, jax.lax.optimization_barrier(q))
+        both = zip(self.both_summaries(spec, state), queries, strict=False)
+        scored = [self.score(spec, summaries, q, frozen.basis) for summaries, q in both]
         scores = jnp.concatenate(scored, axis=3)
         unit = unit_of_place(spec, layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]

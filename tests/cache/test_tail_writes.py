@@ -1,0 +1,52 @@
+"""Writing units into the tail of a host tier, in device memory and in host memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jshadow.cache import offload
+from jshadow.cache.records import HostArray, HostTier, HostWrite
+
+
+def tail_of(rows, units, memory="device"):
+    """A tier whose tail has `units` units of 4 numbers for each of 2 heads, and the extra unit."""
+    space = jax.memory.Space.Device if memory == "device" else jax.memory.Space.Host
+    return HostTier(None, HostArray(jax.device_put(jnp.full((rows, 2, units + 1, 4), -1.0), space), memory))
+
+
+def write_of(rng, rows, units, count, valid):
+    """Random units for `count` different places in each row."""
+    places = np.stack([rng.permutation(units)[:count] for _ in range(rows)]).astype(np.int32)
+    data = rng.standard_normal((rows, 2, count, 4)).astype(np.float32)
+    return HostWrite(jnp.asarray(data), jnp.asarray(places), None if valid is None else jnp.asarray(valid))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize("some", [False, True])
+def test_the_tail_has_the_valid_units_and_no_others(seed, memory, some):
+    rng = np.random.default_rng(seed)
+    rows, units = int(rng.integers(1, 5)), int(rng.integers(2, 9))
+    count = int(rng.integers(1, units + 1))
+    valid = rng.random((rows, count)) < 0.5 if some else None
+    new = write_of(rng, rows, units, count, valid)
+    expected = np.full((rows, 2, units, 4), -1.0, np.float32)
+    for row in range(rows):
+        for unit in range(count):
+            if valid is None or valid[row, unit]:
+                expected[row, :, new.start[row, unit]] = new.data[row, :, unit]
+    written = jax.jit(offload.write, donate_argnums=0)(tail_of(rows, units, memory), new)
+    assert written.tail.memory == memory
+    np.testing.assert_array_equal(np.asarray(written.tail.array)[:, :, :units], expected)
+
+
+def test_on_a_gpu_one_operation_writes_the_units_of_all_rows():
+    """The number of kernels must not grow with the rows: 20 rows of Quest had 40 more kernels in each layer."""
+    texts = []
+    for rows in (2, 20):
+        new = write_of(np.random.default_rng(0), rows, 8, 2, np.ones((rows, 2), bool))
+        traced = jax.jit(offload.write).trace(tail_of(rows, 8), new)
+        texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+    assert [text.count('"stablehlo.scatter"') for text in texts] == [1, 1]
+    assert [text.count("stablehlo.dynamic_update_slice") for text in texts] == [0, 0]
