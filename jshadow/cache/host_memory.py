@@ -6,6 +6,7 @@ memory (`xla_gpu_host_bfc`). An environment variable sets the size of the pool w
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -124,7 +125,11 @@ class Pool:
 def pinned_bytes() -> int:
     """Return the bytes of all arrays in pinned host memory that lie beside devices of this process."""
     pinned = [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
-    return sum(shard.data.nbytes for array in pinned for shard in array.addressable_shards)
+    # `addressable_shards` would make a second array of each buffer, which the next call would count too.
+    shards = [(array.sharding.shard_shape(array.shape), len(array.sharding.addressable_devices)) for array in pinned]
+    return sum(
+        math.prod(shape) * count * array.dtype.itemsize for array, (shape, count) in zip(pinned, shards, strict=True)
+    )
 
 
 def least_limit() -> Limit | None:
