@@ -242,8 +242,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         # With equal queries, XLA would make one product of two, and copy all summaries for it in every step.
-        queries = (q, jax.lax.optimization_barrier(q))
-        both = zip(self.both_summaries(spec, state), queries, strict=False)
+        both = zip(self.both_summaries(spec, state), (q, jax.lax.optimization_barrier(q)), strict=False)
         scored = [self.score(spec, summaries, q, frozen.basis) for summaries, q in both]
         scores = jnp.concatenate(scored, axis=3)
         unit = unit_of_place(spec, layout, frozen.units)
