@@ -6,7 +6,6 @@ memory (`xla_gpu_host_bfc`). An environment variable sets the size of the pool w
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -125,11 +124,17 @@ class Pool:
 def pinned_bytes() -> int:
     """Return the bytes of all arrays in pinned host memory that lie beside devices of this process."""
     pinned = [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
-    # `addressable_shards` would make a second array of each buffer, which the next call would count too.
-    shards = [(array.sharding.shard_shape(array.shape), len(array.sharding.addressable_devices)) for array in pinned]
-    return sum(
-        math.prod(shape) * count * array.dtype.itemsize for array, (shape, count) in zip(pinned, shards, strict=True)
-    )
+    parts = [shard.data for array in pinned for shard in array.addressable_shards]
+    # A shard that was read once is an array of its own in the same memory.
+    return sum({address(part): part.nbytes for part in parts}.values())
+
+
+def address(array: jax.Array) -> int:
+    """Return a number that arrays on one device share if they lie in the same memory."""
+    try:
+        return array.unsafe_buffer_pointer()
+    except RuntimeError:  # the runtime tells no address
+        return id(array)
 
 
 def least_limit() -> Limit | None:

@@ -94,7 +94,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
         return HostArray(array, memory_of(spec.fetch))
 
-    # The tail has one extra unit at its end. `write` writes the units that are not valid there.
+    # The tail has one extra unit at its end. In host memory, `write` writes the units that are not valid there.
     return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
 
 

@@ -242,9 +242,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         # With equal queries, XLA would make one product of two, and copy all summaries for it in every step.
-        both = zip(self.both_summaries(spec, state), (q, jax.lax.optimization_barrier(q)), strict=False)
-        scored = [self.score(spec, summaries, q, frozen.basis) for summaries, q in both]
-        scores = jnp.concatenate(scored, axis=3)
+        both = self.both_summaries(spec, state)
+        asked = zip(both, (q, jax.lax.optimization_barrier(q))[: len(both)], strict=True)
+        scores = jnp.concatenate([self.score(spec, own, query, frozen.basis) for own, query in asked], axis=3)
         unit = unit_of_place(spec, layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
