@@ -1,7 +1,7 @@
 """Compare the summaries that select pages: `python benchmarks/landmarks_published.py MODEL`.
 
 A summary of a page of keys gives every query an estimate of the attention to the page. The pages with the highest
-estimates are selected. The summaries are those of ShadowKV and of `ShadowKV.packed()`, the bounds of Quest
+estimates are selected. The summaries are those of ShadowKV, those of `packed()` in one level, the bounds of Quest
 (arXiv 2406.10774), and those of LOCKS (arXiv 2607.24555): the mean of a page in 8 bits, some principal directions of
 its keys in 4 bits, and the coefficients of each key in 8 bits.
 
@@ -155,7 +155,7 @@ def by_directions(q: np.ndarray, pages: np.ndarray, rank: int) -> np.ndarray:
 
 
 def by_keys(q: np.ndarray, pages: np.ndarray) -> np.ndarray:
-    """Score by the keys themselves. No summary of a page selects better."""
+    """Score by the keys themselves: by the attention that a page really has."""
     return log_sum(np.einsum("tgd,npd->tgnp", q, pages))
 
 
@@ -183,7 +183,7 @@ SUMMARIES = (
         functools.partial(by_means, parts=1, most=None, variance=False),
     ),
     Summary(
-        "means of 2, 4 bits, variance (`packed()`)",
+        "means of 2, 4 bits, variance, one level",
         8,
         lambda d: 4 * (d / 2 + 4),
         functools.partial(by_means, parts=4, most=7, variance=True),
@@ -195,8 +195,8 @@ SUMMARIES = (
     directions(16, 8),
     directions(8, 1),
     directions(8, 2),
-    Summary("exact keys, pages of 16", 16, lambda d: 16 * 2 * d, by_keys),
-    Summary("exact keys, pages of 8", 8, lambda d: 8 * 2 * d, by_keys),
+    Summary("all keys, pages of 16", 16, lambda d: 16 * 2 * d, by_keys),
+    Summary("all keys, pages of 8", 8, lambda d: 8 * 2 * d, by_keys),
 )
 
 
