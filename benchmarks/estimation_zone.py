@@ -31,13 +31,7 @@ SOURCES = {"documentation": documentation, "essays": essay_tokens}
 
 def main() -> None:
     """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--budgets", default="256,512", help="numbers of selected tokens, comma list")
-    parser.add_argument("--texts", default="documentation", help="documentation, essays (extra `ruler`), comma list")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     params = jshadow.load(args.model, dtype="float32")
     print("| text | budget | attention to the rest | squared error |\n| --- | --- | --- | --- |")
     for source, budget in itertools.product(args.texts.split(","), map(int, args.budgets.split(","))):
@@ -50,6 +44,17 @@ def main() -> None:
         for name, values in lost.items():
             mean, stderr = metrics.mean_stderr(values)
             print(f"| {source} | {budget} | {name} | {mean:.4f} ({stderr or 0:.4f}) |", flush=True)
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """Parse the command line: the model, the texts, and how many tokens are selected."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--budgets", default="256,512", help="numbers of selected tokens, comma list")
+    parser.add_argument("--texts", default="documentation", help="documentation, essays (extra `ruler`), comma list")
+    return parser.parse_args()
 
 
 def layers_of(params: Any, text: list[int]) -> Iterator[tuple[np.ndarray, ...]]:
@@ -70,13 +75,19 @@ def split_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[n
         yield queries, k[:, head], v[:, head]
 
 
+def causal_logits(q: np.ndarray, k: np.ndarray, split: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits [QUERIES, g, S], and which tokens from `split` on a query sees, bool [QUERIES, S - split]."""
+    causal = np.arange(split, len(k)) <= len(k) - QUERIES + np.arange(QUERIES)[:, None]
+    logits = q @ k.T
+    logits[:, :, split:][~np.broadcast_to(causal[:, None], logits[:, :, split:].shape)] = -np.inf
+    return logits, causal
+
+
 def errors(q: np.ndarray, k: np.ndarray, v: np.ndarray, budget: int) -> dict[str, float]:
     """Return the relative squared error of each kind of attention to the rest, for one KV head. It has n chunks."""
     n, dim = (len(k) - QUERIES) // CHUNK, k.shape[1]
     split = n * CHUNK
-    causal = np.arange(split, len(k)) <= len(k) - QUERIES + np.arange(QUERIES)[:, None]  # [QUERIES, window]
-    logits = q @ k.T  # [QUERIES, g, S]
-    logits[:, :, split:][~np.broadcast_to(causal[:, None], logits[:, :, split:].shape)] = -np.inf
+    logits, causal = causal_logits(q, k, split)
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     want = weights @ v / weights.sum(axis=2, keepdims=True)
     by_part = q @ k[:split].reshape(-1, PART, dim).mean(axis=1).T - logits.max(axis=2, keepdims=True)

@@ -11,7 +11,6 @@ attention output relative to its squared norm: means over layers, heads and quer
 Keys and values are exact, so the only error is that of the selection.
 """
 
-import argparse
 import functools
 import itertools
 import random
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from estimation_zone import CHUNK, QUERIES, SOURCES, layers_of, split_heads
+from estimation_zone import CHUNK, QUERIES, SOURCES, arguments, causal_logits, layers_of, split_heads
 
 import jshadow
 from jshadow.evaluation import metrics
@@ -50,13 +49,7 @@ class Summary(NamedTuple):
 
 def main() -> None:
     """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--budgets", default="256,512", help="numbers of selected tokens, comma list")
-    parser.add_argument("--texts", default="documentation", help="documentation, essays (extra `ruler`), comma list")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     params, budgets = jshadow.load(args.model, dtype="float32"), [int(part) for part in args.budgets.split(",")]
     dim = params.config.head_dim
     print("| text | budget | summary | bytes of a key | attention left out | squared error |\n" + "| --- " * 6 + "|")
@@ -78,9 +71,7 @@ def main() -> None:
 def losses(q: np.ndarray, k: np.ndarray, v: np.ndarray, summary: Summary, budget: int) -> tuple[float, float]:
     """Return the attention that is left out, and the relative squared error, for one KV head."""
     page, split = summary.page, (len(k) - QUERIES) // PAGE * PAGE
-    logits = q @ k.T  # [QUERIES, g, S]
-    causal = np.arange(split, len(k)) <= len(k) - QUERIES + np.arange(QUERIES)[:, None]  # [QUERIES, window]
-    logits[:, :, split:][~np.broadcast_to(causal[:, None], logits[:, :, split:].shape)] = -np.inf
+    logits, causal = causal_logits(q, k, split)
     weights, outlier = softmax(logits), outlier_tokens(k[:split])
     scores = summary.scores(q, k[:split].reshape(-1, page, k.shape[1]))
     ranked = np.where(outlier.reshape(-1, page).all(axis=1), -np.inf, scores)

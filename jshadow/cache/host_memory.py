@@ -125,7 +125,7 @@ def pinned_bytes() -> int:
     """Return the bytes of all arrays in pinned host memory that lie beside devices of this process."""
     pinned = [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
     parts = [shard.data for array in pinned for shard in array.addressable_shards]
-    # A shard that was read once is an array of its own in the same memory.
+    # Reading a shard makes a second array of the same memory, which must not be counted again.
     return sum({address(part): part.nbytes for part in parts}.values())
 
 

@@ -117,8 +117,7 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     assert rows.start is not None
     data = rows.data.astype(tail.array.dtype)
     if tail.memory != "pinned_host":
-        everything = jnp.ones(rows.start.shape, bool)
-        valid = everything if rows.valid is None else rows.valid
+        valid = jnp.ones(rows.start.shape, bool) if rows.valid is None else rows.valid
         return tier.replace(tail=HostArray(write_rows(tail.array, data.swapaxes(1, 2), rows.start, valid), tail.memory))
     # If a slice reaches past the end, XLA shifts it back, and it would overwrite earlier units. So a slice is one unit.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)

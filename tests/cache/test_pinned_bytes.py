@@ -25,7 +25,7 @@ def test_pinned_bytes_are_those_of_live_arrays():
 
 
 def test_shards_that_were_read_are_not_counted_again(tmp_path):
-    """Counting, saving and copying read the shards of an array on a mesh. Each is then an array of its own."""
+    """Counting and saving read the shards of an array. Reading a shard makes a second array of the same memory."""
     params, state = small()
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"), memory_kind="pinned_host")
