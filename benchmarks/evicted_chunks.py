@@ -1,0 +1,89 @@
+"""A policy that tells what ShadowKV loses if a part of the prompt is dropped before its keys are encoded.
+
+RocketKV (arXiv 2502.14051) drops tokens first, and then retrieves. `EvictedChunks` is ShadowKV that selects only from
+the chunks that an evicting method keeps. It stores all chunks, so its bytes are not those of a real eviction. It runs
+with `PYTHONPATH=benchmarks jshadow eval MODEL --policies evicted_chunks:EvictedChunks:share=0.5 ...`.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.cache.records import HostWrite, LayerState, PromptKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.models.config import ModelConfig
+from jshadow.ops.layout import top_k
+from jshadow.policies import ShadowKV, register
+from jshadow.policies.base import HookInputs
+from jshadow.policies.checks import check_choice, check_number
+from jshadow.policies.eviction import EvictingPolicy, with_reserved
+from jshadow.policies.scorers import SCORES, scorer_of
+
+
+@register(small={"rank": 12, "budget": 16, "chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2}, lossless=None)
+@dataclasses.dataclass(frozen=True)
+class EvictedChunks(ShadowKV):
+    """Select only from a share of the prompt's chunks. The outliers and the window are kept in any case.
+
+    A chunk has the score of its best token. Each KV head keeps chunks of its own.
+
+    Attributes:
+        share: share of the prompt's chunks that each KV head keeps, at least 0. From 1 on, it keeps all.
+        evictor: the method that scores the prompt's tokens: "snapkv", "expected_attention", "keydiff" or "kvzip".
+    """
+
+    share: float = 0.5
+    evictor: str = "kvzip"
+
+    name = "evicted_chunks"
+
+    @property
+    def scorer(self) -> EvictingPolicy:
+        """The method that scores the prompt's tokens. With 64 kept tokens, SnapKV observes the last 32 queries."""
+        return scorer_of(self.evictor, 64)
+
+    @property
+    def reads(self) -> HookInputs:
+        """The hooks of a prompt need what both methods need. Those of a step are ShadowKV's."""
+        own, scoring = super().reads, self.scorer.reads
+        last = max(own.last_queries, scoring.last_queries)
+        return dataclasses.replace(scoring, last_queries=last, piece=own.piece)
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings."""
+        check_number(self.name, "share", self.share, 0)
+        check_choice(self.name, "evictor", self.evictor, SCORES)
+        return super().resolve(config, capacity)
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Do what ShadowKV does, and then exclude the chunks with the lowest scores."""
+        state, write = super().compress(spec, state, prompt, fitted)
+        frozen, last = state.frozen, self.scorer.reads.last_queries
+        read = prompt.replace(q_tail=prompt.q_tail[:, -last:]) if last and prompt.q_tail is not None else prompt
+        scores, reserved = self.scorer.score(spec, read)
+        scores = with_reserved(scores, prompt.lengths, reserved, scores.shape[2])
+        kept = best_chunks(scores, frozen.chunks, self.share, (frozen.candidates.shape[2], self.chunk_size))
+        return state.replace(frozen=frozen.replace(candidates=frozen.candidates & kept)), write
+
+
+def best_chunks(scores: Array, chunks: Array, share: float, shape: tuple[int, int]) -> Array:
+    """Return the chunks that are kept, bool [B, h, n].
+
+    Args:
+        scores: the scores of tokens, float32 [B, h, S].
+        chunks: number of chunks of each row, int32 [B].
+        share: share of them that is kept, rounded up.
+        shape: n, and the number of tokens in a chunk.
+    """
+    count, size = shape
+    tokens = scores[:, :, : count * size]
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, count * size - tokens.shape[2])), constant_values=-jnp.inf)
+    best = tokens.reshape(*tokens.shape[:2], count, size).max(axis=3)
+    order = top_k(jnp.where(jnp.arange(count) < chunks[:, None, None], best, -jnp.inf), count)
+    kept = jnp.arange(count) < jnp.ceil(share * chunks)[:, None, None]
+    row, head = jnp.ogrid[: order.shape[0], : order.shape[1]]
+    return jnp.zeros(best.shape, bool).at[row[..., None], head[..., None], order].set(kept)
