@@ -20,6 +20,7 @@ from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
 from jshadow.policies.eviction import EvictingPolicy, with_reserved
 from jshadow.policies.scorers import SCORES, scorer_of
+from jshadow.policies.shadowkv.outliers import leave_out
 
 
 @register(small={"rank": 12, "budget": 16, "chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2}, lossless=None)
@@ -27,7 +28,7 @@ from jshadow.policies.scorers import SCORES, scorer_of
 class EvictedChunks(ShadowKV):
     """Select only from a share of the prompt's chunks. The outliers and the window are kept in any case.
 
-    A chunk has the score of its best token. Each KV head keeps chunks of its own.
+    The score of a chunk is the highest score of its tokens. Each KV head has other scores, so it keeps other chunks.
 
     Attributes:
         share: share of the prompt's chunks that each KV head keeps, at least 0. From 1 on, it keeps all.
@@ -66,24 +67,21 @@ class EvictedChunks(ShadowKV):
         read = prompt.replace(q_tail=prompt.q_tail[:, -last:]) if last and prompt.q_tail is not None else prompt
         scores, reserved = self.scorer.score(spec, read)
         scores = with_reserved(scores, prompt.lengths, reserved, scores.shape[2])
-        kept = best_chunks(scores, frozen.chunks, self.share, (frozen.candidates.shape[2], self.chunk_size))
-        return state.replace(frozen=frozen.replace(candidates=frozen.candidates & kept)), write
+        order = best_first(scores, frozen.chunks, (frozen.candidates.shape[2], self.chunk_size))
+        dropped = jnp.arange(order.shape[2]) >= jnp.ceil(self.share * frozen.chunks)[:, None, None]
+        return state.replace(frozen=frozen.replace(candidates=leave_out(frozen.candidates, order, dropped))), write
 
 
-def best_chunks(scores: Array, chunks: Array, share: float, shape: tuple[int, int]) -> Array:
-    """Return the chunks that are kept, bool [B, h, n].
+def best_first(scores: Array, chunks: Array, shape: tuple[int, int]) -> Array:
+    """Return the n chunks of each head in the order of their scores, int32 [B, h, n]. Those that a row lacks come last.
 
     Args:
         scores: the scores of tokens, float32 [B, h, S].
         chunks: number of chunks of each row, int32 [B].
-        share: share of them that is kept, rounded up.
         shape: n, and the number of tokens in a chunk.
     """
     count, size = shape
     tokens = scores[:, :, : count * size]
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, count * size - tokens.shape[2])), constant_values=-jnp.inf)
     best = tokens.reshape(*tokens.shape[:2], count, size).max(axis=3)
-    order = top_k(jnp.where(jnp.arange(count) < chunks[:, None, None], best, -jnp.inf), count)
-    kept = jnp.arange(count) < jnp.ceil(share * chunks)[:, None, None]
-    row, head = jnp.ogrid[: order.shape[0], : order.shape[1]]
-    return jnp.zeros(best.shape, bool).at[row[..., None], head[..., None], order].set(kept)
+    return top_k(jnp.where(jnp.arange(count) < chunks[:, None, None], best, -jnp.inf), count)

@@ -53,13 +53,13 @@ def main() -> None:
     labels = ["full", *(text for text in args.policies.split(",") if text != "full")]
     policies = [parse_policy(*split_policy(label)) for label in labels]
     tokens = np.array([text_of(params.tokenizer, sample, args.prompt + args.output) for sample in range(args.samples)])
+    prompts, lengths = tokens[:, : args.prompt], [args.prompt] * args.samples
     capacity = args.prompt + max(args.output, args.greedy + 1)
     exact: dict[str, Any] = {}
     rows = []
     for label, policy in zip(labels, policies, strict=True):
-        # InfLLM attends to a prompt in its own way, so no policy shares its prefill.
-        options: dict[str, Any] = {"policy": policy, "capacity": capacity, "fetch": "device_put"}
-        first, state = jshadow.prefill(params, tokens[:, : args.prompt], [args.prompt] * args.samples, **options)
+        # Each policy has a prefill of its own, because InfLLM attends to a prompt in its own way.
+        first, state = jshadow.prefill(params, prompts, lengths, policy, capacity=capacity, fetch="device_put")
         row: dict[str, Any] = {"policy": label, "samples": args.samples, "device": measured_bytes(state)["device"]}
         row["device"] //= args.samples
         row["bytes_of_new_token"] = bytes_of_new_token(params.config, policy)
