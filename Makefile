@@ -75,13 +75,12 @@ docs: $(BIN)/.docs
 AOT := $(VENV)/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
-	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot --jobs $(WORKERS) $(AOT_OPTIONS)
+	PYTHONPATH=$(AOT):tools:tests/support $(BIN)/python -m aot --jobs $(WORKERS) $(AOT_OPTIONS)
 
 aot-tools: $(AOT)/.done
 
 $(AOT)/.done: constraints.txt | $(BIN)/.setup
-	pjrt=$$($(BIN)/python -c "import jax, sys; \
-	    print(f'jax-cuda{12 if sys.version_info < (3, 12) else 13}-pjrt=={jax.__version__}')"); \
+	pjrt=$$($(BIN)/python -c "import jax; print(f'jax-cuda13-pjrt=={jax.__version__}')"); \
 	    $(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(AOT) $$pjrt \
 	    nvidia-cuda-nvcc nvidia-cuda-nvdisasm
 	@touch $@
@@ -92,7 +91,7 @@ GPU_PYTHON ?= python3
 GPU_OPTIONS ?=
 PART ?=
 gpu:
-	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tests:tests/support$${PYTHONPATH:+:$$PYTHONPATH} \
+	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tools:tests/support$${PYTHONPATH:+:$$PYTHONPATH} \
 	    $(GPU_PYTHON) -m gpu $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 check: $(BIN)/.setup

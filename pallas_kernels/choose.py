@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import compute_on
+from jax.experimental.compute_on import compute_on
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "interpret")
 Space = jax.memory.Space
@@ -66,9 +66,5 @@ def on_device(x: jax.Array) -> jax.Array:
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that it runs on the host. Its arguments must lie in host memory, and so do its results.
-
-    JAX 0.11 renamed `compute_on2` to `compute_on`, so both names are tried.
-    """
-    wrap: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
-    return wrap(function, compute_type="device_host", out_memory_spaces=Space.Host)
+    """Wrap a function so that it runs on the host. Its arguments must lie in host memory, and so do its results."""
+    return compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)

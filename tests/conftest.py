@@ -43,8 +43,6 @@ settings.load_profile("jshadow")
 # Tiny models compile two to four times as fast with these; a real model would run too slowly. Programs that run in
 # several threads at once can hang with them: a test with such threads runs them in a process without XLA_FLAGS.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if sys.version_info < (3, 12):  # the XLA of JAX 0.11 and later does not know this flag, and would abort
-    FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config: pytest.Config) -> None:

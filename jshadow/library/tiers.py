@@ -4,11 +4,9 @@ import collections
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from jshadow.errors import ConfigError
 
-State = TypeVar("State")
 DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"
 
 
@@ -54,7 +52,7 @@ class Size:
 
 
 @dataclasses.dataclass
-class Held(Generic[State]):
+class Held[State]:
     """A state in memory, its size, and its tier."""
 
     state: State
@@ -68,7 +66,7 @@ class Held(Generic[State]):
         return self.size.host if self.tier == DEVICE else self.size.total
 
 
-class MemoryTiers(Generic[State]):
+class MemoryTiers[State]:
     """The states that are in memory, by key. The least recently used move down when a limit would be passed.
 
     A state of the device tier moves to the host tier. A state of the host tier leaves memory. If a state does not fit

@@ -7,7 +7,7 @@ looks inside wrappers.
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,11 +20,8 @@ from jshadow.ops.attention import Piece
 from jshadow.policies.base import Policy, Wrapper, innermost
 from jshadow.policies.prefill_attention import PrefillAttention
 
-C = TypeVar("C")
-P = TypeVar("P", bound=Policy)
 
-
-def capability(policy: Policy, kind: type[C]) -> C | None:
+def capability[C](policy: Policy, kind: type[C]) -> C | None:
     """Return the policy inside all wrappers if it is an instance of `kind`, or else None."""
     inside = innermost(policy)
     return inside if isinstance(inside, kind) else None
@@ -42,7 +39,7 @@ def first_shared(policy: Policy, specs: tuple[CacheSpec, ...], fitted: Any = Non
     return None if speculation is None else speculation.init_shared(specs, fitted)
 
 
-def with_fitted(policy: P) -> P:
+def with_fitted[P: Policy](policy: P) -> P:
     """Return the policy set to use learned arrays, or the policy itself if it does not inherit `Learns`."""
     if isinstance(policy, Wrapper):
         return dataclasses.replace(policy, inner=with_fitted(policy.inner))  # type: ignore[type-var]

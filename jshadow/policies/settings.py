@@ -14,12 +14,10 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
     return changed
 
 
-def with_settings(value: T, settings: Mapping[str, Any], path: str = "") -> T:
+def with_settings[T](value: T, settings: Mapping[str, Any], path: str = "") -> T:
     """Return a policy or record with some settings replaced.
 
     Args:

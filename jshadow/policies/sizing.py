@@ -3,7 +3,7 @@
 import bisect
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
+from typing import overload
 
 import jax
 
@@ -15,10 +15,8 @@ from jshadow.policies.base import LayerCache, Policy, full_layers
 from jshadow.policies.capabilities import Sized, Speculates, capability
 from jshadow.policies.sliding_window import sliding_slots
 
-P = TypeVar("P", bound=Policy)
 
-
-class Falling(Sequence[P]):
+class Falling[P: Policy](Sequence[P]):
     """The sequence make(high), make(high - 1), ..., make(low). An entry is made each time it is read."""
 
     def __init__(self, make: Callable[[int], P], low: int, high: int) -> None:
@@ -36,7 +34,7 @@ class Falling(Sequence[P]):
         return self.make(places) if isinstance(places, int) else [self.make(place) for place in places]
 
 
-def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -> P:
+def at_share[P: Policy](policy: P, fraction: float, num_tokens: int, config: ModelConfig) -> P:
     """Return the policy with the largest settings whose device bytes are at most a share of full attention's.
 
     Args:

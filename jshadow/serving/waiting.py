@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 
 class Prioritized(Protocol):
@@ -14,10 +14,7 @@ class Prioritized(Protocol):
         """The items with the highest number come first."""
 
 
-Item = TypeVar("Item", bound=Prioritized)
-
-
-class WaitingQueue(Generic[Item]):
+class WaitingQueue[Item: Prioritized]:
     """Items by priority, and items of one priority by arrival."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
 
 @pytest.mark.parametrize(("small", "fetch", "rows"), [(True, "resident", 37), (False, "zero_copy", 47)])
 def test_more_than_2_gib_of_packed_values_in_a_layer_are_planned(small, fetch, rows):
-    """The bytes of values have no limit but the memory: the batches of `tests/aot/step_table.py` are the largest."""
+    """The bytes of values have no limit but the memory: the batches of `tools/aot/step_table.py` are the largest."""
     policy, serving = ShadowKV.packed(small=small), Serving(122_816, fetch=fetch)
     side = capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], serving).chosen
     assert side.largest_batch == side.batch == rows

@@ -1,6 +1,5 @@
 """Programs of the GPU ops as this machine lowers them for another."""
 
-import contextlib
 import warnings
 from typing import Any
 
@@ -12,12 +11,7 @@ TARGET = "__gpu$xla.gpu.triton"
 
 
 def device_named(name: str) -> Any:
-    """Return a context in which JAX 0.11 and later trace and lower for a GPU of this name. Earlier versions need none.
-
-    Without it, Pallas finds no GPU to lower for.
-    """
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
+    """Return a context in which JAX traces and lowers for a GPU of this name. Without it, Pallas finds no GPU."""
     device = AbstractDevice(device_kind=name, num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 

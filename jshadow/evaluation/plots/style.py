@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.whole_file import whole_file
@@ -66,7 +66,6 @@ STYLE: dict[str, Any] = {
     "figure.constrained_layout.w_pad": 0.1,
     "savefig.dpi": 150,
 }
-Draw = TypeVar("Draw", bound=Callable[..., Any])
 
 
 def look_of(name: str, number: int = 0) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def series_look(number: int) -> dict[str, Any]:
     return {"color": SERIES[number % len(SERIES)], "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
 
 
-def styled(draw: Draw) -> Draw:
+def styled[Draw: Callable[..., Any]](draw: Draw) -> Draw:
     """Decorate a function so that it draws and writes in the style of this module, independent of matplotlibrc."""
 
     @functools.wraps(draw)

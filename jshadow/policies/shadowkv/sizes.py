@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from jshadow.models.config import ModelConfig
 from jshadow.policies.shadowkv.key_codecs import usual_rank
@@ -21,11 +21,10 @@ class Codes(Protocol):
     def landmarks(self) -> Landmarks: ...  # noqa: D102
 
 
-S = TypeVar("S", bound=Codes)
 OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try
 
 
-def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
+def shadow_candidates[S: Codes](policy: S, config: ModelConfig) -> list[list[S]]:
     """Return groups of settings with fewer and fewer outliers. Within a group, the bits of the key code fall.
 
     All other settings stay as they are. Outliers are given up before the keys get fewer bits than the usual rank has.

@@ -10,7 +10,7 @@ Float32 code may choose otherwise than the oracle where two scores nearly tie; `
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from oracle_maths import (
@@ -68,7 +68,7 @@ class StreamingLLM:
     rebase_positions: bool = True
 
 
-Policy: TypeAlias = Full | StreamingLLM | ShadowKV
+type Policy = Full | StreamingLLM | ShadowKV
 
 
 class Oracle:

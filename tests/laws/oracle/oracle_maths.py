@@ -4,7 +4,7 @@ Query head i uses KV head i // (h_q / h_kv).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # not at run time: the oracle must import without jax
     from jshadow.models.config import RopeConfig
 
-Array: TypeAlias = NDArray[np.float64]
+type Array = NDArray[np.float64]
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:

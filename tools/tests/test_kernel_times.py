@@ -1,10 +1,9 @@
 """The table of kernels of a profile."""
 
 import pytest
-from jax.profiler import ProfileData
-
 from gpu.kernel_times import kernels
 from gpu.runner import NotHere
+from jax.profiler import ProfileData
 
 GPU = """
 planes {

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
-
 
 class Target(NamedTuple):
     """One GPU.
@@ -84,7 +82,7 @@ class Target(NamedTuple):
 # overlaps nothing. So the description has a device memory that makes both equal.
 ALLOCATED, ASSUMED = 0.97, 0.8
 HOST_MEMORY = 128 * 2**30  # host memory of a machine that the packed programs must fit into
-CUDA = "12.8.0" if jax.__version_info__ < (0, 11) else "13.0.0"
+CUDA = "13.0.0"
 VERSIONS = {"driver": CUDA, "runtime": CUDA, "compile_time_toolkit": CUDA, "dnn": "9.10.0"}
 TARGETS = {
     "a100-80gb": Target(

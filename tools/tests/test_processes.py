@@ -31,7 +31,7 @@ runner.run({"first": lambda: iter([Task("endless", 0, lambda: time.sleep(600))])
 
 def test_a_task_that_does_not_return_is_left_behind(tmp_path):
     start = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'tests' / 'support'}"}
     done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "finished\n")
     assert time.monotonic() - start < 60
@@ -80,7 +80,7 @@ sys.exit(runner.run({"first": first, "second": lambda: iter([Task("well", 0, dic
 
 
 def test_a_process_that_dies_takes_only_its_task_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tools'}:{ROOT / 'tests' / 'support'}")
     command = [sys.executable, "-c", DYING, str(tmp_path)]
     results = parent.supervise(command, tmp_path / "part.json", time.monotonic() + 60)
     assert results == json.loads((tmp_path / "part.json").read_text())

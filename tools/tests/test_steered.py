@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-
 from gpu.sizes import DRY, REAL
 from gpu.steered import PHASE, SHARE
 from gpu.synthetic import refetched, state, steered
+
 from jshadow.cache.records import StepKV
 from jshadow.evaluation.speed.layer import Shape, random_step
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from gpu import dense, kernels, report
 from gpu.__main__ import PARTS
 from gpu.runner import MEASURED, NOT_HERE
@@ -34,7 +33,7 @@ SETUPS = {
 
 def run(*options):
     """Run the script. Returns the finished process."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}:{ROOT / 'tests' / 'support'}"}
     command = [sys.executable, "-m", "gpu", *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 

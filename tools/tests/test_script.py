@@ -6,8 +6,6 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-
-import pallas_kernels
 from gpu import kernels, parent, parts, report, throughput
 from gpu.baseline import Baseline
 from gpu.goals import goals
@@ -15,6 +13,8 @@ from gpu.room import Room
 from gpu.runner import CUT, FAILED, LATE, MEASURED, NOT_HERE, PARTLY, RAISED, NotHere, Runner, Task, save
 from gpu.sizes import DRY
 from gpu.steps import Steps
+
+import pallas_kernels
 
 MACHINE = {"device": "this GPU", "jax": "1.2", "dry_run": True}
 
