@@ -55,17 +55,17 @@ test-all:
 	$(MAKE) test-slow
 
 test-whole: $(BIN)/.setup
-	TESTS_PART=$(PART) $(PYTEST) -m "whole and not slow"
+	TESTS_PART=$(PART) $(PYTEST) -m "slow and not real"
 
 # The first two parts in one run: all cases of a policy share what is traced. With PART=2/6, the quick cases and every
 # sixth group of the others.
 test-tiny: $(BIN)/.setup
-	TESTS_PART=$(PART) TESTS_PART_OF_WHOLE=1 $(PYTEST) -m "not slow"
+	TESTS_PART=$(PART) TESTS_PART_OF_WHOLE=1 $(PYTEST) -m "not real"
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	$(if $(shell command -v npm),npm install --silent --no-fund --no-audit --prefix .cache/node openai@7 || true)
-	TESTS_PART=$(PART) $(PYTEST) -m slow --timeout=2400
+	TESTS_PART=$(PART) $(PYTEST) -m real --timeout=2400
 
 # The documentation as a site of static pages: build/site/index.html. A warning is an error.
 docs: $(BIN)/.docs

@@ -47,7 +47,7 @@ FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_sp
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let XLA compile fast, unless a real model is to run."""
-    if "not slow" in config.option.markexpr:
+    if "not real" in config.option.markexpr:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
 
 
@@ -79,9 +79,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.callspec.id if hasattr(item, "callspec") else ""
         place = f"{item.path}::{function}"
         if is_whole(function, case, policy, places[place], policy in POLICIES):
-            item.add_marker(pytest.mark.whole)
+            item.add_marker(pytest.mark.slow)
         # The cases of a policy share programs.
-        if not is_in_part(policy or item.nodeid, part) and (item.get_closest_marker("whole") or not only_whole):
+        if not is_in_part(policy or item.nodeid, part) and (item.get_closest_marker("slow") or not only_whole):
             left_out.add(id(item))
         places[place] += 1
     items[:] = [item for item in items if id(item) not in left_out]
@@ -99,7 +99,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
     found = dict.fromkeys(("near_ties", "sets_compared", "random_cases", "mismatches"), 0)
     for report in laws:
         for name, value in report.user_properties:
-            found[name] = found.get(name, 0) + value
+            if name in found:
+                found[name] += value
     terminalreporter.write_line(f"laws: {len(laws)} cases ran, {failed} failed")
     terminalreporter.write_line(
         f"laws: {found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)"

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.choose import in_host_memory
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
-from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, cost_of, store_keys, tokens_of, warps_of
+from pallas_kernels.reconstruct_keys.kernel import Form, Tokens, cost_of, form_of, store_keys, tokens_of
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import blocks, can_do, iota, spans
 from pallas_kernels.unpack import scaled_numbers
@@ -41,7 +41,7 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count,
 
     If `kept` is None, the results hold the tokens of all chunks in turn. Otherwise they are the same buffers as the
     cache in `kept`, here [B, h_kv, P * c, d], and the tokens are those of the chunks in the list kept.missed. A program
-    past the end of the list has nothing to do. `move` is `move_tokens` without its last two arguments.
+    past the end of the list has nothing to do. `move` is `move_tokens` without its last three arguments.
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
@@ -55,7 +55,7 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count,
 
 
 def move_tokens(
-    refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, early: bool, interpret: bool
+    refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, form: Form, early: bool, interpret: bool
 ) -> None:
     """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
 
@@ -65,7 +65,7 @@ def move_tokens(
     loaded = load_values(values, keys, tokens, b, h)
     if not early:
         store_values(refs, loaded, tokens, b, h, interpret)
-    store_keys(keys, keys_out, tokens, b, h, interpret)
+    store_keys(keys, keys_out, tokens, b, h, form, interpret)
     if early:
         store_values(refs, loaded, tokens, b, h, interpret)
 
@@ -147,11 +147,11 @@ def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> 
     return estimate(**(cost | {place: cost.get(place, 0) + rows}))
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("interpret", "form"))
 def fetch_reconstruct(
-    values: HostRows, kept: KeptRows | None, keys: ChosenKeys, interpret: bool
+    values: HostRows, kept: KeptRows | None, keys: ChosenKeys, interpret: bool, form: Form | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.fetch_reconstruct`.
+    """See `pallas_kernels.fetch_reconstruct`. If `form` is None, it is chosen.
 
     Raises:
         NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
@@ -167,10 +167,10 @@ def fetch_reconstruct(
     on_host = in_host_memory(values.prompt)
     # More programs are needed to fill the bus than to fill the device. But packed keys need larger blocks.
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    count = block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
-    grid = blocks(tokens, count), heads, batch
+    form = form or form_of(keys, 32 if on_host and keys.profile is None else 64)
+    grid = blocks(tokens, form.tokens), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
-    move = functools.partial(move_tokens, early=early, interpret=interpret)
+    move = functools.partial(move_tokens, form=form, early=early, interpret=interpret)
     shape, aliases = keys.out_shape, {}
     rows: tuple[int, ...] = shape
     if kept is not None:
@@ -180,12 +180,12 @@ def fetch_reconstruct(
         kept = kept._replace(values=kept.values.reshape(shape), keys=kept.keys.reshape(shape))
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=count, move=move),
+        functools.partial(fetch_reconstruct_kernel, count=form.tokens, move=move),
         grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
         out_shape=[jax.ShapeDtypeStruct(shape, kind) for kind in (keys.dtype, values.value_dtype)],
-        compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=form.warps, num_stages=form.stages),
         cost_estimate=cost_of_fetch(values, kept, keys),
         input_output_aliases=aliases,
         interpret=interpret,

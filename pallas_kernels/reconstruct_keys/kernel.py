@@ -2,26 +2,53 @@
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. A program
 gathers the left rows of its tokens, multiplies them by `right` and rotates the result, all in registers. A tile of
-packed bytes is loaded once and shifted once for each place. Each product sums over only 16 columns of the left rows, so
+packed bytes is loaded once and shifted once for each place. Each product sums over few columns of the left rows, so
 that the tiles leave registers for more programs on a multiprocessor.
+
+The products run in a loop, because Triton overlaps loads with products only in a loop: while one block of the rows is
+multiplied, the copies of the next ones to shared memory are under way. Without it, each product waits for its own
+loads. Copies have 4 to 16 bytes, so the bytes of a token's part should begin and end at multiples of 16.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import parts_of
+from pallas_kernels.bits import Part, parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, warps
 from pallas_kernels.unpack import cos_sin, middle_numbers, multiply_add
 
-Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
+# For each tile of keys: its head columns [1, n], and whether each exists, or None if all do.
+Columns = list[tuple[jax.Array, jax.Array | None]]
+
+Tiles = tuple[jax.Array, ...]  # float32, one for each entry of Columns
+
+
+class Form(NamedTuple):
+    """How a kernel divides its work. It decides the speed, and the order in which the products are added.
+
+    Attributes:
+        tokens: number of tokens of a program, a power of two.
+        warps: number of warps of a program.
+        width: number of elements of a left row that one step multiplies, a power of two of at least 16.
+        stages: how many steps have their loads under way at once, if they run in a loop.
+        looped: whether the steps run in a loop. Otherwise they stand one after another in the code.
+    """
+
+    tokens: int
+    warps: int
+    width: int = LEAST
+    stages: int = 3
+    looped: bool = True
 
 
 class Tokens(NamedTuple):
@@ -85,7 +112,7 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     return Tokens(row * chunk + within, there, within, unit, later, tail_row, source * chunk + within)
 
 
-def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
+def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, form: Form, interpret: bool) -> None:
     """Rebuild the keys of the tokens, rotate them and write them to `out`, a ref [B, h_kv, tokens, d].
 
     `interpret` is as in `pallas_kernels.unpack`.
@@ -96,128 +123,206 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
     dim, half = keys.dim, keys.inverse.shape[0]
     pairs = spans(half)
     columns = [paired(start, width, half) for start, width in pairs]
-    columns += [
-        (iota(2 * half + start, width)[None], iota(2 * half + start, width)[None] < dim)
-        for start, width in spans(dim - 2 * half)
-    ]
+    for start, width in spans(dim - 2 * half):
+        column = iota(2 * half + start, width)[None]
+        columns.append((column, inside_of(column, 2 * half + start + width, dim)))
     if keys.profile is None:
-        tiles = factor_tiles(keys, tokens, columns, b, h)
+        tiles = factor_tiles(keys, tokens, columns, b, h, form)
     else:
-        tiles = code_tiles(keys, tokens, columns, b, h, interpret)
+        tiles = code_tiles(keys, tokens, columns, b, h, form, interpret)
     there, place = tokens.there[..., None], tokens.place[..., None]
-    tiles = [tile.reshape(*tokens.position.shape, -1) for tile in tiles]
+    tiles = tuple(tile.reshape(*tokens.position.shape, -1) for tile in tiles)
 
-    def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
-        pltriton.store(out.at[b, h, place, column], value.astype(out.dtype), mask=there & inside)
+    def write(column: jax.Array, inside: jax.Array | None, value: jax.Array) -> None:
+        pltriton.store(out.at[b, h, place, column], value.astype(out.dtype), mask=both(there, inside))
 
     for (start, width), tile in zip(pairs, tiles, strict=False):
         column = iota(start, width)[None, None]
-        inside = column < half
-        inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
+        inside = inside_of(column, start + width, half)
+        inverse = load_some(keys.inverse.at[column], inside)
         angle = tokens.position[..., None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
         first, second = lax.split(tile, (width, width), axis=2)
         write(column, inside, multiply_add(first, cos, -second * sin, interpret))
         write(half + column, inside, multiply_add(second, cos, first * sin, interpret))
     for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
-        write(column[None], inside[None], tile)
+        write(column[None], None if inside is None else inside[None], tile)
 
 
-def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
-    """Return the columns of a tile of pairs, [1, 2 * width]: those from `start`, then their partners in RoPE."""
+def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return the columns of a tile of pairs, [1, 2 * width]: those from `start`, then their partners in RoPE.
+
+    Also return which of them exist, or None if all do.
+    """
     column = iota(start, 2 * width)[None]
     if width == half:
-        return column, column < 2 * half
+        return column, None
     later = iota(0, 2 * width)[None] >= width
-    return jnp.where(later, column + (half - width), column), jnp.where(later, column - width, column) < half
+    first = jnp.where(later, column - width, column)
+    return jnp.where(later, column + (half - width), column), inside_of(first, start + width, half)
+
+
+def inside_of(index: jax.Array, end: int, size: int) -> jax.Array | None:
+    """Return which indices below `end` are also below `size`, or None if all are."""
+    return None if end <= size else index < size
+
+
+def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+    """Return where both masks are True. None is a mask that is True everywhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def load_some(view: Any, mask: jax.Array | None) -> jax.Array:
+    """Load elements. Those outside of the mask are 0."""
+    if mask is None:
+        return pltriton.load(view)
+    return pltriton.load(view, mask=mask, other=jnp.zeros((), view.dtype))
 
 
 # Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
 
 
-def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+def factor_tiles(
+    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form
+) -> Tiles:
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.position.size
-    out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
-    for start, width in spans(rank, LEAST):
-        r = iota(start, width)
-        rows = load_left(keys, tokens, r, r < rank, b)
-        for part, (column, exists) in enumerate(columns):
-            mask = (r < rank)[:, None] & exists
-            out[part] += dot(rows, pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0))
-    return out
+
+    def step(r: jax.Array, inside: jax.Array | None, out: Tiles) -> Tiles:
+        rows = load_left(keys, tokens, r, inside, b)
+        return tuple(tile + dot(rows, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True))
+
+    zeros = tuple(jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns)
+    return summed_up(rank, form, step, zeros)
 
 
 def code_tiles(
-    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, interpret: bool
-) -> list[jax.Array]:
+    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form, interpret: bool
+) -> Tiles:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
-    out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.position.size, mean.shape[1])) for mean in means]
+    means = [load_some(keys.mean.at[b, h, column], exists).astype(jnp.float32) for column, exists in columns]
+    tiles = tuple(jnp.broadcast_to(mean, (tokens.position.size, mean.shape[1])) for mean in means)
     for part in parts_of(keys.profile):
-        for start, width in spans(part.size, LEAST):
-            byte = iota(start, width)
-            inside = byte < part.size
-            packed = load_left(keys, tokens, part.byte + byte, inside, b)
-            for place in range(8 // part.bits):
-                r = part.column + place * part.size + byte
-                numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
-                for tile, (column, exists) in enumerate(columns):
-                    mask = inside[:, None] & exists
-                    basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
-                    out[tile] += dot(numbers, basis)
+        step = functools.partial(add_codes, keys, tokens, columns, b, h, interpret, part)
+        tiles = summed_up(part.size, form, step, tiles)
+    return tiles
+
+
+def add_codes(
+    keys: Any,
+    tokens: Tokens,
+    columns: Columns,
+    b: jax.Array,
+    h: jax.Array,
+    interpret: bool,
+    part: Part,
+    byte: jax.Array,
+    inside: jax.Array | None,
+    out: Tiles,
+) -> Tiles:
+    """Add the products of the codes in the bytes `byte` of a part of the profile, and `right`, to the tiles."""
+    packed = load_left(keys, tokens, part.byte + byte, inside, b)
+    for place in range(8 // part.bits):
+        r = part.column + place * part.size + byte
+        numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
+        out = tuple(
+            tile + dot(numbers, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True)
+        )
     return out
 
 
-def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
+def summed_up(size: int, form: Form, step: Callable[..., Tiles], tiles: Tiles) -> Tiles:
+    """Call `step` with the indices below `size` in blocks, each with what `step` made of the blocks before.
+
+    Args:
+        size: number of elements of the left rows.
+        form: the width of the blocks, and whether whole blocks run in a loop.
+        step: maps indices int32 [n], whether each is below `size` (or None if all are), and tiles to new tiles.
+        tiles: the first tiles.
+    """
+    width, whole = form.width, size // form.width if form.looped else 0
+    if whole > 1:
+
+        def whole_block(index: jax.Array, tiles: Tiles) -> Tiles:
+            return step(iota(index * width, width), None, tiles)
+
+        tiles = lax.fori_loop(np.int32(0), np.int32(whole), whole_block, tiles)
+    elif whole:
+        tiles = step(iota(0, width), None, tiles)
+    first = whole * width
+    for start, block in spans(size - first, width):
+        index = iota(first + start, block)
+        tiles = step(index, inside_of(index, first + start + block, size), tiles)
+    return tiles
+
+
+def load_right(
+    keys: Any,
+    r: jax.Array,
+    inside: jax.Array | None,
+    columns: tuple[jax.Array, jax.Array | None],
+    b: jax.Array,
+    h: jax.Array,
+) -> jax.Array:
+    """Load the rows `r` [m] of `right` that are `inside`, in the columns of one tile of n keys, [m, n]."""
+    column, exists = columns
+    mask = both(None if inside is None else inside[:, None], exists)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (r.size, column.size))
+    return load_some(keys.right.at[b, h, r[:, None], column], mask)
+
+
+def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array | None, b: jax.Array) -> jax.Array:
     """Load elements of the tokens' left rows, from the prompt or from the tail.
 
     Args:
         keys: the kernel's refs, as ChosenKeys.
         tokens: the tokens of the program.
         column: indices of the elements in the row of a token, int32 [n].
-        inside: which of these indices are valid, bool [n].
+        inside: which of these indices are valid, bool [n], or None if all are.
         b: index in the batch.
 
     Returns:
         The elements [tokens, n]. Invalid elements are 0.
     """
     at, there, later = tokens.within[..., None] * keys.width + column, tokens.there[..., None], tokens.later[..., None]
-    other = jnp.zeros((), keys.left.dtype)
-    rows = pltriton.load(keys.left.at[b, tokens.unit[..., None], at], mask=there & ~later & inside, other=other)
+    early = there if keys.tail is None else there & ~later
+    rows = load_some(keys.left.at[b, tokens.unit[..., None], at], both(early, inside))
     if keys.tail is not None:
-        tail = keys.tail.at[b, tokens.tail_row[..., None], at]
-        rows += pltriton.load(tail, mask=there & later & inside, other=other)
+        rows += load_some(keys.tail.at[b, tokens.tail_row[..., None], at], both(there & later, inside))
     return rows.reshape(tokens.position.size, -1)
 
 
 # The call
 
 
-def reconstruct_keys_kernel(keys, out, *, count, interpret):  # type: ignore[no-untyped-def]
-    """One program: rebuild the keys [count, d] of `count` tokens of one KV head."""
+def reconstruct_keys_kernel(keys, out, *, form, interpret):  # type: ignore[no-untyped-def]
+    """One program: rebuild the keys [form.tokens, d] of some tokens of one KV head."""
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    store_keys(keys, out, tokens_of(keys, b, h, j * count, count), b, h, interpret)
+    store_keys(keys, out, tokens_of(keys, b, h, j * form.tokens, form.tokens), b, h, form, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
-    """See `pallas_kernels.reconstruct_keys`.
+@functools.partial(jax.jit, static_argnames=("interpret", "form"))
+def reconstruct_keys(keys: ChosenKeys, interpret: bool, form: Form | None = None) -> jax.Array:
+    """See `pallas_kernels.reconstruct_keys`. If `form` is None, it is `form_of(keys, 64)`.
 
     Raises:
         NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
             float16.
     """
     can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
+    form = form or form_of(keys, 64)
     batch, heads, tokens, _ = keys.out_shape
-    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 64)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(reconstruct_keys_kernel, count=count, interpret=interpret),
-        grid=(blocks(tokens, count), heads, batch),
+        functools.partial(reconstruct_keys_kernel, form=form, interpret=interpret),
+        grid=(blocks(tokens, form.tokens), heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, keys)],
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(keys.out_shape, keys.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=form.warps, num_stages=form.stages),
         cost_estimate=estimate(**cost_of(keys)),
         interpret=interpret,
         name="reconstruct_keys",
@@ -233,24 +338,23 @@ def cost_of(keys: ChosenKeys) -> dict[str, int]:
     return {"flops": 2 * rows * keys.right.shape[2] * dim, "moved": moved + shared}
 
 
-def block_of_tokens(keys: ChosenKeys, most: int) -> int:
-    """Return the number of tokens of one program, which is `most` by default.
+def form_of(keys: ChosenKeys, most: int) -> Form:
+    """Return the form of a kernel that rebuilds keys.
 
-    It is smaller for float32 tiles and wide heads, which take more registers. It is larger for packed codes, because
-    each program reads the whole matrix `right`, which is then large.
+    Args:
+        keys: the keys.
+        most: the usual number of tokens of a program. It is smaller for float32 tiles and wide heads, which take more
+            registers. It is larger for packed codes, because each program reads the whole matrix `right`, which for
+            the same bytes then has about four times as many rows.
+
+    Products of float32 do not use the tensor cores, and hold their operands in registers. So they have no loop.
     """
-    if any(x.dtype == jnp.float32 for x in keys.multiplied):
-        most //= 2
-    if keys.dim > 128:
-        most //= 2
-    return max(LEAST, 2 * most if has_large_basis(keys) else most)
-
-
-def warps_of(keys: ChosenKeys) -> int:
-    """Return the number of warps of one program."""
-    return 8 if has_large_basis(keys) else warps(keys.dim, *keys.multiplied)
-
-
-def has_large_basis(keys: ChosenKeys) -> bool:
-    """Whether keys are packed codes. For the same bytes, `right` then has about four times as many rows."""
-    return keys.profile is not None
+    single, packed = any(x.dtype == jnp.float32 for x in keys.multiplied), keys.profile is not None
+    most = most // (2 if single else 1) // (2 if keys.dim > 128 else 1) * (2 if packed else 1)
+    looped = packed and not single
+    return Form(
+        max(LEAST, most),
+        8 if packed else warps(keys.dim, *keys.multiplied),
+        stages=3 if looped and keys.dim <= 128 else 2,
+        looped=looped,
+    )

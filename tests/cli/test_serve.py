@@ -69,7 +69,7 @@ def test_a_context_above_the_model_s_is_refused(tiny_model, capsys):
     assert "--max-context must be at most the model's context=" in capsys.readouterr().err
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_warm_only_compiles_and_exits(tiny_model, tmp_path, capsys):
     command = ["serve", tiny_model, *SMALL, "--dtype", "float32", "--library", str(tmp_path / "library")]
     assert main([*command, "--warm-only", "--json"]) == 0

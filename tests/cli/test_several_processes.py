@@ -44,7 +44,7 @@ def test_only_process_0_prints_and_writes(tiny_model, prompt, tmp_path, capsys):
     assert [one["tokens"] for one in json.loads(first[1])["results"]] == [one["tokens"] for one in expected]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_mesh_over_two_processes_answers_as_one_device(tiny_model, prompt, tmp_path, capsys):
     """Each process saves its part of the state, and one device continues it."""
     state = tmp_path / "state"

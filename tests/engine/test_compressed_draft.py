@@ -33,7 +33,7 @@ def padded():
     return tokens, np.array(list(map(len, PROMPTS)))
 
 
-@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_cache_of_all_tokens_is_the_model_itself(temperature):
     plain = generate(None, temperature=temperature)
     out = generate(WHOLE, temperature=temperature)
@@ -46,9 +46,9 @@ def test_a_cache_of_all_tokens_is_the_model_itself(temperature):
     ("policy", "config"),
     [
         (Offloaded(block=16), TINY),
-        pytest.param(Full(), TINY, marks=pytest.mark.whole),
-        pytest.param(Full(), SLIDING, marks=pytest.mark.whole),
-        pytest.param(Offloaded(block=16), SLIDING, marks=pytest.mark.whole),
+        pytest.param(Full(), TINY, marks=pytest.mark.slow),
+        pytest.param(Full(), SLIDING, marks=pytest.mark.slow),
+        pytest.param(Offloaded(block=16), SLIDING, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -63,7 +63,7 @@ def test_a_compressed_cache_changes_no_token(policy, config):
     assert again[0] == again[1]
 
 
-@pytest.mark.parametrize("target", [Offloaded(block=16), pytest.param(Full(), marks=pytest.mark.whole)], ids=str)
+@pytest.mark.parametrize("target", [Offloaded(block=16), pytest.param(Full(), marks=pytest.mark.slow)], ids=str)
 def test_the_cache_is_that_of_a_prefill(target):
     """The compressed state is the one that the policy makes of the prompt, up to the rounding of a rotation."""
     tokens, lengths = padded()

@@ -28,7 +28,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature):
         assert one.report.accepted_tokens == one.report.proposed_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["shadowkv", pytest.param("quest", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("name", ["shadowkv", pytest.param("quest", marks=pytest.mark.slow)])
 def test_another_model_changes_no_token(name):
     policy = setting(name, "restricted")
     plain = generate(None, policy)

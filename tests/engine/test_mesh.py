@@ -45,7 +45,7 @@ def cases() -> list:
     """The cases of TESTS, with those beyond the quick ones marked."""
     every = [(name, mesh, fetch) for name in POLICIES for mesh in meshes_of(name) for fetch in FETCHES]
     chosen = [case for case in every if case in QUICK | WHOLE or os.environ.get("TESTS") == "all"]
-    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(case)) for case in chosen]
+    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in chosen]
 
 
 @pytest.mark.parametrize(("name", "mesh", "fetch"), cases())
@@ -61,7 +61,7 @@ def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=() if (name, mesh) == ("shadowkv", "tp2") else pytest.mark.whole)
+        pytest.param(name, mesh, marks=() if (name, mesh) == ("shadowkv", "tp2") else pytest.mark.slow)
         for name in ("shadowkv", "packed", "shadowkv_plus")
         for mesh in ("tp2", "tp2_sp2")
     ],
@@ -82,7 +82,7 @@ def flows() -> list:
     chosen = (
         [(name, mesh) for name in POLICIES for mesh in meshes_of(name)] if os.environ.get("TESTS") == "all" else FLOWS
     )
-    return [pytest.param(*one, marks=() if one == FLOWS[0] else pytest.mark.whole, id="-".join(one)) for one in chosen]
+    return [pytest.param(*one, marks=() if one == FLOWS[0] else pytest.mark.slow, id="-".join(one)) for one in chosen]
 
 
 @pytest.mark.parametrize(("name", "mesh"), flows())
@@ -91,7 +91,7 @@ def test_states_are_forked_taken_inserted_and_extended(name, mesh):
     assert max(FOUR.call(mesh_cases.compare_flow, name, mesh, "device_put")) < 1e-4
 
 
-@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("tp2", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_a_long_turn_takes_blocks(mesh):
     assert FOUR.call(mesh_cases.long_turn, "shadowkv", mesh) < 1e-4
 
@@ -121,13 +121,13 @@ def test_left_is_a_known_place():
     )
 
 
-@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("data2", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("mesh", ["tp2_sp2", pytest.param("data2", marks=pytest.mark.slow)])
 def test_an_engine_answers_on_a_mesh(mesh):
     assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5
 
 
 @pytest.mark.parametrize(
-    "name", ["quest", *(pytest.param(name, marks=pytest.mark.whole) for name in ("loki", "shadowkv"))]
+    "name", ["quest", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loki", "shadowkv"))]
 )
 def test_a_budget_may_have_more_units_than_a_device(name):
     difference, counted = FOUR.call(mesh_cases.few_units, "sp4", name)
@@ -135,7 +135,7 @@ def test_a_budget_may_have_more_units_than_a_device(name):
     assert counted
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("shadowkv", "tp2_sp2"), ("full", "data2"), ("shadowkv_plus", "tp2")])
 def test_speculation_changes_no_token(name, mesh):
     assert FOUR.call(mesh_cases.speculated, name, mesh) == [True] * 3

@@ -12,7 +12,7 @@ COMPILE_SECONDS = 540  # under the limit of a test
 CASES = ["shadowkv:sp=2,tp=2:device_put", "packed:tp=4:device_put", "shadowkv_plus:data=2,tp=2:zero_copy"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one_device():
     """Heads in a process and chunks between the processes, and heads or rows over all devices."""
     path = ":".join(map(str, (SUPPORT.parents[1], SUPPORT, SUPPORT.parent, ORACLE)))

@@ -225,7 +225,7 @@ def test_live_bytes_grow_by_the_compressed_state_alone(policy):
     check_growth(WIDE, 4096, policy, 1024)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_a_long_prompt_through_the_attention_of_llama(record_property):
     """32 query and 8 KV heads of 128, a narrow model: on a CPU, in float32."""
     config = dataclasses.replace(LLAMA_SHAPE, num_layers=2)

@@ -44,7 +44,7 @@ def cases():
     }
     chosen = QUICK | WHOLE | (every if os.environ.get("TESTS") == "all" else set())
     return [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.whole, id="-".join(map(str, case)))
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
         for case in sorted(chosen)
     ]
 

@@ -36,7 +36,7 @@ def test_a_view_of_all_tokens_is_the_model_itself(temperature):
         assert one.report.cycles <= 6
 
 
-@pytest.mark.parametrize("config", [TINY, pytest.param(SLIDING, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("config", [TINY, pytest.param(SLIDING, marks=pytest.mark.slow)])
 def test_a_sparse_view_changes_no_token(config):
     plain, out = generate(None, config), generate(SMALL, config)
     assert [one.tokens for one in out] == [one.tokens for one in plain]

@@ -230,7 +230,7 @@ def test_the_compiled_layer_keeps_to_the_bound(attention, config, tokens, chunk)
 # The real model
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.timeout(1800)
 def test_needles_at_2k_with_a_sparse_prefill(smollm2_dir):
     """ShadowKV on a prompt taken in sparsely finds what it finds on one taken in exactly."""

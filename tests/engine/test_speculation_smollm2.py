@@ -11,7 +11,7 @@ from jshadow import Full, PromptLookup
 from jshadow.engine import decode
 from jshadow.evaluation.tasks.texts import paragraphs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 NEW, NEAR = 512, 1e-3  # logits are about 10; in float32 a turn and single steps differ by about 1e-5 of them
 
 

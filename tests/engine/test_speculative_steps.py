@@ -45,11 +45,11 @@ def both(policy, drafter, **options):
     ("name", "drafter"),
     [
         ("full", LOOKUP),
-        pytest.param("shadowkv", LOOKUP, marks=pytest.mark.whole),
+        pytest.param("shadowkv", LOOKUP, marks=pytest.mark.slow),
         ("full", SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=1))),
-        pytest.param(Offloaded(block=8), CompressedDraft(tokens=3, policy=Full()), marks=pytest.mark.whole),
-        pytest.param("full", DraftModel(model(), tokens=3), marks=pytest.mark.whole),
-        pytest.param("loki", LOOKUP, marks=pytest.mark.whole),
+        pytest.param(Offloaded(block=8), CompressedDraft(tokens=3, policy=Full()), marks=pytest.mark.slow),
+        pytest.param("full", DraftModel(model(), tokens=3), marks=pytest.mark.slow),
+        pytest.param("loki", LOOKUP, marks=pytest.mark.slow),
     ],
     ids=["full-lookup", "shadowkv-lookup", "full-self", "offloaded-compressed", "full-model", "loki-lookup"],
 )
@@ -64,7 +64,7 @@ def test_the_tokens_are_those_of_plain_steps(name, drafter):
     np.testing.assert_allclose(*logits, atol=2e-4)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_draws_and_stop_tokens():
     (tokens, _), _ = both(Full(), LOOKUP, sampler=Sampler(0.9), seed=5)
     stop = [int(tokens[0, 6]), int(tokens[1, 2])]
@@ -134,7 +134,7 @@ def saved(state, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "shadowkv" else pytest.mark.whole) for name in REWINDING]
+    "name", [pytest.param(name, marks=[] if name == "shadowkv" else pytest.mark.slow) for name in REWINDING]
 )
 def test_states_between_cycles_are_those_of_plain_decoding(name, tmp_path):
     (_, plain), (_, fast) = both(setting(name, "restricted"), LOOKUP)

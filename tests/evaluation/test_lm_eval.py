@@ -126,7 +126,7 @@ def test_tasks_run_through_the_harness(params, tiny_tasks):
     assert all(sample["resps"][0][0] for sample in done["samples"]["tiny_generation"])
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
     """SmolLM2 in float32 and the `hf` backend in float64 give equal scores, greedy flags, windows and texts."""

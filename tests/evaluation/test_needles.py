@@ -30,7 +30,7 @@ def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     return next(entry for name, entry in entries.items() if name.startswith("shadowkv")), entries["control"]
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.timeout(2400)
 def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> None:
     lengths, samples = ([1024, 2048, 4096], 10) if ALL else ([2048], 6)
@@ -45,7 +45,7 @@ def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> 
     assert control["control"].startswith("ok")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_offloaded_values_find_the_same(smollm2: Params) -> None:
     resident, offloaded = (
         evaluate(smollm2, TASKS, [1024], [POLICY], samples=2, fetch=fetch) for fetch in ("resident", "device_put")

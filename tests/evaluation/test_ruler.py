@@ -220,7 +220,7 @@ if real_package():
             assert theirs["metric_fn_per_sample"](cleaned, references) == pytest.approx([100 * one for one in shares])
             assert theirs["metric_fn"](cleaned, references) == pytest.approx(100 * sum(shares) / 200, abs=0.005)
 
-    @pytest.mark.slow
+    @pytest.mark.real
     @pytest.mark.timeout(1800)
     def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
         tokenizer = load_tokenizer(smollm2_dir)

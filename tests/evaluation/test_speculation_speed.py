@@ -26,7 +26,7 @@ def test_an_acceptance_is_found_again(share):
     assert acceptance(report) == pytest.approx(share, abs=0.02)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_rows_of_a_text():
     ids = np.tile(np.random.default_rng(0).integers(0, TINY.vocab_size, 11), 6).tolist()
     rows = bench_speculation(model(), Full(), [PromptLookup(tokens=4), SMALL], [Text("copy", ids)], new=20, repeats=2)
@@ -45,7 +45,7 @@ def test_the_rows_of_a_text():
         bench_speculation(model(), Full(), [], [], new=1, repeats=0)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_cycle_of_one_layer(capsys):
     row = bench_cycle(Shape(64, heads=4, kv_heads=2, head_dim=16, dtype="float32"), SMALL, 0.5, repeats=3)
     assert row["tokens_a_cycle"] == 1 + 0.5 + 0.25 + 0.125

@@ -244,7 +244,7 @@ def test_the_plans_are_the_planner_s(capsys, monkeypatch):
     assert all(row in printed for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_examples_run_on_the_small_model(page, smollm2_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)

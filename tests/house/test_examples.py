@@ -73,7 +73,7 @@ def test_it_runs_on_a_tiny_model(name, checkpoint, tmp_path, monkeypatch, capsys
     assert re.fullmatch(expected, out.strip(), flags=re.DOTALL), out
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("name", SMOLLM2_ANSWERS)
 def test_it_answers_on_smollm2(name, smollm2_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -79,7 +79,7 @@ def test_the_folder_is_small():
     assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) <= MOST_PICTURE_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.xdist_group("notebooks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -47,7 +47,7 @@ def test_benchmarks_is_an_index_of_short_pages():
     assert max(len((ROOT / page).read_text().splitlines()) for page in BENCHMARKS) <= 300
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_the_example_answers(smollm2_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
     monkeypatch.chdir(tmp_path)

@@ -148,7 +148,7 @@ def smollm2(smollm2_dir):
     return jshadow.load(str(smollm2_dir), dtype="float32"), model
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.parametrize("index", range(len(PROMPTS)))
 def test_smollm2_greedy_text_equals_transformers(smollm2, index):
     params, model = smollm2
@@ -170,7 +170,7 @@ def test_smollm2_greedy_text_equals_transformers(smollm2, index):
     np.testing.assert_allclose(np.asarray(got), want, atol=2e-3, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.real
 def test_smollm2_perplexity_equals_transformers(smollm2):
     from pydoc_data import topics
 

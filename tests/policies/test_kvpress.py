@@ -21,7 +21,7 @@ from jshadow.engine.prefill.whole import prefill_many
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies.eviction import KeptPrompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.parity, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.real, pytest.mark.parity, pytest.mark.timeout(2400)]
 TEXTS = {
     "documentation": (pydoc_data.topics.topics["specialnames"], 1024),
     "code": (inspect.getsource(argparse), 512),

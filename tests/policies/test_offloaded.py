@@ -26,7 +26,7 @@ def run(policy, fetch, dtype="float32", turn=70):
     return np.concatenate(outs, axis=1), state
 
 
-@pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.whole) for block in (1, 16, 500))])
+@pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 16, 500))])
 def test_a_stream_is_full_attention(block):
     """Blocks of any size, prompts that end inside a block, and turns longer than a short one."""
     real = np.ones((3, 73), bool)

@@ -170,7 +170,7 @@ def test_a_document_without_room_for_the_answer_is_read_anew(library):
     assert np.all([plan.document is None for plan in engine.plans])
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
 def test_after_warm_up_questions_on_any_document_compile_nothing(tmp_path, count):
     """On documents in memory, on disk, and on one that was added after the warm-up; in rows of both rooms."""
     settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}

@@ -44,7 +44,7 @@ def test_short_prompts_are_read_in_larger_parts(engine):
     assert 1 + 4 <= engine.report().counts.units <= 1 + 6  # a part may end late by one unit
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(32, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_unequal_requests_are_answered_as_generate_does(engine, count):
     greedy = [dataclasses.replace(one, settings=RowSettings()) for one in random_requests(count - 6, seed=4)]
     requests = [Request(prompt_of(length), new) for length, new in UNEQUAL] + greedy
@@ -259,7 +259,7 @@ def test_an_engine_closed_at_once_ends_its_answers():
         answers[3].result(0)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
 def test_after_warm_up_nothing_compiles(count):
     jax.clear_caches()  # the programs that earlier tests compiled
     warm = engine_of()

@@ -43,7 +43,7 @@ def serve(engine, count, rng, check):
     run(engine)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.real)])
 def test_memory_is_flat(count):
     engine, rng = engine_of(), np.random.default_rng(1)
     serve(engine, count // 6, rng, lambda: None)
@@ -56,7 +56,7 @@ def test_memory_is_flat(count):
     assert (report.counts.finished, report.rows_in_use, report.waiting) == (count, 0, 0)
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(3000, marks=pytest.mark.real)])
 def test_memory_is_flat_with_a_library_whose_tiers_are_full(count, tmp_path):
     with jshadow.Library(tmp_path / "size", PARAMS, SHADOW, capacity=CLASSES[1].capacity) as library:
         library.add(DOCUMENTS[0])

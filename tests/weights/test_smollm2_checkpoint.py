@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from jshadow.weights.params import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jshadow.models.config import ModelConfig
 from jshadow.policies.shadowkv.key_codecs import usual_rank
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of, unit_of
 from jshadow.policies.shadowkv.records import Keys, Landmarks, LowRank, TransformCode
 
 
@@ -54,7 +54,7 @@ def code_sizes(policy: Codes, config: ModelConfig) -> tuple[list[dict[str, Any]]
     enough = min(2 * usual, columns)
     rich: list[dict[str, Any]] = []
     poor: list[dict[str, Any]] = []
-    for size in range(columns, 0, -max(1, columns // 128)):
+    for size in range(columns, 0, -max(unit_of(columns), columns // 128)):
         tokens = policy.landmarks.tokens
         if tokens is None and size > columns / 6:  # `packed(small=True)` has fewer bits, and one landmark a chunk
             most = 2 if size >= enough else 4

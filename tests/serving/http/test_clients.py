@@ -15,7 +15,7 @@ from server_cases import server_process
 
 from jshadow.cli.demo_text import document
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("server")]
 NODE = Path(__file__).resolve().parents[3] / ".cache" / "node"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 NEW = 12

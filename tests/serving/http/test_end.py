@@ -96,7 +96,7 @@ def tiny_process(folder):
     return server_process(folder / "tiny", *options)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
     with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)
@@ -107,7 +107,7 @@ def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
         assert process.wait(60) == 0
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_server_that_compiles_still_ends_with_0(tmp_path):
     with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)

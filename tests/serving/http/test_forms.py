@@ -67,7 +67,7 @@ def test_answers_fit_their_schemas(client):
     assert answers_fit(client, range(12)) <= 2
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_answers_fit_200_schemas(client):
     assert answers_fit(client, range(1000, 1200)) <= 20
 

@@ -11,7 +11,7 @@ from raw_http import ask, completion
 from server_cases import tiny_service
 from socket_cases import idle, listening, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.real
 
 PARTS, AT_ONCE = 12, 24
 

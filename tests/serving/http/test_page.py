@@ -15,7 +15,7 @@ from jshadow.serving.http.chat import Chat
 from jshadow.serving.http.run import config_of
 
 pytestmark = [
-    pytest.mark.whole,
+    pytest.mark.slow,
     pytest.mark.skipif(chromium() is None, reason=f"none of {NAMES} is installed"),
     pytest.mark.xdist_group("page"),
 ]

@@ -163,7 +163,7 @@ def refuse(*_):
     raise CheckpointError("the store refuses")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(not HAS_WHEEL, reason="vllm-router has wheels for Linux on x86_64 and aarch64 only")
 def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
     model, keys, log = tmp_path / "tiny", tmp_path / "keys", tmp_path / "log"

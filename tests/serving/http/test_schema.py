@@ -8,7 +8,7 @@ from server_cases import NAME, tiny_service
 
 from jshadow.serving.http.app import make_app
 
-pytestmark = pytest.mark.whole
+pytestmark = pytest.mark.slow
 
 EXAMPLES = 80
 
