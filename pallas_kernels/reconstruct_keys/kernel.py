@@ -139,7 +139,7 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
     for (start, width), tile in zip(pairs, tiles, strict=False):
         column = iota(start, width)[None, None]
         inside = inside_of(column, start + width, half)
-        inverse = load_some(keys.inverse.at[column], inside)
+        inverse = load_some(keys.inverse, (column,), inside)
         angle = tokens.position[..., None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
         first, second = lax.split(tile, (width, width), axis=2)
@@ -174,25 +174,25 @@ def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
     return one & other
 
 
-def load_some(view: Any, mask: jax.Array | None) -> jax.Array:
-    """Load elements. Those outside of the mask are 0."""
+def load_some(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array | None) -> jax.Array:
+    """Load the elements of a ref at some indices. Those outside of the mask are 0."""
     if mask is None:
-        return pltriton.load(view)
-    return pltriton.load(view, mask=mask, other=jnp.zeros((), view.dtype))
+        return pltriton.load(ref.at[index])
+    return pltriton.load(ref.at[index], mask=mask, other=np.zeros((), ref.dtype))
 
 
 # Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
 
 
-def factor_tiles(
-    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form
-) -> Tiles:
+def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form) -> Tiles:
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.position.size
 
     def step(r: jax.Array, inside: jax.Array | None, out: Tiles) -> Tiles:
         rows = load_left(keys, tokens, r, inside, b)
-        return tuple(tile + dot(rows, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True))
+        return tuple(
+            tile + dot(rows, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True)
+        )
 
     zeros = tuple(jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns)
     return summed_up(rank, form, step, zeros)
@@ -202,7 +202,7 @@ def code_tiles(
     keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form, interpret: bool
 ) -> Tiles:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    means = [load_some(keys.mean.at[b, h, column], exists).astype(jnp.float32) for column, exists in columns]
+    means = [load_some(keys.mean, (b, h, column), exists).astype(jnp.float32) for column, exists in columns]
     tiles = tuple(jnp.broadcast_to(mean, (tokens.position.size, mean.shape[1])) for mean in means)
     for part in parts_of(keys.profile):
         step = functools.partial(add_codes, keys, tokens, columns, b, h, interpret, part)
@@ -271,7 +271,7 @@ def load_right(
     mask = both(None if inside is None else inside[:, None], exists)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (r.size, column.size))
-    return load_some(keys.right.at[b, h, r[:, None], column], mask)
+    return load_some(keys.right, (b, h, r[:, None], column), mask)
 
 
 def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array | None, b: jax.Array) -> jax.Array:
@@ -289,9 +289,9 @@ def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array | 
     """
     at, there, later = tokens.within[..., None] * keys.width + column, tokens.there[..., None], tokens.later[..., None]
     early = there if keys.tail is None else there & ~later
-    rows = load_some(keys.left.at[b, tokens.unit[..., None], at], both(early, inside))
+    rows = load_some(keys.left, (b, tokens.unit[..., None], at), both(early, inside))
     if keys.tail is not None:
-        rows += load_some(keys.tail.at[b, tokens.tail_row[..., None], at], both(there & later, inside))
+        rows += load_some(keys.tail, (b, tokens.tail_row[..., None], at), both(there & later, inside))
     return rows.reshape(tokens.position.size, -1)
 
 

@@ -14,7 +14,8 @@ def test_each_package_has_one_exact_version():
     names = []
     for requirement in map(Requirement, LINES):
         [exact] = requirement.specifier
-        assert exact.operator == "==" and requirement.marker is None, requirement
+        assert exact.operator == "==", requirement
+        assert requirement.marker is None, requirement
         names.append(canonicalize_name(requirement.name))
     assert len(names) == len(set(names))
 

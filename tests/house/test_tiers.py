@@ -7,7 +7,10 @@ import tiers
 
 TESTS = Path(__file__).resolve().parents[1]
 DEFINED = {
-    name for path in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    name
+    for folder in (TESTS, TESTS.parent / "tools")
+    for path in folder.rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
 }
 
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -32,7 +32,7 @@ class Counted:
     """The programs that this process built, and the seconds that building them took."""
 
     programs = 0
-    seconds: defaultdict[str, float] = defaultdict(float)
+    seconds: ClassVar[defaultdict[str, float]] = defaultdict(float)
     listens = False
 
     @classmethod
