@@ -1,18 +1,15 @@
 # `make serve` starts a server with a page, `make demo` answers a question about a long document, `make test` proves the
 # library.
-PYTHON ?= python3
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := checkpoints/smollm2-135m-instruct
 WORKERS ?= 2
-# TESTS=all: every law in every fetch mode, and long tests on every policy. For a release; it takes hours.
-TESTS ?= few
-PART ?=
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo serve setup test test-all test-quick test-whole test-tiny test-slow docs aot aot-tools gpu check clean
+.PHONY: demo serve setup test test-all test-quick test-slow test-real docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -39,33 +36,28 @@ serve: $(BIN)/.serve
 
 setup: $(BIN)/.setup
 
-PYTEST := TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# Minutes: every policy and family, on some of the cases.
+# Minutes: every policy and family, on some of the cases. More than TESTS_LIMIT compiled programs are a failure.
 test: check
 	$(MAKE) test-quick
 
 test-quick: $(BIN)/.setup
-	TESTS_PART=$(PART) $(PYTEST)
+	TESTS_LIMIT=2000 $(PYTEST)
 
-# Everything, in three parts: the quick cases, the other cases on tiny models, the tests on the real model.
+# Everything: the quick tests, the other tests on tiny models, and those on a real model.
 test-all:
 	$(MAKE) test
-	$(MAKE) test-whole
 	$(MAKE) test-slow
-
-test-whole: $(BIN)/.setup
-	TESTS_PART=$(PART) $(PYTEST) -m "slow and not real"
-
-# The first two parts in one run: all cases of a policy share what is traced. With PART=2/6, the quick cases and every
-# sixth group of the others.
-test-tiny: $(BIN)/.setup
-	TESTS_PART=$(PART) TESTS_PART_OF_WHOLE=1 $(PYTEST) -m "not real"
+	$(MAKE) test-real
 
 test-slow: $(BIN)/.setup
+	TESTS_LIMIT=6000 $(PYTEST) -m "slow and not real"
+
+test-real: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	$(if $(shell command -v npm),npm install --silent --no-fund --no-audit --prefix .cache/node openai@7 || true)
-	TESTS_PART=$(PART) $(PYTEST) -m real --timeout=2400
+	$(PYTEST) -m real --timeout=2400
 
 # The documentation as a site of static pages: build/site/index.html. A warning is an error.
 docs: $(BIN)/.docs
@@ -99,23 +91,26 @@ check: $(BIN)/.setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Finds a Python that is new enough, or says in one line what to install.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	python=$$(sh tools/find_python.sh "$(PYTHON)") && "$$python" -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 
-# torch comes first and by exact version: a range would bring the build with CUDA. EXTRAS=dev leaves torch out, and with
-# it the tests that compare with transformers' models.
-EXTRAS ?= dev,parity
+# An environment of an older checkout can have an older Python.
+FOUND = sh tools/find_python.sh $(BIN)/python >/dev/null || { echo "Run make clean." >&2; exit 1; }
+
 $(BIN)/.setup: pyproject.toml constraints.txt | $(BIN)/python
-	$(if $(findstring parity,$(EXTRAS)),$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	@$(FOUND)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $(BIN)/.setup $(BIN)/.demo $(BIN)/.serve
 
 $(BIN)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@$(FOUND)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf]"
 	@touch $@
 
 $(BIN)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@$(FOUND)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf,serve]"
 	@touch $@
 

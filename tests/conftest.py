@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -26,12 +27,28 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore = [] if HAS_TORCH else ["models/test_parity.py"]  # it compares with transformers
 LAW_FILES = ("test_laws", "test_oracle", "test_random")  # a report whose file begins so is a case of a law
 
-# Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk: the suite
-# spends most of its time compiling, and loading is about five times faster.
+# Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk. Without the
+# caches of XLA itself, whose keys contain the folder, the files serve any checkout.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def without_a_cache(folder: str) -> str:
+    """Return why programs cannot be kept in a folder, or ""."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"compiled programs are not kept, because {folder} cannot be written: {error.strerror}"
+
+
+if NO_CACHE := without_a_cache(os.environ["JAX_COMPILATION_CACHE_DIR"]):
+    del os.environ["JAX_COMPILATION_CACHE_DIR"]
+
 
 # Tracing makes many small objects. With Python's own thresholds, a tenth of the suite's time is garbage collection.
 gc.set_threshold(100_000, 50, 1000)
@@ -89,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many cases of laws ran, and how many near ties they skipped. Works under xdist: reports arrive here."""
+    if NO_CACHE:
+        terminalreporter.write_line(NO_CACHE)
     if not HAS_TORCH:
         terminalreporter.write_line("torch is not installed: the tests marked `parity` were left out")
     reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
