@@ -9,7 +9,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo serve setup test test-all test-quick test-slow test-real docs aot aot-tools gpu check clean
+.PHONY: demo serve setup test test-all test-quick test-slow test-real docs aot aot-tools gpu mutate check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -85,6 +85,11 @@ PART ?=
 gpu:
 	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tools:tests/support$${PYTHONPATH:+:$$PYTHONPATH} \
 	    $(GPU_PYTHON) -m gpu $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+
+# 80 seeded mutations of the library, each against the tests of its room: hours. docs/benchmarks/tests.md has the result.
+MUTATE_OPTIONS ?=
+mutate: $(BIN)/.setup
+	PYTHONPATH=tools $(BIN)/python -m mutate run $(MUTATE_OPTIONS)
 
 check: $(BIN)/.setup
 	$(BIN)/ruff check .
