@@ -14,7 +14,7 @@ from random_arrays import normal, wide
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, basis
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
-WIDTH, COUNT = 288, 136  # more columns than LEAF
+WIDTH, COUNT = 288, 136  # more columns than a leaf
 NUMBER = np.arange(1, WIDTH + 1)
 SPECTRA = {
     "slow": 1 / NUMBER,
@@ -146,7 +146,7 @@ def operations(function, *args) -> int:
 def test_the_operations_of_the_basis():
     """A GPU runs each product as six."""
     counted = operations(functools.partial(basis.iterated, count=COUNT), jnp.zeros((1, WIDTH, WIDTH)))
-    library = (basis.ITERATIONS + 2) * basis.inverse_operations(COUNT)[1]
+    library = (basis.USUAL.iterations + 2) * basis.inverse_operations(basis.columns_of(WIDTH, COUNT))[1]
     assert basis.basis_operations(WIDTH, COUNT) == 6 * counted + library
     assert basis.basis_operations(64, 9) == 9 * 64**3
 

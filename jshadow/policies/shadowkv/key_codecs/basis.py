@@ -7,6 +7,7 @@ This costs little: a code needs the subspace, and columns that share close varia
 """
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +16,34 @@ from jaxtyping import Float
 
 from jshadow.policies.shadowkv.key_codecs.base import Spread
 
-ITERATIONS = 16  # the lost variance is then within 1 % of the least possible for all spectra of the tests
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
 SHARE = 0.75  # largest share of the columns for which subspace iteration is used
 SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
-LEAF = 128  # most columns of a Cholesky factor that a library computes
 # Each float32 number is the sum of three bfloat16 numbers. Six products of these sum up to a product in float32, to 22
 # bits, and run on tensor cores. A CPU multiplies in float32 instead.
 SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+
+
+class Way(NamedTuple):
+    """How the subspace iteration runs. The time on a GPU is that of its launches, not that of its operations.
+
+    Attributes:
+        iterations: number of products with the Gram matrix.
+        polishes: how often the columns are polished after each Cholesky-QR. The last two have two polishes.
+        leaf: most columns of a Cholesky factor that a library computes.
+        multiple: the number of columns is raised to a multiple of it. More columns change none of the others. Without
+            them, XLA copies most operands of the products into larger arrays first.
+    """
+
+    iterations: int = 8
+    polishes: int = 2
+    leaf: int = 128
+    multiple: int = 64
+
+
+# The lost variance is within 1 % of the least possible for all spectra of the tests. With 16 iterations it is within
+# 0.3 %. One polish loses more if one variance is a million times the others, as that of a large mean.
+USUAL = Way()
 
 
 def leading_columns(
@@ -65,54 +86,71 @@ def eigenvectors(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {
     return jnp.linalg.eigh(gram)[1][:, :, ::-1][:, :, :count]
 
 
-def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
+def iterated(gram: Float[Array, "B m m"], count: int, way: Way = USUAL) -> Float[Array, "B m {count}"]:
     """Compute `leading_columns` by subspace iteration. The start is fixed, so equal matrices give equal results."""
     width = gram.shape[-1]
     most = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
     gram = gram / jnp.where(most > 0, most, 1)
-    start = jnp.asarray(np.random.default_rng(0).standard_normal((width, count)), jnp.float32)
+    start = jnp.asarray(np.random.default_rng(0).standard_normal((width, columns_of(width, count, way))), jnp.float32)
 
     def times(columns: Array) -> Array:
         return product("bmn,bnr->bmr", gram, columns)
 
     def iterate(_: Array, columns: Array) -> Array:
-        return orthogonal(times(columns))
+        return orthogonal(times(columns), way)
 
-    columns = lax.fori_loop(0, ITERATIONS, iterate, jnp.broadcast_to(start, (gram.shape[0], width, count)))
-    columns = orthogonal(orthogonal(columns))
+    columns = lax.fori_loop(0, way.iterations, iterate, jnp.broadcast_to(start, (gram.shape[0], *start.shape)))
+    columns = lax.fori_loop(0, 2, lambda _, columns: orthogonal(columns, way._replace(polishes=2)), columns)
+    columns = columns[..., :count]
     variance = (columns * times(columns)).sum(axis=1)
     return jnp.take_along_axis(columns, jnp.argsort(-variance, axis=1, stable=True)[:, None], axis=2)
 
 
-def orthogonal(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
+def columns_of(width: int, count: int, way: Way = USUAL) -> int:
+    """Return the number of columns that the iteration has."""
+    return min(width, -(-count // way.multiple) * way.multiple)
+
+
+def orthogonal(columns: Float[Array, "B m r"], way: Way = USUAL) -> Float[Array, "B m r"]:
     """Return nearly orthonormal columns, of which the first k span the same space as the first k arguments.
 
     The factor is that of shifted Cholesky-QR (Fukaya et al. 2020, SIAM J. Sci. Comput. 42(1)) of columns of length 1. A
-    column that depends on earlier ones becomes short, and a zero column stays zero.
+    column that depends on earlier ones becomes short, and a zero column stays zero. The columns themselves are not
+    scaled, but their products and the factor.
     """
-    columns = scaled(columns)
-    inverse = inverse_cholesky(products_of(columns) + SHIFT * jnp.eye(columns.shape[-1]))
-    return polished(polished(product("bmr,bsr->bms", columns, inverse)))
+    products, identity = products_of(columns), jnp.eye(columns.shape[-1])
+    square = jnp.diagonal(products, axis1=1, axis2=2)
+    unit = lax.rsqrt(jnp.where(square > 0, square, 1))
+    inverse = inverse_cholesky(unit[:, :, None] * products * unit[:, None] + SHIFT * identity, way)
+    columns = product("bmr,bsr->bms", columns, inverse * unit[:, None])
+    for _ in range(way.polishes):
+        columns = polished(columns)
+    return columns
 
 
-def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
+def inverse_cholesky(matrix: Float[Array, "B r r"], way: Way = USUAL) -> Float[Array, "B r r"]:
     """Return the inverse of the lower Cholesky factor of positive definite matrices, mostly by matrix products.
 
-    The factor is computed in blocks (Golub & Van Loan, Matrix Computations, section 4.2.9). Only blocks of at most LEAF
-    columns are left to a library, which takes longer for each operation than matrix products do.
+    The factor is computed in blocks (Golub & Van Loan, Matrix Computations, section 4.2.9). Only blocks of at most
+    `way.leaf` columns are left to a library, which takes longer for each operation than matrix products do.
     """
     size = matrix.shape[-1]
-    if size <= LEAF:
+    if size <= way.leaf:
         lower, identity = jnp.linalg.cholesky(matrix, symmetrize_input=False), jnp.eye(size)
         return lax.linalg.triangular_solve(lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True)
 
-    half = size // 2
-    first = inverse_cholesky(matrix[:, :half, :half])
+    half = half_of(size, way)
+    first = inverse_cholesky(matrix[:, :half, :half], way)
     below = product("bik,bjk->bij", matrix[:, half:, :half], first)
-    second = inverse_cholesky(matrix[:, half:, half:] - product("bik,bjk->bij", below, below))
+    second = inverse_cholesky(matrix[:, half:, half:] - product("bik,bjk->bij", below, below), way)
     corner = -product("bij,bjk->bik", second, product("bij,bjk->bik", below, first))
     above = jnp.zeros((matrix.shape[0], half, size - half), matrix.dtype)
     return jnp.concatenate([jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1)
+
+
+def half_of(size: int, way: Way) -> int:
+    """Return the number of columns of the first half of a matrix: a multiple of `way.multiple` if it has so many."""
+    return max(1, -(-(size // 2) // way.multiple)) * way.multiple if size > way.multiple else size // 2
 
 
 def polished(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
@@ -127,35 +165,32 @@ def products_of(columns: Float[Array, "B m r"]) -> Float[Array, "B r r"]:
     return product("bmr,bms->brs", columns, columns)
 
 
-def scaled(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
-    """Scale columns to length 1, except zero columns."""
-    length = jnp.sqrt((columns**2).sum(axis=1, keepdims=True))
-    return columns / jnp.where(length > 0, length, 1)
-
-
 def product(equation: str, a: Array, b: Array) -> Array:
     """Multiply float32 matrices by an `einsum` equation, with float32 sums."""
     return jnp.einsum(equation, a, b, precision=SIX_PRODUCTS)
 
 
-def basis_operations(width: int, count: int) -> int:
+def basis_operations(width: int, count: int, way: Way = USUAL) -> int:
     """Return the operations of `leading_columns` on a GPU for one matrix. A product is six products in bfloat16.
 
     Eigenvectors take 9 * width^3 operations (Golub & Van Loan, section 8.3.3).
     """
     if not by_products(width, count):
         return 9 * width**3
-    square = 2 * width**2 * count * (ITERATIONS + 1)
-    # `orthogonal` has one product with the columns' products, one with the factor, and two in each `polished`.
-    steps = 6 * 2 * width * count**2 * (ITERATIONS + 2)
-    inner, library = inverse_operations(count)
-    return 6 * (square + steps + inner * (ITERATIONS + 2)) + library * (ITERATIONS + 2)
+    most, each = columns_of(width, count, way), 2 * width
+    # `orthogonal` has one product of all pairs of columns, one with the factor, and two in each `polished`.
+    steps = way.iterations * (2 + 2 * way.polishes) + 2 * (2 + 2 * 2)
+    square = each * width * (most * way.iterations + count)
+    inner, library = inverse_operations(most, way)
+    total: int = 6 * (square + each * most**2 * steps) + (6 * inner + library) * (way.iterations + 2)
+    return total
 
 
-def inverse_operations(size: int) -> tuple[int, int]:
+def inverse_operations(size: int, way: Way = USUAL) -> tuple[int, int]:
     """Return the operations of one `inverse_cholesky`: those of matrix products, and those of library calls."""
-    if size <= LEAF:
+    if size <= way.leaf:
         return 0, size**3 + size**3 // 3  # the triangular solve and the factor
-    half = size // 2
-    parts = [inverse_operations(half), inverse_operations(size - half)]
+    half = half_of(size, way)
+    parts = [inverse_operations(half, way), inverse_operations(size - half, way)]
+    # In half columns: half * rest * half, rest * half * rest, rest * half * half and rest * rest * half.
     return 4 * half * (size - half) * size + sum(part[0] for part in parts), sum(part[1] for part in parts)
