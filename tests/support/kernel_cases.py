@@ -109,6 +109,9 @@ PACKED = (
     Chunks(17, 1, 0, 64, count=5, profile=(0, 0, 12)),
     Chunks(9, 8, 24, 64, kept=True, tail=2, value_bits=4),
     Chunks(9, 4, 0, 256, count=5, kept=True, dtype="bfloat16", profile=(3, 0, 0)),
+    # Parts of whole pieces, which run in a loop, and parts with bytes left over.
+    Chunks(19, 8, 0, 64, batch=2, tail=2, kept=True, dtype="bfloat16", profile=(32, 96, 128), value_bits=4),
+    Chunks(13, 3, 0, 80, count=5, rotated=40, dtype="bfloat16", profile=(37, 70, 140), value_bits=4),
 )
 
 
@@ -120,7 +123,7 @@ def name(case: Any) -> str:
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0) -> jax.Array:
     """Normal numbers of a dtype."""
-    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32)).astype(dtype)
+    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def score_inputs(case: Heads) -> dict[str, Any]:
@@ -206,8 +209,8 @@ def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
     assert profile is not None
     steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
     steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
-    right = normal(rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype="float32")
-    right = (right * steps[:, None, :, None]).astype(case.dtype)
+    right = np.asarray(normal(rng, case.batch, case.kv_heads, sum(profile), case.dim))
+    right = jnp.asarray((right * steps[:, None, :, None].astype(np.float32)).astype(jnp.dtype(case.dtype)))
     return {
         "left": left_rows(case, rng, case.units),
         "right": right,
@@ -254,8 +257,9 @@ def misses(inputs: dict[str, Any]) -> np.ndarray:
     """Which chunks the arguments of fetch_reconstruct ask to fetch and rebuild, bool [B, h_kv, k]."""
     ids, miss = np.asarray(inputs["ids"]), np.ones(inputs["ids"].shape, bool)
     if "missed" in inputs:
+        missed = np.asarray(inputs["missed"])
         for b, h in np.ndindex(*ids.shape[:2]):
-            miss[b, h] = np.isin(np.arange(ids.shape[2]), inputs["missed"][b, h])
+            miss[b, h] = np.isin(np.arange(ids.shape[2]), missed[b, h])
     return miss
 
 

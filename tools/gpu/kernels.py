@@ -50,7 +50,7 @@ REAL_PACKED_SCORES = tuple(
     for case in REAL_SCORES
     for kind in ({"parts": 4, "bits": 4}, {"bits": 8, "spread": True})
 )
-REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(149, 214, 0), value_bits=4) for case in REAL_CHUNKS)
+REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(144, 224, 0), value_bits=4) for case in REAL_CHUNKS)
 
 
 class Op(NamedTuple):

@@ -104,9 +104,9 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
         values have 4 bits. There is a landmark for every two tokens, in two levels. With `small`, keys have 4/3 bits a
         column and a chunk has one landmark. In both cases, landmarks have order 2, and half of the outliers are the
         chunks with the largest coding error. Host values take a little more than a quarter of the paper's bytes.
-        Both settings are for long prompts, because the basis takes 2.3 (small: 2.5) times the bytes of the paper's
-        right factor at every prompt length. In total they take 1.04 (small: 0.44) times the paper's device bytes on
-        Llama-3.1-8B at 131,072 tokens, and 1.11 (small: 0.81) times at 4,096. docs/benchmarks/key_codes.md has their
+        Both settings are for long prompts, because the basis takes 2.3 (small: 2.7) times the bytes of the paper's
+        right factor at every prompt length. In total they take 1.04 (small: 0.45) times the paper's device bytes on
+        Llama-3.1-8B at 131,072 tokens, and 1.11 (small: 0.83) times at 4,096. docs/benchmarks/key_codes.md has their
         quality on SmolLM2.
         """
         if small:

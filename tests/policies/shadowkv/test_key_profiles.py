@@ -4,20 +4,25 @@ full attention's bytes.
 
 import dataclasses
 
+import numpy as np
 import pytest
-from cases import TINY
+from cases import TINY, random_tokens
+from small_state import SMALL, equal
 
-from jshadow.errors import ConfigError, Infeasible
+from jshadow import load_state, save_state
+from jshadow.engine import decode
+from jshadow.errors import ConfigError, Infeasible, StateMismatch
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
-from jshadow.policies.shadowkv import Choice, Landmarks, LowRank, TransformCode, Values
+from jshadow.policies.shadowkv import Choice, Landmarks, LowRank, TransformCode, Values, records
 from jshadow.policies.shadowkv.key_codecs import usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from jshadow.policies.shadowkv.sizes import shadow_candidates
 from jshadow.policies.sizing import at_share
+from jshadow.weights.params import init_params
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
@@ -28,20 +33,23 @@ def test_the_measured_profiles_come_out():
     assert profile_of(192, 256) == (4, 40, 32)
     assert profile_of(192, 384) == (28, 40, 0)
     assert profile_of(1024, 2560) == (80, 320, 320) == usual_profile(1024)
-    assert profile_of(1024, 1024 * 4 / 3) == (22, 214, 168)  # near the shares of 192 columns
+    # near the shares of 192 columns, in pieces of 16 bytes
+    assert [profile_of(1024, 1024 * bits) for bits in (4 / 3, 2)] == [(16, 224, 192), (144, 224, 0)]
     assert [profile_of(192, bits) for bits in (768, 1024, 1280)] == [(33, 102, 48), (75, 96, 20), (130, 58, 4)]
     assert profile_of(192, 8 * 192) == (192, 0, 0)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 6, 12, 22, 44, 192, 320, 1024])
+@pytest.mark.parametrize("columns", [1, 2, 3, 6, 12, 22, 44, 192, 320, 511, 512, 520, 1024])
 def test_every_profile_fills_its_bytes(columns):
+    """With many columns, each part fills pieces of 16 bytes, as many as come nearest to what was asked for."""
+    unit = 16 if columns >= 512 else 1
     sizes = range(1, columns + 1)
     for size in sizes:
         profile = eight, four, two = profile_of(columns, 8 * size)
-        assert packed_width(profile) == size
-        assert min(profile) >= 0 == four % 2 == two % 4
+        assert abs(packed_width(profile) - size) <= unit // 2 or size > columns - unit or size < unit
+        assert min(profile) >= 0 == eight % unit == four % (2 * unit) == two % (4 * unit)
         assert 1 <= eight + four + two <= columns
-    assert profile_of(columns, 8 * columns + 3) == (columns, 0, 0)
+    assert profile_of(columns, 8 * columns + 3) == (columns // unit * unit, 0, 0)
     for bits in (0, 3, -8, 8 * columns + 5):
         with pytest.raises(ConfigError, match=rf"must be in \[8, {8 * columns}\], got {bits}"):
             profile_of(columns, bits)
@@ -82,7 +90,7 @@ def test_the_paper_s_codes_stay_to_be_had():
 def test_bits_of_a_column_are_a_setting():
     policy = parse_policy("shadowkv", ["keys=transform", "keys.bits=1.333"])
     assert policy.resolve(SMOLLM2, 512).keys.profile == (4, 40, 32)
-    assert policy.resolve(LLAMA, 512) == ShadowKV(keys=TransformCode(profile=(22, 214, 168))).resolve(LLAMA, 512)
+    assert policy.resolve(LLAMA, 512) == ShadowKV(keys=TransformCode(profile=(16, 224, 192))).resolve(LLAMA, 512)
     assert ShadowKV(keys=TransformCode(bits=1e-9)).resolve(SMOLLM2, 512).codec.profile == profile_of(192, 8)
 
 
@@ -96,6 +104,22 @@ def test_bits_of_a_column_are_a_setting():
 def test_bad_bits_are_refused(keys):
     with pytest.raises(ConfigError, match=r"shadowkv\.keys\.bits must be"):
         ShadowKV(keys=keys).resolve(SMOLLM2, 512)
+
+
+def test_a_saved_state_keeps_the_profile_that_it_was_coded_with(tmp_path, monkeypatch):
+    """Its file has the columns of each width, so another default changes nothing; settings that ask for it fail."""
+    policy = ShadowKV(budget=4, chunk_size=4, outlier_chunks=1, local_chunks=1, keys=TransformCode(bits=4.0))
+    params, tokens = init_params(SMALL), random_tokens(1, 13, config=SMALL)
+    profile = policy.resolve(SMALL, 16).keys.profile
+    monkeypatch.setattr(records, "profile_of", lambda columns, bits: (0, 4, 0))
+    state = decode.prefill(params, tokens, np.array([13]), policy, capacity=16)[1]
+    save_state(tmp_path / "state", state, params)
+    monkeypatch.undo()
+    loaded = load_state(tmp_path / "state", params)
+    assert loaded.policy.keys.profile == (0, 4, 0) != profile
+    assert equal(loaded, state)
+    with pytest.raises(StateMismatch, match=r"policy\.settings\.keys\.profile"):
+        load_state(tmp_path / "state", params, policy)
 
 
 # Shares
@@ -145,7 +169,7 @@ def test_the_bits_follow_the_share():
     assert [found.landmarks.tokens for found in (rich, middle, poor)] == [2, 4, None]
     assert [found.outlier_chunks for found in (rich, middle, poor)] == [48, 0, 0]
     for found, fraction in ((rich, 0.25), (poor, 0.05)):
-        size = packed_width(found.keys.profile) + 1024 // 128
+        size = packed_width(found.keys.profile) + 16
         more = with_settings(found, {"keys.profile": profile_of(1024, 8 * size)})
         assert share_of(found, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
     nines = shadow_candidates(dataclasses.replace(policy, chunk_size=9), LLAMA)
