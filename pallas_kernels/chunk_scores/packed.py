@@ -44,6 +44,8 @@ class Tile(NamedTuple):
         steps: number of tiles of chunks.
         bits: bits of a landmark's codes, 8 or 4.
         interpret: whether JAX's interpreter runs the program.
+        once: whether landmarks leave the second-level cache first, because nothing reads them again. The logits, which
+            the next kernel reads, then stay there.
     """
 
     scale: float
@@ -51,6 +53,7 @@ class Tile(NamedTuple):
     steps: int
     bits: int
     interpret: bool = False
+    once: bool = False
 
     @property
     def block(self) -> int:
@@ -90,12 +93,12 @@ class Queries(NamedTuple):
     digits: list[jax.Array]
 
 
-def tile_of(scale: float, bits: int, sizes: tuple[int, int, int], interpret: bool) -> Tile:
+def tile_of(scale: float, bits: int, sizes: tuple[int, int, int], interpret: bool, once: bool = False) -> Tile:
     """Return the sizes of a program for (pairs of a request and a KV head, query rows, chunks)."""
     heads, rows, count = sizes
     height = min(ROWS, max(LANES, 1 << (rows - 1).bit_length()))
     tiles = heads * blocks(rows, height) * blocks(count, BLOCK)
-    return Tile(scale, height, max(1, min(STEPS, tiles // PROGRAMS)), bits, interpret)
+    return Tile(scale, height, max(1, min(STEPS, tiles // PROGRAMS)), bits, interpret, once)
 
 
 def packed_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore[no-untyped-def]
@@ -245,11 +248,12 @@ def products(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax.Arr
     rows = number.transpose(2, 0, 1)[..., None, None]  # [chunk, warp, group, 1, 1]
     size, digits = chunks.landmarks.shape[3], iter(queries.digits)
     total = jnp.zeros((BLOCK, DIGITS * tile.rows), jnp.int32)
+    hint = {"eviction_policy": "evict_first"} if tile.once else {}
     for start, width in spans_of(size):
         share = width // LANES  # bytes that a lane loads
         byte = (start + share * iota(0, LANES)[:, None] + iota(0, share)[None])[None, None, None]
         mask = (rows < chunks.landmarks.shape[2]) & (byte < size)
-        packed = pltriton.load(chunks.landmarks.at[b, h, rows, byte], mask=mask, other=0)
+        packed = pltriton.load(chunks.landmarks.at[b, h, rows, byte], mask=mask, other=0, **hint)
         for part in range(8 // tile.bits):
             numbers = operand(shifted_numbers(packed, part, tile.bits, tile.interpret))
             contract = (((1,), (1,)), ((), ()))

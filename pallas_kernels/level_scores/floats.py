@@ -53,7 +53,9 @@ def load_queries(q: Any, means: Any, place: Place, sizes: Sizes) -> Queries:
     return Queries(part, squares * (sizes.scale**2 / 2 * LOG2_E), signs, tiles)
 
 
-def score(operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+def score(
+    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, only: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Write the chunks and their logits. Arguments and results are those of `packed.score`."""
     groups, logits = scratch
     queries = load_queries(operands[0], operands[2].means, place, sizes)
@@ -73,7 +75,7 @@ def score(operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes) -> 
 
     shape = sizes.heads, sizes.block
     carry = jnp.full(shape, LEAST_PEAK, jnp.float32), jnp.zeros(shape, jnp.float32)
-    peak, mass = lax.fori_loop(0, blocks(sizes.chunks, sizes.block), step, carry)
+    peak, mass = lax.fori_loop(0, blocks(sizes.chunks, sizes.block), step, carry) if only is None else step(only, carry)
     highest = peak.max(axis=1)
     return highest, (mass * exp2(peak - highest[:, None], sizes.interpret)).sum(axis=1)
 

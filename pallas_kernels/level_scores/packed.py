@@ -44,7 +44,9 @@ def load_queries(q: Any, place: Place, sizes: Sizes) -> Queries:
     return Queries(first, first if details == means else made(details))
 
 
-def score(operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+def score(
+    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, only: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Write the chunks and their logits. Return the maximum and the sum of all masses of each query row.
 
     Args:
@@ -53,6 +55,7 @@ def score(operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes) -> 
         scratch: refs of the chosen groups, and of the logits.
         place: the indices of the program.
         sizes: the sizes of the program.
+        only: the one block of chunks that is scored, or None for all of them.
 
     Returns:
         float32 [heads] each. Masses are relative to the maximum.
@@ -75,7 +78,9 @@ def score(operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes) -> 
 
     shape = (*queries.means.number.shape[:-1], 4, 8, packed.LANES)
     carry = jnp.full(shape, packed.LEAST_PEAK, jnp.float32), jnp.zeros(shape, jnp.float32)
-    peak, mass = lax.fori_loop(0, blocks(sizes.chunks, packed.BLOCK), step, carry)
+    peak, mass = (
+        lax.fori_loop(0, blocks(sizes.chunks, packed.BLOCK), step, carry) if only is None else step(only, carry)
+    )
     highest = peak.max(axis=-2).max(axis=-2)
     mass = (mass * exp2(peak - highest[..., None, None, :], sizes.interpret)).sum(axis=-2).sum(axis=-2)
     return highest.reshape(sizes.heads), mass.reshape(sizes.heads)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
-from kernel_cases import SCORES, TOLERANCE, name, score_inputs
+from kernel_cases import PACKED_SCORES, SCORES, TOLERANCE, name, score_inputs
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from pallas_kernels import chunk_scores
+from pallas_kernels.chunk_scores import kernel
+from pallas_kernels.chunk_scores.operands import Chunks
 
 
 @pytest.mark.parametrize("case", SCORES, ids=name)
@@ -18,9 +20,9 @@ def test_scores(case):
     inputs = score_inputs(case)
     want = kernel_truth.chunk_scores(**inputs)
     plain = chunk_scores(**inputs, implementation="xla")
-    kernel = chunk_scores(**inputs, implementation="interpret")
-    assert plain.dtype == kernel.dtype == jnp.float32
-    for got in (plain, kernel):
+    interpreted = chunk_scores(**inputs, implementation="interpret")
+    assert plain.dtype == interpreted.dtype == jnp.float32
+    for got in (plain, interpreted):
         np.testing.assert_allclose(got, want, **TOLERANCE["float32"])
     assert (want[-1, -1] == -1).all() == (case.batch * case.kv_heads > 1)
 
@@ -58,6 +60,16 @@ def test_the_kernel_reads_each_landmark_once_and_nothing_beyond(case, watched): 
     assert (chunks.landmarks.reads == blocks).all()
     assert (chunks.candidates.reads == blocks).all()
     assert (queries.reads == queries.reads[0, 0, 0, 0]).all()
+
+
+def test_the_hint_changes_no_score():
+    inputs = score_inputs(PACKED_SCORES[7])
+    chunks = Chunks(inputs["landmarks"], inputs["candidates"], inputs["landmark_scale"], inputs["spread"])
+    usual, hinted = (
+        kernel.chunk_scores(inputs["q"], chunks, scale=inputs["scale"], interpret=True, once=once)
+        for once in (False, True)
+    )
+    np.testing.assert_array_equal(usual, hinted)
 
 
 def test_scores_inside_jit_with_a_mask_that_is_traced():
