@@ -38,6 +38,13 @@ class Costs:
         """
         return 0
 
+    def compress_launches(self, spec: CacheSpec, tokens: int) -> int:
+        """Return about how many kernels `compress` launches on a GPU. By default nothing is counted.
+
+        A batch has as many as one row. The arguments are those of `compress_flops`.
+        """
+        return 0
+
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Return the bytes of each part that one decode step of the layer reads.
 

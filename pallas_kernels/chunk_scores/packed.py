@@ -248,7 +248,7 @@ def products(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax.Arr
     rows = number.transpose(2, 0, 1)[..., None, None]  # [chunk, warp, group, 1, 1]
     size, digits = chunks.landmarks.shape[3], iter(queries.digits)
     total = jnp.zeros((BLOCK, DIGITS * tile.rows), jnp.int32)
-    hint = {"eviction_policy": "evict_first"} if tile.once else {}
+    hint: Any = {"eviction_policy": "evict_first"} if tile.once else {}
     for start, width in spans_of(size):
         share = width // LANES  # bytes that a lane loads
         byte = (start + share * iota(0, LANES)[:, None] + iota(0, share)[None])[None, None, None]

@@ -1,6 +1,7 @@
 """The compression of a prompt in one layer: its operations and predicted time, compared with the rest of the layer.
 
-The operations are those of the compiled program, each loop as often as it runs. XLA calls cuSOLVER and cuBLAS for the
+The operations are those of the compiled program, each loop as often as it runs. The launches of its kernels are counted
+in the same way, because they take most of the time. XLA calls cuSOLVER and cuBLAS for the
 Cholesky factors and the triangular solves of the basis. The compiler here has no cuSOLVER, so the program is compiled
 with a copy instead of the factor. Operations of both calls are counted from their shapes, at the rate LIBRARY.
 """
@@ -28,16 +29,33 @@ from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of
+from jshadow.policies.shadowkv.key_codecs.basis import CALL_LAUNCHES
 
 TOKENS = 122_880
-POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed()}
-SHARES = {"paper": 0.015, "packed": 0.02}  # maximum operations of the compression, in those of the layer
+POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed(), "packed small": ShadowKV.packed(small=True)}
+SHARES = {
+    "paper": 0.015,
+    "packed": 0.02,
+    "packed small": 0.02,
+}  # maximum operations of the compression, in those of the layer
 ESTIMATE = 0.05  # maximum relative error of `compress_flops`
+LAUNCHES = 0.15  # maximum relative error of `compress_launches`
+MOST_LAUNCHES = 1200  # of a prompt of TOKENS tokens, with those of library calls
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
 # The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
 LIBRARY = 9 * 1024**3 / 56e-3
-NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"}
+NO_WORK = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "call",
+    "conditional",
+    "after-all",
+}
 
 
 class Work(NamedTuple):
@@ -47,6 +65,8 @@ class Work(NamedTuple):
         products: operations of matrix products, each with the dtype of its operands, its HLO name, and how often it
             runs.
         library: operations of library calls.
+        kernels: number of its kernels and copies.
+        calls: number of its library calls: Cholesky factors and triangular solves.
         bytes: bytes that its kernels move.
         seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
         scalar: names of the kernels that multiply matrices without instructions of tensor cores.
@@ -55,6 +75,8 @@ class Work(NamedTuple):
 
     products: list[tuple[int, str, str, int]]
     library: float
+    kernels: int
+    calls: int
     bytes: int
     seconds: float
     scalar: list[str]
@@ -64,6 +86,11 @@ class Work(NamedTuple):
     def operations(self) -> float:
         """Number of all operations."""
         return sum(count * runs for count, _, _, runs in self.products) + self.library
+
+    @property
+    def launches(self) -> int:
+        """Number of launches, with CALL_LAUNCHES for each library call."""
+        return self.kernels + CALL_LAUNCHES * self.calls
 
 
 def one_layer(policy: Policy) -> CacheSpec:
@@ -131,7 +158,7 @@ def work_of(program: Program, gpu: str) -> Work:
     bodies = computations(program.text)
     start = re.search(r"\nENTRY %?([\w.-]+)", program.text)
     assert start is not None
-    work: dict[str, Any] = {"products": [], "library": 0.0, "bytes": 0, "seconds": 0.0}
+    work: dict[str, Any] = {"products": [], "library": 0.0, "kernels": 0, "calls": 0, "bytes": 0, "seconds": 0.0}
 
     def called(instruction: Instruction, key: str) -> str | None:
         found = re.search(rf"{key}=%?([\w.-]+)", instruction.line)
@@ -161,7 +188,10 @@ def work_of(program: Program, gpu: str) -> Work:
                 _, rows, columns = numbers(one.result)
                 operations = rows * columns**2 + columns**3 / 3  # the solve, and the Cholesky factor before it
                 work["library"] += runs * operations
+                work["calls"] += 2 * runs
                 work["seconds"] += runs * operations / LIBRARY
+            else:
+                work["kernels"] += runs
             computed = sum(count / (flops if kind == "bf16" else flops / 16) for count, kind, _ in found)
             work["products"] += [(count, kind, each, runs) for count, kind, each in found]
             work["bytes"] += runs * moved
@@ -179,6 +209,11 @@ def compression_faults(name: str, gpu: str, spec: CacheSpec, work: Work) -> Iter
         yield f"{work.operations:.3g} operations, but `compress_flops` says {estimate:.3g}"
     if work.temporary_bytes > bound:
         yield f"{work.temporary_bytes} bytes of temporaries, but `compress_bytes` says at most {bound}"
+    predicted = costs.compress_launches(spec, TOKENS)
+    if abs(predicted - work.launches) > LAUNCHES * work.launches:
+        yield f"{work.launches} launches, but `compress_launches` says {predicted}"
+    if work.launches > MOST_LAUNCHES:
+        yield f"{work.launches} launches, of at most {MOST_LAUNCHES}"
     layer = layer_operations(LLAMA, None, TOKENS)
     if work.operations > SHARES[name] * layer:
         yield f"{work.operations / layer:.2%} of the layer's operations, of at most {SHARES[name]:.1%}"

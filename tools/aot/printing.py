@@ -64,7 +64,8 @@ def print_work(name: str, gpu: str, work: Work) -> None:
     """Print the work of the compression of a prompt in one layer."""
     share = work.operations / layer_operations(programs.LLAMA, None, TOKENS)
     print(
-        f"compression, {name}, {gpu}: {share:.2%} of the layer's operations, {work.bytes / 1e9:.1f} GB, "
+        f"compression, {name}, {gpu}: {share:.2%} of the layer's operations, {work.kernels} kernels, {work.calls} "
+        f"library calls, {work.bytes / 1e9:.1f} GB, "
         f"predicted {1e3 * work.seconds:.2f} ms, {work.temporary_bytes / 1e6:.0f} MB of temporaries",
         flush=True,
     )

@@ -26,6 +26,10 @@ class ShadowCosts(Costs):
         """Count the matrix products of the codec, on a GPU."""
         return costs.compress_flops(self.mine, spec, tokens)
 
+    def compress_launches(self, spec: CacheSpec, tokens: int) -> int:
+        """Count the kernels of the codec and of the landmarks."""
+        return costs.compress_launches(self.mine, spec, tokens)
+
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Count only the selected left rows and values as read, and all of the other arrays on the device."""
         return costs.step_bytes(self.mine, spec, state, super().step_bytes(spec, state))

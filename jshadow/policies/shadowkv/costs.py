@@ -12,7 +12,7 @@ from jshadow.ops.packing import ROW_BITS, scale_dtype
 from jshadow.policies.mesh_checks import no_kernel
 from jshadow.policies.parts import parts_of
 from jshadow.policies.shadowkv.key_codecs import Sizes
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, pass_launches
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
 from jshadow.policies.shadowkv.link_costs import asked_bytes, left_reads, near_chunks
 from jshadow.policies.shadowkv.selection import has_kernel
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings
 
 
+REST_LAUNCHES = 60  # kernels of a compression outside its loops
 SECTOR = 32  # bytes that a GPU reads at least at once, from its own memory and from host memory
 
 
@@ -89,6 +90,17 @@ def compress_flops(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
     if policy.landmark_outliers(spec.capacity) < policy.max_outliers(spec.capacity):
         total += 2 * own * sizes.columns * policy.codec.products(sizes)
     return spec.batch * total
+
+
+def compress_launches(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> int:
+    """Return about how many kernels `compress` launches: the code, passes over the prompt, and REST_LAUNCHES others.
+
+    The passes are for landmarks, for their spread, and for the errors of rebuilt keys.
+    """
+    sizes, own = coded_sizes(policy, spec, tokens)
+    passes = 1 + (policy.landmarks.order == 2)
+    passes += policy.landmark_outliers(spec.capacity) < policy.max_outliers(spec.capacity)
+    return policy.codec.encode_launches(sizes, own) + pass_launches(passes, tokens) + REST_LAUNCHES
 
 
 def coded_sizes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> tuple[Sizes, int]:

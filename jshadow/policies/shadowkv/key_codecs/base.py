@@ -27,6 +27,7 @@ from jshadow.ops.rope import cos_sin, rotate
 from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows, squared_error
 
 BLOCK = 16_384  # number of tokens that have a float32 copy at once; a GPU takes about 40 launches a block
+PASS_LAUNCHES = 6  # about how many kernels a GPU launches for a block of a pass over the prompt
 EXACT = lax.Precision.HIGHEST  # products in TF32 would make a basis inaccurate
 
 
@@ -250,6 +251,10 @@ class KeyCodec(abc.ABC):
         positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
         return rotate(keys, *cos_sin(positions, rebuild.inverse))
 
+    def encode_launches(self, sizes: Sizes, tokens: int) -> int:
+        """Return about how many kernels `encode` launches on a GPU. By default it passes twice over the prompt."""
+        return pass_launches(2, tokens)
+
     def losses_bytes(self, sizes: Sizes, block: int) -> int:
         """Return the bytes of the temporaries of `losses` for one row, with `block` tokens at once."""
         item = jnp.dtype(sizes.dtype).itemsize
@@ -268,3 +273,8 @@ class KeyCodec(abc.ABC):
         """Return the bytes of the left row that one KV head reads to rebuild a token."""
         left = self.shapes(1, 1, 1, sizes).left
         return int(left.shape[-1]) * left.dtype.itemsize
+
+
+def pass_launches(passes: int, tokens: int) -> int:
+    """Return about how many kernels a GPU launches for `passes` passes over a prompt of `tokens` tokens."""
+    return PASS_LAUNCHES * passes * -(-tokens // BLOCK)

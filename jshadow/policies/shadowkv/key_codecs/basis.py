@@ -19,6 +19,7 @@ from jshadow.policies.shadowkv.key_codecs.base import Spread
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
 SHARE = 0.75  # largest share of the columns for which subspace iteration is used
 SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
+CALL_LAUNCHES = 4  # kernels of a library call on a small matrix; a guess that agrees with a measured time
 # Each float32 number is the sum of three bfloat16 numbers. Six products of these sum up to a product in float32, to 22
 # bits, and run on tensor cores. A CPU multiplies in float32 instead.
 SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
@@ -194,3 +195,25 @@ def inverse_operations(size: int, way: Way = USUAL) -> tuple[int, int]:
     parts = [inverse_operations(half, way), inverse_operations(size - half, way)]
     # In half columns: half * rest * half, rest * half * rest, rest * half * half and rest * rest * half.
     return 4 * half * (size - half) * size + sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+
+def basis_launches(width: int, count: int, way: Way = USUAL) -> int:
+    """Return about how many kernels a GPU launches for `leading_columns`, for any number of matrices.
+
+    `make aot` compares it with a compiled program. The launches of cuSOLVER's eigenvectors are not known. They count as
+    none.
+    """
+    if not by_products(width, count):
+        return 0
+    inverse = inverse_launches(columns_of(width, count, way), way)
+    # A product that is cut into parts and their sum are two kernels. A polish has two products.
+    iteration, last = (7 + 4 * polishes + inverse for polishes in (way.polishes, 2))
+    return way.iterations * iteration + 2 * last
+
+
+def inverse_launches(size: int, way: Way = USUAL) -> int:
+    """Return about how many kernels one `inverse_cholesky` launches."""
+    if size <= way.leaf:
+        return 2 + 2 * CALL_LAUNCHES
+    half = half_of(size, way)
+    return 7 + inverse_launches(half, way) + inverse_launches(size - half, way)

@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread
-from jshadow.policies.shadowkv.key_codecs.basis import basis_operations, leading_columns
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread, pass_launches
+from jshadow.policies.shadowkv.key_codecs.basis import basis_launches, basis_operations, leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
@@ -86,6 +86,10 @@ class LowRankCodec(KeyCodec):
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
         """Count the Gram matrix, its basis, and one pass for the left rows."""
         return encode_operations(sizes, tokens, self.rank, passes=1)
+
+    def encode_launches(self, sizes: Sizes, tokens: int) -> int:
+        """Count the passes for the Gram matrix and for the left rows, and the basis."""
+        return pass_launches(2, tokens) + basis_launches(sizes.columns, self.rank)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""

@@ -17,8 +17,8 @@ from flax import struct
 from jax import Array, lax
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread
-from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread, pass_launches
+from jshadow.policies.shadowkv.key_codecs.basis import basis_launches, leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import encode_operations, head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
@@ -135,6 +135,10 @@ class TransformCodec(KeyCodec):
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
         """Count the Gram matrix, its basis, and two passes: for the steps and for the codes."""
         return encode_operations(sizes, tokens, self.rank, passes=2)
+
+    def encode_launches(self, sizes: Sizes, tokens: int) -> int:
+        """Count the passes for the mean, for the Gram matrix (two), the steps and the codes, and the basis."""
+        return pass_launches(5, tokens) + basis_launches(sizes.columns, self.rank)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
