@@ -25,7 +25,9 @@ tests_run, mappings = itertools.count(), [0]
 kept_pages = [0]  # what a worker held when its programs were dropped last
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore = [] if HAS_TORCH else ["models/test_parity.py"]  # it compares with transformers
-LAW_FILES = ("test_laws", "test_oracle", "test_random")  # a report whose file begins so is a case of a law
+MARKED = ("laws", "cache")
+# What tests of laws record with `record_property`. The numbers are added up at the end of a run.
+COUNTS = ("law_cases", "sets_compared", "near_ties", "random_cases", "mismatches")
 
 # Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk. Without the
 # caches of XLA itself, whose keys contain the folder, the files serve any checkout.
@@ -95,7 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         function = getattr(item, "originalname", item.name)
         case = item.callspec.id if hasattr(item, "callspec") else ""
         place = f"{item.path}::{function}"
-        if is_whole(function, case, policy, places[place], policy in POLICIES):
+        marked = item.path.parent.name in MARKED  # the markers of these rooms stand at their tests
+        if not marked and is_whole(function, case, policy, places[place], policy in POLICIES):
             item.add_marker(pytest.mark.slow)
         # The cases of a policy share programs.
         if not is_in_part(policy or item.nodeid, part) and (item.get_closest_marker("slow") or not only_whole):
@@ -105,26 +108,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say how many cases of laws ran, and how many near ties they skipped. Works under xdist: reports arrive here."""
+    """Say how many laws were checked on cases, and what the oracle found. Works under xdist: reports arrive here."""
     if NO_CACHE:
         terminalreporter.write_line(NO_CACHE)
     if not HAS_TORCH:
         terminalreporter.write_line("torch is not installed: the tests marked `parity` were left out")
     reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
-    laws = [report for report in reports if Path(report.nodeid.split("::")[0]).name.startswith(LAW_FILES)]
-    if not laws:
+    recorded = [(report, *pair) for report in reports for pair in report.user_properties if pair[0] in COUNTS]
+    if not recorded:
         return
-    failed = sum(report.failed for report in laws)
-    found = dict.fromkeys(("near_ties", "sets_compared", "random_cases", "mismatches"), 0)
-    for report in laws:
-        for name, value in report.user_properties:
-            if name in found:
-                found[name] += value
-    terminalreporter.write_line(f"laws: {len(laws)} cases ran, {failed} failed")
-    terminalreporter.write_line(
-        f"laws: {found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)"
-    )
-    terminalreporter.write_line(f"laws: {found['random_cases']} random rows, {found['mismatches']} mismatches")
+    found: Counter[str] = Counter()
+    for _, name, value in recorded:
+        found[name] += value
+    tests = {report.nodeid: report.failed for report, *_ in recorded}
+    for line in (
+        f"{found['law_cases']} checks of laws, {len(tests)} tests of laws and oracles, {sum(tests.values())} failed",
+        f"{found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)",
+        f"{found['random_cases']} random rows, {found['mismatches']} mismatches",
+    ):
+        terminalreporter.write_line(f"laws: {line}")
 
 
 @pytest.fixture(autouse=True)

@@ -80,4 +80,7 @@ def rewind(state: Any, lengths: Any, last: Any) -> Any:
         tokens = jnp.asarray(last, jnp.int32)
         if tokens.shape != held.shape:
             raise StateMismatch(f"last must be integers of shape {held.shape}, got {tokens.shape}")
-    return rewound(state, jnp.asarray(wanted, jnp.int32), tokens)
+        tokens = jnp.where(wanted >= 0, tokens, state.last)
+    # `wanted` is the minimum. What is computed from arrays of the state is placed like them, and arrays that are placed
+    # otherwise would make JAX compile the next step anew.
+    return rewound(state, jnp.minimum(state.lengths, wanted.astype(np.int32)), tokens)

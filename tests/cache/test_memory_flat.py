@@ -231,6 +231,7 @@ def serve(kind: Callable) -> object:
         return kind(patch)
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_keep_live_bytes_flat(no_collector):
     for kind in KINDS:
         serve(kind)
@@ -245,6 +246,7 @@ def test_two_hundred_requests_keep_live_bytes_flat(no_collector):
     assert not grown
 
 
+@pytest.mark.slow
 def test_a_state_that_is_kept_is_seen(no_collector):
     """The measurement sees exactly the arrays of a generation that is kept."""
     serve(bare)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import BATCH, CAPACITY, LENGTHS, PROMPT, STEPS, model, prefilled, run_steps, setting
+from cases import BATCH, CAPACITY, LENGTHS, PROMPT, STEPS, mode_of, model, prefilled, run_steps, setting
 
 from jshadow import KIVI, StreamingLLM
 from jshadow.cache.rewind import earliest, reached_tokens
@@ -10,8 +10,9 @@ from jshadow.engine import decode
 from jshadow.errors import ConfigError, StateMismatch
 
 
-def held(name, fetch="resident", count=7):
-    return decode.extend(model(), STEPS[:, :count], [count] * BATCH, prefilled(name, "restricted", fetch)[1])[1]
+def held(name):
+    state = prefilled(name, "restricted", mode_of(name))[1]
+    return decode.extend(model(), STEPS[:, :7], [7] * BATCH, state, logits="all")[1]
 
 
 def test_lengths_and_last_tokens():
@@ -27,6 +28,15 @@ def test_lengths_and_last_tokens():
     assert (np.asarray(back.room()) - np.asarray(state.room())).tolist() == [3, 0, 7]
 
 
+def test_a_step_after_a_rewind_is_compiled_already():
+    """Its lengths and last tokens once were placed unlike other arrays of a state, and every rewind compiled a step."""
+    _, state = decode.decode_step(model(), STEPS[:, 0], prefilled("quest", "restricted", "device_put")[1])
+    programs = decode._step._cache_size()
+    for last in (None, [5, 6, 7]):
+        _, state = decode.decode_step(model(), STEPS[:, 1], state.rewind(np.asarray(state.lengths) - 1, last))
+    assert decode._step._cache_size() == programs
+
+
 def test_a_row_can_go_back_into_a_prompt_that_is_stored_like_later_tokens():
     _, state = prefilled("full", "restricted")
     _, short = decode.prefill(model(), PROMPT, np.array(LENGTHS) - 2, setting("full", "restricted"), capacity=CAPACITY)
@@ -34,11 +44,12 @@ def test_a_row_can_go_back_into_a_prompt_that_is_stored_like_later_tokens():
     np.testing.assert_allclose(got, run_steps(model(), short, STEPS[:, :2])[0], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "most"), [(KIVI(bits=2, group=8, residual=72), 72), (StreamingLLM(2, 70), 72)])
 def test_while_nothing_was_dropped_a_row_can_go_back(policy, most):
     _, start = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY)
     reached = np.asarray(start.lengths) + 7
-    _, state = decode.extend(model(), STEPS[:, 2:9], [7] * BATCH, start.fork())
+    _, state = decode.extend(model(), STEPS[:, 2:9], [7] * BATCH, start.fork(), logits="all")
     limit = np.asarray(earliest(state, reached_tokens(state)))
     assert (limit < reached).tolist() == (reached <= most).tolist() == [True] * BATCH
     got = run_steps(model(), state.rewind(np.array(LENGTHS)), STEPS[:, :3])[0]
@@ -47,7 +58,7 @@ def test_while_nothing_was_dropped_a_row_can_go_back(policy, most):
 
 def test_a_ring_buffer_remembers_how_far_it_was_written():
     """Two rewinds in a row go back no further than one."""
-    state = held("quest", "device_put", count=8)
+    state = run_steps(model(), held("quest"), STEPS[:, 7:8])[1]
     top = np.asarray(state.lengths)
     limit = np.asarray(earliest(state, reached_tokens(state)))
     assert (top - limit)[:2].tolist() == [8, 8]

@@ -1,116 +1,144 @@
-"""Law 6: jshadow agrees with the independent NumPy oracle, alone, as rows of a ragged batch, and through device_put.
+"""jshadow agrees with the independent NumPy oracle, row by row of a ragged batch: logits, selected sets, counts.
 
-Float32 may pick another chunk than float64 where two scores nearly tie: such a row is not compared further, counted,
-and reported at the end of the run.
+Float32 may choose otherwise than float64 where two scores nearly tie: such a row is not compared further, counted, and
+reported at the end of the run. The quick cases are those of the laws, whose programs the laws have compiled.
 """
 
 import dataclasses
-import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+import oracle_bases
+import oracle_infllm
+import oracle_kivi
+import oracle_sisters
+import oracle_specache
 import pytest
-from cases import CONFIGS, model, random_tokens, run_steps
+from cases import BATCH, CONFIGS, LENGTHS, PROMPT, STEPS, TINY, mode_of, model, prefilled, random_tokens
 from oracle_settings import oracle_settings
+from random_cases import LARGEST_SLACK, NEAR_TIE, SMALL_ERROR, TOLERANCE, selected_ids
 
 from jshadow.engine import decode
-from jshadow.policies import Full, ShadowKV, StreamingLLM
+from jshadow.models.config import ModelConfig
+from jshadow.policies import (
+    H2O,
+    KIVI,
+    POLICIES,
+    Full,
+    InfiniGen,
+    InfLLM,
+    Loki,
+    OmniKV,
+    Policy,
+    Quest,
+    ShadowKV,
+    SnapKV,
+    SpeCache,
+    StreamingLLM,
+)
 
-LENGTHS, CAPACITY, STEPS = (203, 130, 21), 224, 5
-NEAR_TIE = 1e-5
-TOLERANCE = 1e-4  # the issue asks for 1e-3
-
-BASE = ShadowKV(rank=12, budget=64, outlier_chunks=2, local_chunks=4)
-SHADOWKV_CASES = {
-    "base": ("group2", BASE),
-    "no_outliers": ("group2", dataclasses.replace(BASE, outlier_chunks=0)),
-    "group1": ("group1", BASE),
-    "head_dim80": ("head_dim80", dataclasses.replace(BASE, rank=24)),
-    "chunk4": ("group2", dataclasses.replace(BASE, chunk_size=4)),
-    "full_rank": ("group2", dataclasses.replace(BASE, rank=32)),
-    "tied_with_bias": ("tied", BASE),
-    "llama3_rope": ("llama3_rope", BASE),
+CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
+SETS = oracle_sisters.SetOracle
+# the policy and the model of a method's oracle
+ORACLES: dict[str, tuple[type, type]] = {
+    "full": (oracle.Full, oracle.Oracle),
+    "offloaded": (oracle.Full, oracle.Oracle),
+    "streaming_llm": (oracle.StreamingLLM, oracle.Oracle),
+    "shadowkv": (oracle.ShadowKV, oracle.Oracle),
+    "shadowkv_plus": (oracle.ShadowKVPlus, oracle.Oracle),
+    "h2o": (oracle_sisters.H2O, SETS),
+    "quest": (oracle_sisters.Quest, SETS),
+    "snapkv": (oracle_sisters.SnapKV, SETS),
+    "omnikv": (oracle_sisters.OmniKV, SETS),
+    "kivi": (oracle_kivi.KIVI, SETS),
+    "infinigen": (oracle_bases.InfiniGen, SETS),
+    "loki": (oracle_bases.Loki, SETS),
+    "infllm": (oracle_infllm.InfLLM, oracle_infllm.InfLLMOracle),
+    "specache": (oracle_specache.SpeCache, oracle_specache.SpeCacheOracle),
 }
-OTHERS = {
-    "full": Full(),
-    "streaming": StreamingLLM(sinks=4, window=24),
-    "streaming_in_place": StreamingLLM(sinks=4, window=24, rebase_positions=False),
-    "streaming_no_sinks": StreamingLLM(sinks=0, window=23),
-}
-ORACLES = {Full: oracle.Full, StreamingLLM: oracle.StreamingLLM, ShadowKV: oracle.ShadowKV}
-# rows as (first, one past the last): the long row alone, and all three together
-BATCHES = {"alone": (0, 1), "ragged": (0, 3)}
+GAPS = ("gap", "outlier_gap", "extra_gap", "preload_gap")
 
 
-@functools.cache
-def prompts(config_name):
-    config = CONFIGS[config_name]
-    return random_tokens(3, max(LENGTHS), seed=11, config=config), random_tokens(3, STEPS, seed=12, config=config)
+class World(NamedTuple):
+    """Prompts [B, S], their lengths, and the tokens [B, T] that follow."""
+
+    prompts: np.ndarray
+    lengths: tuple[int, ...]
+    steps: np.ndarray
 
 
-def oracle_policy(policy):
+def world(config: ModelConfig, lengths: tuple[int, ...], steps: int, seed: int) -> World:
+    """Random tokens."""
+    sizes = [(len(lengths), max(lengths)), (len(lengths), steps)]
+    return World(
+        random_tokens(*sizes[0], seed=seed, config=config),
+        lengths,
+        random_tokens(*sizes[1], seed=seed + 1, config=config),
+    )
+
+
+def played(params: Any, state: Any, steps: np.ndarray) -> tuple[np.ndarray, list[Any], Any]:
+    """Feed steps [B, T]: logits [B, T, V], ShadowKV's chunks by step, layer, row and head, and the state."""
+    outs, sets = [], []
+    for token in steps.T:
+        out, state = decode.decode_step(params, token, state)
+        outs.append(np.asarray(out))
+        if isinstance(state.policy, ShadowKV):
+            held = [selected_ids(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+            sets.append([[[set(ids[ids >= 0].tolist()) for ids in row] for row in layer] for layer in held])
+    return np.stack(outs, axis=1), sets, state
+
+
+def oracle_policy(policy: Policy) -> Any:
     """The oracle's own policy of the same settings."""
-    theirs = ORACLES[type(policy)]
+    theirs = ORACLES[policy.name][0]
     names = {field.name for field in dataclasses.fields(theirs)}
     settings = oracle_settings(policy) if isinstance(policy, ShadowKV) else dataclasses.asdict(policy)
     return theirs(**{name: value for name, value in settings.items() if name in names})
 
 
-@functools.cache
-def oracle_run(config_name, policy, row):
-    """Logits [1 + STEPS, V] of one row and the trace of its steps."""
-    config = CONFIGS[config_name]
+def wanted(policy: Policy, config: ModelConfig, one: World, row: int, near_tie: float = 0.0) -> Any:
+    """Logits [1 + T, V] of one row by the oracle, and the oracle itself. For near_tie see oracle_kivi.KIVI."""
     theirs = oracle_policy(policy)
-    run = oracle.Oracle(model(config).weights, config, theirs)
-    tokens, steps = prompts(config_name)
-    logits = [run.prefill(tokens[row, : LENGTHS[row]].tolist())]
-    logits += [run.step(int(token)) for token in steps[row]]
-    return np.stack(logits), run.trace
+    theirs = dataclasses.replace(theirs, near_tie=near_tie) if near_tie else theirs
+    run = ORACLES[policy.name][1](model(config).weights, config, theirs)
+    logits = [run.prefill(one.prompts[row, : one.lengths[row]].tolist())]
+    logits += [run.step(int(token)) for token in one.steps[row]]
+    return np.stack(logits), run
 
 
-def run_batch(config_name, policy, rows, fetch):
-    """Logits [B, 1 + STEPS, V], the states after each step's selection as {(step, layer): resident}, last state."""
-    tokens, steps = (x[slice(*rows)] for x in prompts(config_name))
-    params, lengths = model(CONFIGS[config_name]), LENGTHS[slice(*rows)]
-    logits, state = decode.prefill(params, tokens, lengths, policy, capacity=CAPACITY, fetch=fetch)
-    outs, resident = [np.asarray(logits)], {}
-    for i in range(STEPS):
-        out, state = run_steps(params, state, steps[:, i : i + 1])
-        outs.append(np.asarray(out[:, 0]))
-        if isinstance(policy, ShadowKV):
-            for j, layer in enumerate(state.layers):
-                resident[i, j] = np.asarray(layer.live.resident)
-    return np.stack(outs, axis=1), resident, state
-
-
-# Every case alone and resident, ragged and offloaded; the base case in the crossed pairs as well.
-PAIRS = [(case, *pair) for case in SHADOWKV_CASES for pair in (("resident", "alone"), ("device_put", "ragged"))]
-PAIRS += [("base", "device_put", "alone"), ("base", "resident", "ragged")]
-
-
-@pytest.mark.parametrize(("case", "fetch", "batch"), PAIRS)
-def test_shadowkv(case, fetch, batch, record_property):
-    config_name, policy = SHADOWKV_CASES[case]
-    rows = BATCHES[batch]
-    logits, resident, state = run_batch(config_name, policy, rows, fetch)
+def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, record_property) -> int:
+    """Compare each row of a prefilled batch with its oracle, as far as the first near tie. Returns the near ties."""
+    first, start = prefill
+    rest, sets, state = played(model(config), start, one.steps)
+    logits = np.concatenate([np.asarray(first)[:, None], rest], axis=1)
     compared = ties = 0
-    for row in range(*rows):
-        want, trace = oracle_run(config_name, policy, row)
-        np.testing.assert_allclose(logits[row, 0], want[0], atol=TOLERANCE)
-        tied = [i for i, entry in enumerate(trace) if min(entry["gap"], entry["outlier_gap"]) < NEAR_TIE]
+    for row in range(len(one.lengths)):
+        want, run = wanted(policy, config, one, row)
+        slack = max([1.0, *(entry["factor_error"] / SMALL_ERROR for entry in run.trace)])
+        tied = [e["step"] for e in run.trace if min(e[gap] for gap in GAPS) < NEAR_TIE * slack or slack > LARGEST_SLACK]
+        good = 1 + min(tied, default=one.steps.shape[1])
+        quantizes = isinstance(oracle_policy(policy), oracle_kivi.KIVI)
+        if quantizes and np.abs(logits[row, :good] - want[:good]).max() > TOLERANCE:
+            # A number in the middle between two codes may get either code, and all later steps read it. If the nearer
+            # code does not give these logits, the farther one must. The row counts as a near tie.
+            want, run = wanted(policy, config, one, row, NEAR_TIE)
+            ties += 1
         ties += len(tied)
-        good = trace[: tied[0]] if tied else trace
-        for entry in good:
-            mine = [set(ids[ids >= 0].tolist()) for ids in resident[entry["step"], entry["layer"]][row]]
-            assert mine == entry["selected"], (row, entry["step"], entry["layer"])
-            compared += len(mine)
-        whole_steps = STEPS if not tied else trace[tied[0]]["step"]
-        np.testing.assert_allclose(logits[row, 1 : 1 + whole_steps], want[1 : 1 + whole_steps], atol=TOLERANCE)
-        attended = sum(entry["attended"] for entry in trace)
-        assert float(state.counters.attended[row]) == attended
-        check_outliers(state, row, trace)
+        np.testing.assert_allclose(logits[row, :good], want[:good], atol=TOLERANCE * slack)
+        for entry in run.trace if sets else ():
+            if entry["step"] < good - 1:
+                mine = sets[entry["step"]][entry["layer"]][row]
+                assert mine == entry["selected"], (row, entry["step"], entry["layer"])
+                compared += len(mine)
+        if not tied:
+            assert float(state.counters.attended[row]) == pytest.approx(sum(entry["attended"] for entry in run.trace))
+        if sets:
+            check_outliers(state, row, run.trace)
     record_property("sets_compared", compared)
     record_property("near_ties", ties)
+    return ties
 
 
 def check_outliers(state, row, trace):
@@ -121,47 +149,132 @@ def check_outliers(state, row, trace):
             assert [set(np.flatnonzero(head).tolist()) for head in out] == entry["outliers"]
 
 
-@pytest.mark.parametrize(
-    ("name", "config_name"),
-    [(name, "group2") for name in OTHERS]
-    + [(name, config) for name in ("full", "streaming") for config in ("group1", "tied", "llama3_rope")],
-)
-def test_full_and_streaming_llm(name, config_name):
-    """A prompt of 203 tokens is far past the window of 28, one of 21 never reaches it."""
-    policy, rows = OTHERS[name], (0, 3)
-    logits, _, state = run_batch(config_name, policy, rows, "resident")
-    for row in range(*rows):
-        want, trace = oracle_run(config_name, policy, row)
-        np.testing.assert_allclose(logits[row], want, atol=TOLERANCE)
-        assert float(state.counters.attended[row]) == sum(entry["attended"] for entry in trace)
+OF_LAWS = [
+    *(name for name in ORACLES if name in POLICIES),
+    "shadowkv_reference",
+    "infllm_capped",
+    "omnikv_window",
+    "kivi_1bit",
+]
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in POLICIES else pytest.mark.slow) for n in OF_LAWS])
+def test_the_cases_of_the_laws(name, record_property):
+    one, prefill = World(PROMPT, LENGTHS, STEPS), prefilled(name, "restricted", mode_of(name))
+    assert len(one.lengths) == BATCH
+    assert compare(prefill[1].policy, TINY, one, prefill, record_property) <= 1
+
+
+SHADOW = ShadowKV(rank=12, budget=64, outlier_chunks=2, local_chunks=4)
+STREAMING = StreamingLLM(sinks=4, window=24)
+LONG = {  # prompts of 203, 130 and 21 tokens
+    "shadowkv": ("group2", SHADOW),
+    "shadowkv_no_outliers": ("group2", dataclasses.replace(SHADOW, outlier_chunks=0)),
+    "shadowkv_group1": ("group1", SHADOW),
+    "shadowkv_head_dim80": ("head_dim80", dataclasses.replace(SHADOW, rank=24)),
+    "shadowkv_chunk4": ("group2", dataclasses.replace(SHADOW, chunk_size=4)),
+    "shadowkv_full_rank": ("group2", dataclasses.replace(SHADOW, rank=32)),
+    "shadowkv_tied_with_bias": ("tied", SHADOW),
+    "shadowkv_llama3_rope": ("llama3_rope", SHADOW),
+    "full_group1": ("group1", Full()),
+    "full_tied": ("tied", Full()),
+    "full_llama3_rope": ("llama3_rope", Full()),
+    "streaming_group1": ("group1", STREAMING),
+    "streaming_tied": ("tied", STREAMING),
+    "streaming_llama3_rope": ("llama3_rope", STREAMING),
+    "streaming_in_place": ("group2", dataclasses.replace(STREAMING, rebase_positions=False)),
+    "streaming_no_sinks": ("group2", StreamingLLM(sinks=0, window=23)),
+}
+SNAP = SnapKV(max_capacity_prompt=24, observation_window=6, kernel=5)
+LOKI = Loki(budget=20, columns=4, recent=1)
+OMNI = OmniKV(budget=20, filter_layers=(0, 3))  # dense: 0, 1, 3, 4; sparse: 2 and 5
+INFI = InfiniGen(budget=30, columns=5, alpha=1.0, dense_layers=1)
+QUEST = Quest(budget=32, unit=8, dense_layers=0)
+INFLLM = InfLLM(window=20, sinks=5, budget=16, unit=8, representatives=3, query_block=16)
+SPE = SpeCache(bits=1, group=8, residual=16, fetched=12)
+OTHERS = {  # prompts of 118, 67 and 9 tokens: the middle one ends inside a unit, the last is shorter than every budget
+    "h2o": ("group2", H2O(heavy=10, recent=7)),
+    "h2o_normalized": ("group2", H2O(heavy=10, recent=7, normalize=True)),
+    "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
+    "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
+    "infinigen": ("deep", INFI),
+    "infinigen_wide_net": ("deep", dataclasses.replace(INFI, alpha=9.0, budget=12, columns=8, recent=5)),
+    # of a group of one, nine queries would leave most of the basis undetermined
+    "infinigen_dense": ("deep", dataclasses.replace(INFI, dense_layers=3)),
+    "infllm": ("group2", INFLLM),
+    "infllm_no_sinks": ("group1", dataclasses.replace(INFLLM, sinks=0, unit=5, budget=15, query_block=64)),
+    "infllm_wide": ("head_dim80", dataclasses.replace(INFLLM, window=11, unit=4, budget=8, query_block=4)),
+    "infinigen_all_columns": ("deep", dataclasses.replace(INFI, columns=16, budget=12)),
+    "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
+    "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
+    "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),
+    "loki": ("group2", LOKI),
+    "loki_wide": ("head_dim80", dataclasses.replace(LOKI, columns=13, recent=6)),
+    "loki_whole_heads": ("group1", dataclasses.replace(LOKI, columns=16)),
+    "omnikv": ("deep", OMNI),
+    "omnikv_uniform": ("deep", dataclasses.replace(OMNI, selector="uniform", observation_window=5)),
+    "omnikv_exp": ("deep", dataclasses.replace(OMNI, selector="exp", observation_window=3, filter_layers=(1,))),
+    "quest": ("group2", QUEST),
+    "quest_pages_of_3": ("head_dim80", dataclasses.replace(QUEST, unit=3, budget=20, recent=5)),
+    "quest_group1": ("group1", dataclasses.replace(QUEST, budget=8)),
+    "specache": ("group2", SPE),
+    "specache_2bit": ("group1", dataclasses.replace(SPE, bits=2, fetched=3)),
+    "specache_wide": ("head_dim80", dataclasses.replace(SPE, group=5, residual=10, fetched=30)),
+    "snapkv": ("group2", SNAP),
+    "snapkv_avg": ("group2", dataclasses.replace(SNAP, pooling="avg")),
+    "snapkv_q_head": ("group2", dataclasses.replace(SNAP, granularity="q_head")),
+    "snapkv_kernel1": ("head_dim80", dataclasses.replace(SNAP, kernel=1, observation_window=1)),
+}
+
+
+def compare_variant(config_name, policy, lengths, capacity, steps, seed, record_property, **options) -> int:
+    """Prefill a batch of random prompts, and compare it."""
+    config = CONFIGS[config_name]
+    one = world(config, lengths, steps, seed)
+    prefill = decode.prefill(model(config), one.prompts, one.lengths, policy, capacity=capacity, **options)
+    return compare(prefill[1].policy, config, one, prefill, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LONG)
+def test_longer_prompts(case, record_property):
+    """A prompt of 203 tokens is far past each window, one of 21 never reaches it."""
+    compare_variant(*LONG[case], (203, 130, 21), 224, 5, 11, record_property, fetch="device_put")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_settings(case, record_property):
+    assert compare_variant(*OTHERS[case], (118, 67, 9), 160, 14, 41, record_property) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outliers", [0, 1, 3])
+def test_rank_above_a_short_prompt(outliers, record_property):
+    """Factors with more columns than the prompt has tokens, chunks of two tokens."""
+    policy = ShadowKV(rank=32, budget=6, chunk_size=2, outlier_chunks=outliers, local_chunks=1)
+    assert compare_variant("group2", policy, (13,), 24, 4, 31, record_property) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rebase", [True, False])
 def test_streaming_llm_while_it_evicts(rebase):
     """From an empty-ish cache over the first eviction and twice around the ring, by extend."""
     policy, config = StreamingLLM(sinks=2, window=5, rebase_positions=rebase), CONFIGS["group2"]
-    tokens, new = random_tokens(2, 3, seed=21, config=config), random_tokens(2, 18, seed=22, config=config)
-    lengths = [3, 1]
-    logits, state = decode.prefill(model(config), tokens, lengths, policy, capacity=32)
-    out, _ = decode.extend(model(config), new, [18, 18], state, logits="all")
-    for row, length in enumerate(lengths):
-        run = oracle.Oracle(model(config).weights, config, oracle.StreamingLLM(2, 5, rebase))
-        np.testing.assert_allclose(logits[row], run.prefill(tokens[row, :length].tolist()), atol=TOLERANCE)
-        want = np.stack([run.step(int(token)) for token in new[row]])
-        np.testing.assert_allclose(out[row], want, atol=TOLERANCE)
+    one = world(config, (3, 1), 18, 21)
+    logits, state = decode.prefill(model(config), one.prompts, one.lengths, policy, capacity=32)
+    out, _ = decode.extend(model(config), one.steps, [18, 18], state, logits="all")
+    for row in range(2):
+        want, _ = wanted(policy, config, one, row)
+        np.testing.assert_allclose(logits[row], want[0], atol=TOLERANCE)
+        np.testing.assert_allclose(out[row], want[1:], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("outliers", [0, 1, 3])
-def test_rank_above_a_short_prompt(outliers):
-    """Factors with more columns than the prompt has tokens, chunks of two tokens."""
-    config = CONFIGS["group2"]
-    policy = ShadowKV(rank=32, budget=6, chunk_size=2, outlier_chunks=outliers, local_chunks=1)
-    tokens, new = random_tokens(1, 13, seed=31, config=config), random_tokens(1, 4, seed=32, config=config)
-    logits, state = decode.prefill(model(config), tokens, [13], policy, capacity=24)
-    out, _ = run_steps(model(config), state, new)
-    theirs = oracle_policy(policy)
-    run = oracle.Oracle(model(config).weights, config, theirs)
-    np.testing.assert_allclose(logits[0], run.prefill(tokens[0].tolist()), atol=TOLERANCE)
-    want = np.stack([run.step(int(token)) for token in new[0]])
-    assert min(min(entry["gap"], entry["outlier_gap"]) for entry in run.trace) > NEAR_TIE
-    np.testing.assert_allclose(out[0], want, atol=TOLERANCE)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_the_oracle_gives_only_a_near_tie_the_farther_code(bits):
+    codes = 2**bits - 1
+    group = np.array([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 0.5 + 1e-3, codes])  # in steps
+    nearer, farther = (oracle_kivi.KIVI(bits, 5, 5, near_tie=near_tie).rounded(group) for near_tie in (0.0, 1e-5))
+    np.testing.assert_array_equal(farther[[0, 3, 4]], nearer[[0, 3, 4]])
+    np.testing.assert_array_equal(farther[1:3], nearer[[2, 1]])
+    assert nearer[1] < nearer[2]

@@ -7,12 +7,10 @@ answer those of exact attention over that list, by the NumPy oracle; every polic
 import zlib
 
 import pytest
-from cases import DEVICE_ONLY, policies_of
+from cases import by_tier, mode_of
 from hypothesis import HealthCheck, seed, settings
-from hypothesis.stateful import (
-    run_state_machine_as_test,
-)
-from state_machine import StateMachine
+from hypothesis.stateful import run_state_machine_as_test
+from state_machine import LONG, PROMPT, SHORT, StateMachine
 
 
 def run(name: str, fetch: str, examples: int, steps: int, **fields: object) -> None:
@@ -26,16 +24,16 @@ def run(name: str, fetch: str, examples: int, steps: int, **fields: object) -> N
     )
 
 
-@pytest.mark.parametrize("name", policies_of("h2o", "specache", "shadowkv_plus_transform"))
-def test_any_order_of_calls_is_dense_attention(name):
-    """Each size of batch and window is compiled anew: the fast suite tries few."""
-    run(name, "device_put", examples=8, steps=8, batches=(2,))
-
-
 @pytest.mark.parametrize(
-    "name", [name for name in policies_of("quest", "omnikv", "shadowkv", "shadowkv_plus") if name not in DEVICE_ONLY]
+    "name", by_tier(("h2o", "quest", "omnikv", "specache", "shadowkv_plus", "shadowkv_plus_transform"), ("h2o",))
 )
-def test_many_orders_of_calls(name):
-    """In the other mode; of two others, the one that a CPU can only stand in for."""
-    fetch = "zero_copy" if name.startswith("shadowkv") else "resident"
-    run(name, fetch, examples=8, steps=12, batches=(1, 2, 3))
+def test_any_order_of_calls_is_dense_attention(name):
+    """The programs of one policy take four CPU seconds."""
+    run(name, mode_of(name), examples=8, steps=8)
+
+
+@pytest.mark.slow
+def test_many_orders_of_calls():
+    """Of states with one, two or three rows and windows of two sizes, whose prompts are read in pieces or at once."""
+    sizes = {"batches": (1, 2, 3), "least": (SHORT, LONG), "pieces": (PROMPT, 5)}
+    run("shadowkv", "zero_copy", examples=8, steps=12, **sizes)

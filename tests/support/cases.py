@@ -5,13 +5,13 @@ by itself, in the settings of its registration. The rows below are for variants,
 """
 
 import dataclasses
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 from probe import Probe
 
@@ -92,7 +92,7 @@ PACKED = Landmarks(tokens=2, dtype="int4")
 TRANSFORM = TransformCode(profile=(3, 6, 8), weights="queries")
 
 
-def codec_case(policy: type[ShadowKV], keys: Any, values: str, **settings: Any):
+def codec_case(policy: type[ShadowKV], keys: Any, values: str, rounds: int = 1, **settings: Any):
     """A ShadowKV whose keys are in a code, by which outliers are chosen too, and whose values are packed.
 
     Its lossless setting has exact keys and values, and landmarks choose among all chunks.
@@ -102,7 +102,7 @@ def codec_case(policy: type[ShadowKV], keys: Any, values: str, **settings: Any):
         whole = policy.lossless(num_tokens, config)
         return dataclasses.replace(whole, rank=None, keys=ExactKeys(), **settings)
 
-    codes = {"keys": keys, "values": Values(values), "choice": Choice(outlier_rule="both")}
+    codes = {"keys": keys, "values": Values(values), "choice": Choice(rounds, outlier_rule="both")}
     return PolicyCase(policy(budget=16, **codes, **settings), lossless)
 
 
@@ -155,8 +155,10 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
         InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
         lossless_of(InfLLM),
     ),
+    # ShadowKV's options are too many for all combinations. These have each value of each option, and most pairs of
+    # values: of the class, the code of keys, the bits of values, the landmarks, the choice of chunks and the quirks.
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
-    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, quirks=QUIRKS),
+    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, quirks=QUIRKS, keys=LowRank(weights="queries")),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
     "shadowkv_transform": codec_case(ShadowKV, TRANSFORM, "int4", **SMALL, landmarks=PACKED),
     "shadowkv_plus_transform": codec_case(
@@ -167,13 +169,14 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
         landmarks=dataclasses.replace(PACKED, levels=2, order=2),
         later_keys="projected",
     ),
-    "shadowkv_rotation": codec_case(ShadowKV, RotationCode(bits=3), "model", **SMALL),
-    "shadowkv_plus_channel": codec_case(ShadowKVPlus, ChannelCode(), "int8", **PLUS),
-    "shadowkv_two_rounds": shadowkv_case(
-        ShadowKV, **SMALL, landmarks=PACKED, choice=Choice(rounds=2), keys=LowRank(weights="queries")
-    ),
-    "shadowkv_levels": shadowkv_case(
-        ShadowKV, **SMALL, landmarks=Landmarks(tokens=1, levels=2, order=2), quirks=Quirks(exact_preload=True)
+    "shadowkv_rotation": codec_case(ShadowKV, RotationCode(bits=3), "model", rounds=2, **SMALL, landmarks=PACKED),
+    "shadowkv_plus_channel": codec_case(
+        ShadowKVPlus,
+        ChannelCode(),
+        "int8",
+        **PLUS,
+        landmarks=Landmarks(tokens=1, levels=2, order=2),
+        quirks=Quirks(exact_preload=True),
     ),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
@@ -190,34 +193,38 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
 DEVICE_ONLY = tuple(name for name, case in POLICY_CASES.items() if not offloads(case.restricted))
 
 
-# `make test TESTS=all`, before a release: every law in every fetch mode, and the long tests on every policy.
-ALL = os.environ.get("TESTS") == "all"
+ALL = False
 # One of each way to hold a cache; long tests run on these.
 FEW = ("full", "h2o", "quest", "omnikv", "specache", "infllm", "shadowkv", "shadowkv_plus_transform", "probe")
-# Where keys are rebuilt, zero_copy is another program than device_put; two of these stand for the others.
-ZERO_COPY = ("shadowkv", "shadowkv_plus_transform")
+# Where keys are rebuilt, zero_copy is another program than device_put. These cases run in it.
+ZERO_COPY = ("shadowkv_plus", "shadowkv_transform", "shadowkv_plus_transform")
 
 
 def policies_of(*few: str) -> list[str]:
     """The cases that a long test runs on."""
-    return list(POLICY_CASES if ALL else few or FEW)
+    return list(few or FEW)
+
+
+def by_tier(names: Iterable[Any], quick: Collection[Any], *before: Any) -> list[Any]:
+    """Parameters (*before, name). Those of names outside `quick` run in the complete suite only."""
+    return [pytest.param(*before, name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+def mode_of(name: str) -> str:
+    """The fetch mode of a case's tests. That the other modes agree is a law."""
+    if name in DEVICE_ONLY:
+        return "resident"
+    return "zero_copy" if name in ZERO_COPY else "device_put"
 
 
 def modes_of(name: str) -> tuple[str, ...]:
-    """Fetch modes in which the laws run; that the others agree is a law too."""
-    if name in DEVICE_ONLY:
-        return FETCH_MODES[:1]
-    if ALL:
-        return FETCH_MODES if name.startswith("shadowkv") else FETCH_MODES[:2]
-    return OFFLOADED if name in ZERO_COPY else OFFLOADED[:1]
+    """The fetch modes of a case's tests."""
+    return (mode_of(name),)
 
 
-POLICY_FETCHES = [(name, fetch) for name in POLICY_CASES for fetch in modes_of(name)]
+POLICY_FETCHES = [(name, mode_of(name)) for name in POLICY_CASES]
 LOSSLESS = [name for name, case in POLICY_CASES.items() if case.lossless is not None]
 KINDS = ("restricted", "lossless")  # of a case's settings; not every case has lossless ones
-POLICY_KINDS = [
-    (name, fetch, kind) for name, fetch in POLICY_FETCHES for kind in KINDS if kind == "restricted" or name in LOSSLESS
-]
 
 
 def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:

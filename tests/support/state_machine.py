@@ -26,11 +26,11 @@ from jshadow.errors import CapacityError, StateMismatch
 from jshadow.policies import POLICIES
 from jshadow.weights.params import Params, init_params
 
-# Few token ids: greedy rows then meet the stop token. Sizes are few as well, for each new one is a compiled program.
+# Few token ids: greedy rows then meet the stop token. Sizes are few as well, for each new one is a compiled program: a
+# policy's states of two rows need a prefill, a step, a turn and the loop of `decode_steps`, and single rows a prefill.
 CONFIG = dataclasses.replace(TINY, vocab_size=13, num_layers=2, model_dim=16, ffn_dim=16, head_dim=8)
 CAPACITY, PROMPT, TURN = 40, 24, 7  # tokens of a row, of a padded prompt, of a padded turn
 SHORT, LONG = 5, 18  # windows are sized as for prompts of this length: nothing is compressed, or some of it is
-PIECES = (PROMPT, 5)  # prefill_chunk
 STEPS, STOP = 3, 4  # of decode_steps
 TOLERANCE = 1e-4
 
@@ -83,11 +83,11 @@ class Held:
 class StateMachine(RuleBasedStateMachine):
     """Rules are calls of the API.
 
-    Subclasses say the policy, the fetch mode, how many rows a state may have, and for which shortest prompts windows
-    are sized.
+    Subclasses say the policy, the fetch mode, how many rows a state may have, for which shortest prompts windows are
+    sized, and the pieces of prompts (`prefill_chunk`).
     """
 
-    name, fetch, batches, least = "full", "resident", (3,), (SHORT, LONG)
+    name, fetch, batches, least, pieces = "full", "resident", (2,), (SHORT,), (PROMPT,)
     states = Bundle("states")
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class StateMachine(RuleBasedStateMachine):
         lengths = rng.integers(
             self.least[picks[0] % len(self.least)], PROMPT + 1, self.batches[picks[1] % len(self.batches)]
         )
-        return self.hold(self.prefilled(lengths.tolist(), PIECES[picks[2] % 2], rng))
+        return self.hold(self.prefilled(lengths.tolist(), self.pieces[picks[2] % len(self.pieces)], rng))
 
     def prefilled(self, lengths: list[int], chunk: int, rng: np.random.Generator) -> Held:
         """Prompts of these lengths."""

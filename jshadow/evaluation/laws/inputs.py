@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -77,7 +76,7 @@ def state_of(case: Case) -> KVState:
 
 def run_steps(
     params: Params, state: KVState, tokens: np.ndarray, active: np.ndarray | None = None
-) -> tuple[Array, KVState]:
+) -> tuple[np.ndarray, KVState]:
     """Feed given tokens [B, T] step by step. `active` [B, T] says which rows take part in each step.
 
     Returns:
@@ -86,20 +85,14 @@ def run_steps(
     logits = []
     for i in range(tokens.shape[1]):
         out, state = decode.decode_step(params, tokens[:, i], state, active=None if active is None else active[:, i])
-        logits.append(out)
-    return jnp.stack(logits, axis=1), state
+        logits.append(np.asarray(out))
+    return np.stack(logits, axis=1), state
 
 
 @functools.cache
 def teacher_forced(policy: Policy, fetch: str, dtype: str = "float32") -> np.ndarray:
     """Return the logits [B, 6, V] of six steps on given tokens after the prompt."""
-    return np.asarray(run_steps(model(TINY, dtype), prefilled(policy, fetch, dtype)[1], STEPS[:, :6])[0])
-
-
-def forget() -> None:
-    """Drop all cached states and logits. They are cached because several laws use them."""
-    _prefilled.cache_clear()
-    teacher_forced.cache_clear()
+    return run_steps(model(TINY, dtype), prefilled(policy, fetch, dtype)[1], STEPS[:, :6])[0]
 
 
 def abstract(case: Case, fetch: str, room: int | None = None) -> KVState:

@@ -1,10 +1,12 @@
 """Laws about rows: a row gives the same results alone as in a batch, and after it is taken, inserted or paused."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.errors import CapacityError
 from jshadow.evaluation.laws.inputs import (
@@ -24,6 +26,7 @@ from jshadow.evaluation.laws.inputs import (
 )
 from jshadow.evaluation.laws.law import Case, Subject, close, equal, holds, in_each_mode, in_one_mode, law
 from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
+from jshadow.policies.base import Policy
 
 ROOM = 6  # tokens that a row may take after its prompt
 
@@ -33,19 +36,41 @@ def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     return [Case(subject, fetches[0], row=row) for row in range(BATCH)]
 
 
-@law("A row gives the same logits alone as in a batch.", cases=row_cases)
-def row_alone_is_row_in_batch(case: Case) -> None:
-    """Prefill the row alone, without padding. The two programs differ, so a code may differ by one step."""
-    assert case.row is not None
-    row, length = case.row, LENGTHS[case.row]
-    logits, state = decode.prefill(
-        model(), PROMPT[row : row + 1, :length], [length], case.policy, capacity=CAPACITY, fetch=case.fetch
-    )
+@functools.cache
+def _alone(policy: Policy, fetch: str, row: int) -> tuple[np.ndarray, KVState]:
+    length = LENGTHS[row]
+    prompt = PROMPT[row : row + 1, :length]
+    logits, state = decode.prefill(model(), prompt, [length], policy, capacity=CAPACITY, fetch=fetch)
+    return np.asarray(logits)[0], state
+
+
+def row_alone(case: Case, row: int) -> tuple[KVState, float]:
+    """Prefill a row alone, without padding, and compare its logits with those of the batch.
+
+    Returns:
+        The state, which other laws use too, and the tolerance of its later logits. The programs of the row and of the
+        batch differ, so a code may differ by one step.
+    """
+    logits, state = _alone(case.policy, case.fetch, row)
     batch_logits, batch = prefilled(case.policy, case.fetch)
-    close(logits[0], batch_logits[row], 1e-4, "the prompt's logits")
-    same = same_codes(as_seen(state, [length]), as_seen(batch, LENGTHS), row).all()
-    alone, _ = run_steps(model(), state, STEPS[row : row + 1, :6])
-    close(alone[0], teacher_forced(case.policy, case.fetch)[row], 1e-4 if same else NEIGHBOR, "the steps' logits")
+    close(logits, np.asarray(batch_logits)[row], 1e-4, "the prompt's logits")
+    same = same_codes(as_seen(state, [LENGTHS[row]]), as_seen(batch, LENGTHS), row).all()
+    return state, 1e-4 if same else NEIGHBOR
+
+
+@law("A row gives the same logits alone as in a batch, and goes on alike if it joins a batch later.", cases=row_cases)
+def row_alone_is_row_in_batch(case: Case) -> None:
+    """Feed six steps to the row alone. After three of them, its state also replaces a row of the batch."""
+    assert case.row is not None
+    row = case.row
+    alone, tolerance = row_alone(case, row)
+    begin, alone = run_steps(model(), alone.fork(), STEPS[row : row + 1, :3])
+    joined = state_of(case).insert(1, alone)
+    end, _ = run_steps(model(), alone, STEPS[row : row + 1, 3:6])
+    steps = np.concatenate([begin, end], axis=1)[0]
+    close(steps, teacher_forced(case.policy, case.fetch)[row], tolerance, "the steps' logits")
+    after, _ = run_steps(model(), joined, STEPS[[0, row, 2], 3:6])
+    close(after[1], end[0], 1e-4, "the joined row's logits")
 
 
 @law("Rows that are taken from a batch, one of them twice, continue as they would in that batch.", cases=in_each_mode)
@@ -57,24 +82,25 @@ def taken_rows_go_on(case: Case) -> None:
     equal(taken.lengths, [LENGTHS[row] + 2 for row in rows], "lengths")
     whole, _ = run_steps(model(), state, STEPS[:, 2:5])
     part, _ = run_steps(model(), taken, STEPS[rows, 2:5])
-    close(part, whole[np.asarray(rows)], 1e-5)
+    close(part, whole[rows], 1e-5)
 
 
-@law("A row that joins a batch continues as it would alone, and the other rows continue as before.", cases=in_each_mode)
+@law("A row that joins a batch continues as in its own batch, and the other rows continue as before.")
 def joining_rows_go_on(case: Case) -> None:
-    """Insert a row whose window has a different size, because the row was prefilled alone."""
-    tokens = random_tokens(1, 27, seed=5)
-    _, alone = decode.prefill(model(), tokens, [27], case.policy, capacity=CAPACITY, fetch=case.fetch)
-    _, alone = run_steps(model(), alone, STEPS[:1, :3])
-    state = state_of(case)
-    joined = state.insert(1, alone)
-    equal(joined.lengths, [61, 30, 5], "lengths")
-    before, _ = run_steps(model(), state, STEPS[:, 3:9])
-    apart, _ = run_steps(model(), alone, STEPS[1:2, 3:9])
-    after, _ = run_steps(model(), joined, STEPS[:, 3:9])
-    close(after[1], apart[0], 1e-4, "the joined row's logits")
-    for row in (0, 2):
-        close(after[row], before[row], 1e-5, f"row {row}'s logits")
+    """Insert a row that was prefilled alone, so that its window has another size, and one that has taken steps."""
+    alone, tolerance = row_alone(case, 1)
+    joined = state_of(case).insert(0, alone)
+    equal(joined.lengths, [27, 27, 5], "lengths")
+    rows, want = [1, 1, 2], teacher_forced(case.policy, case.fetch)
+    begin, joined = run_steps(model(), joined, STEPS[rows, :2])
+    joined = joined.insert(2, joined.take([0]))
+    equal(joined.lengths, [29, 29, 29], "lengths after two steps")
+    end, _ = run_steps(model(), joined, STEPS[[1, 1, 1], 2:6])
+    close(begin[0], want[1, :2], tolerance, "the joined row's logits")
+    close(begin[1:], want[1:, :2], 1e-5, "the other rows' logits")
+    close(end[0], want[1, 2:6], tolerance, "the joined row's later logits")
+    close(end[1], want[1, 2:6], 1e-5, "the other row's later logits")
+    close(end[2], end[0], 1e-5, "the later logits of the row that joined again")
 
 
 @law("A row that takes no part in a step stays equal bit by bit.", cases=in_each_mode)
@@ -88,10 +114,20 @@ def inactive_rows_do_not_change(case: Case) -> None:
         equal(leaf[1], before[path][1], f"row 1 of {path}")
 
 
+@functools.cache
+def _with_room(policy: Policy, fetch: str, room: int) -> KVState:
+    return decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch, room=room)[1]
+
+
+def with_room(case: Case, room: int) -> KVState:
+    """Return a new fork of the state of the batch, which was prefilled with a room."""
+    return _with_room(case.policy, case.fetch, room).fork()
+
+
 @law("A room changes no logits and takes the planned bytes, and a step past it is refused.", cases=in_one_mode)
 def a_room_changes_no_logits(case: Case) -> None:
     """Prefill with space for six tokens after each prompt, and feed six. Then ask for one more than there is space."""
-    _, state = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=ROOM)
+    state = with_room(case, ROOM)
     planned = abstract(case, case.fetch, room=ROOM)
     holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
     holds(min(state.room()) >= ROOM, f"room {state.room()} is less than {ROOM}")
@@ -109,10 +145,10 @@ def a_room_changes_no_logits(case: Case) -> None:
 @law("A state that gets a room continues as one that was prefilled with this room.", cases=in_each_mode)
 def a_state_gets_room(case: Case) -> None:
     """Widen a state without room, feed as many tokens, and narrow the result. The source must stay usable."""
-    _, least = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=0)
+    least = with_room(case, 0)
     wide = least.with_room(ROOM)
     holds(min(wide.room()) >= ROOM, f"room {wide.room()} is less than {ROOM}")
-    _, asked = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=ROOM)
+    asked = with_room(case, ROOM)
     holds(wide.specs == asked.specs, "the windows are not those of a prefill with the same room")
     want, _ = run_steps(model(), asked, STEPS[:, :ROOM])
     got, wide = run_steps(model(), wide, STEPS[:, :ROOM])
@@ -130,7 +166,10 @@ def a_state_gets_room(case: Case) -> None:
 
 @law("Rows that share a prompt half continue as separate forks do, and keep one copy of it.", cases=in_each_mode)
 def shared_rows_go_on_alone(case: Case) -> None:
-    """Share one row three times, with different tokens and pauses. Poison one row, and replace it by a fork."""
+    """Share one row three times, with different tokens and pauses. Poison one row, and replace it by a fork.
+
+    The separate forks are rows of one batch, so that no step of a single row is compiled.
+    """
     one = state_of(case).take([0])
     state = one.share(BATCH)
     holds(state.batch == BATCH and state.shares_prompt, "the rows do not share their prompt half")
@@ -138,20 +177,24 @@ def shared_rows_go_on_alone(case: Case) -> None:
     logits, state = run_steps(model(), state, STEPS[:, :4], active)
     kept = zip(jax.tree.leaves(state.reads()), jax.tree.leaves(one.reads()), strict=True)
     holds(all(leaf is source for leaf, source in kept), "a step copies an array of the prompt half")
+    want, forks = run_steps(model(), state_of(case).take([0] * BATCH), STEPS[:, :4], active)
     for row in range(BATCH):
-        alone, fork = run_steps(model(), one.fork(), STEPS[row : row + 1, :4][:, active[row]])
-        close(logits[row][active[row]], alone[0], 1e-5, f"row {row}'s logits")
-        equal(state.take([row]).lengths, fork.lengths, f"row {row}'s length")
-    spoiled = jax.tree.map(lambda leaf: jnp.nan * leaf if is_live(leaf) else leaf, state.take([1]).split()[1])
-    state = state.insert(1, state.take([1]).join(spoiled))
-    want, _ = run_steps(model(), one.fork(), STEPS[:1, :5])
+        close(logits[row][active[row]], want[row][active[row]], 1e-5, f"row {row}'s logits")
+    equal(state.lengths, forks.lengths, "lengths")
+    taken = state.take([1])
+    equal(taken.lengths, state.lengths[1:2], "the length of a row that was taken")
+    state = state.insert(1, taken.join(jax.tree.map(spoiled, taken.split()[1])))
+    later, _ = run_steps(model(), forks, STEPS[:, 4:5])
     after, state = run_steps(model(), state, STEPS[:, 4:5])
-    close(after[0, 0], want[0, 4], 1e-5, "logits beside a poisoned row")
+    for row in (0, 2):
+        close(after[row], later[row], 1e-5, f"row {row}'s logits beside a poisoned row")
     state = state.insert(1, one.fork(), consume=True)
     after, _ = run_steps(model(), state, STEPS[[0, 0, 0], :1])
     close(after[1, 0], want[0, 0], 1e-5, "logits of a row that replaced a poisoned one")
 
 
-def is_live(leaf: jax.Array) -> bool:
-    """Return whether a leaf of the changing half holds numbers of the model, and lies in device memory."""
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and leaf.ndim > 1 and leaf.sharding.memory_kind == "device"
+def spoiled(leaf: jax.Array) -> jax.Array:
+    """Return NaNs in place of a leaf that holds numbers of the model in device memory, or else the leaf."""
+    if leaf.dtype.kind in "biu" or leaf.ndim < 2 or leaf.sharding.memory_kind != "device":
+        return leaf
+    return jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding)

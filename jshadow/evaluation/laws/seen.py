@@ -4,17 +4,31 @@ The numbers of two programs differ in their last bits. So eigenvectors may rotat
 two codes may get either code. Therefore factors are compared by their products, and codes by their values.
 """
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, split_rows
+from jshadow.ops.packing import ROW_BITS, Scaled
+from jshadow.ops.packing import dequantize_rows as dequantize_eagerly
+from jshadow.ops.packing import split_rows as split_eagerly
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 
 NEIGHBOR = 5e-3  # the largest change of a logit if one code of a key changes by one step
+
+# Each is one program and not dozens of single operations.
+dequantize_rows = jax.jit(dequantize_eagerly, static_argnums=(1, 2))
+split_rows = jax.jit(split_eagerly, static_argnums=(1, 2, 3, 4))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def expanded(policy: ShadowKV, half: str, rows: Any, right: Any) -> Any:
+    """Return the keys of the rows of a half, "frozen" or "live". The rows lie in chunks."""
+    codec = policy.codec if half == "frozen" else policy.later_codec  # type: ignore[attr-defined]
+    return codec.expand(by_token(rows, policy.chunk_size), right)
 
 
 def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
@@ -32,8 +46,7 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
         later = policy.later_codec, layer.frozen.right if shared is None else shared
         for half, (codec, right) in {"frozen": (policy.codec, layer.frozen.right), "live": later}.items():
             if codec.name != "lowrank" and values.pop(f"{prefix}{half}.left", None) is not None:
-                rows = by_token(getattr(layer, half).left, policy.chunk_size)
-                keys = np.asarray(codec.expand(rows, right))
+                keys = np.asarray(expanded(policy, half, getattr(layer, half).left, right))
                 first = 0 if half == "frozen" else layer.frozen.chunks[:, None] * policy.chunk_size
                 real = first + np.arange(keys.shape[2]) < np.asarray(lengths)[:, None]
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
@@ -126,6 +139,5 @@ def later_rows(state: Any) -> dict[str, np.ndarray]:
     found = {}
     for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
         if (shared := getattr(layer.frozen, "later", None)) is not None:
-            rows = by_token(layer.live.left, spec.policy.chunk_size)
-            found[f".layers[{index}][0].left"] = np.asarray(spec.policy.later_codec.expand(rows, shared))
+            found[f".layers[{index}][0].left"] = np.asarray(expanded(spec.policy, "live", layer.live.left, shared))
     return found

@@ -15,8 +15,8 @@ from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.errors import StateMismatch
 from jshadow.evaluation.laws.answers import has_host_rows
-from jshadow.evaluation.laws.inputs import BATCH, STEPS, TINY, abstract, model, prefilled, run_steps, state_of
-from jshadow.evaluation.laws.law import Case, both_settings, equal, holds, in_each_mode, law
+from jshadow.evaluation.laws.inputs import BATCH, STEPS, TINY, abstract, model, run_steps, state_of
+from jshadow.evaluation.laws.law import Case, both_settings, equal, holds, in_each_mode, in_one_mode, law
 
 MEMORIES = ("device", "pinned_host")
 
@@ -84,7 +84,7 @@ def fork_leaves_its_parent_usable(case: Case) -> None:
     equal(after, untouched, "logits")
 
 
-@law("Every use of a state that a step has consumed raises an error.", cases=lambda subject, fetches: [Case(subject)])
+@law("Every use of a state that a step has consumed raises an error.", cases=in_one_mode)
 def consumed_state_says_so(case: Case) -> None:
     """Check that every use raises StateMismatch with the word "consumed"."""
     state = state_of(case)
@@ -95,7 +95,7 @@ def consumed_state_says_so(case: Case) -> None:
         "extend": lambda: decode.extend(model(), STEPS[:, :2], [1, 1, 1], state),
         "fork": state.fork,
         "take": lambda: state.take([0]),
-        "insert": lambda: prefilled(case.policy)[1].take([0]) and state.insert(0, state),
+        "insert": lambda: state_of(case).take([0]) and state.insert(0, state),
     }
     for name, use in uses.items():
         try:
@@ -122,7 +122,7 @@ def step_host_moves(case: Case) -> tuple[list[str], int]:
     """Return the forbidden operations of a step on host arrays, and how many fetches it has."""
     state = state_of(case)
     reads, writes = state.split()
-    args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
+    args = (model().weights, np.zeros(BATCH, np.int32), reads, writes, np.ones(BATCH, bool))
 
     def run(weights: Any, token: Any, reads: Any, writes: Any, active: Any) -> Any:
         return step_writes(weights, TINY, token[:, None], active.astype(jnp.int32), reads, writes)

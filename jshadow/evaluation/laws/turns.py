@@ -1,5 +1,7 @@
 """Laws about turns and prompts: the state does not depend on how tokens are split into calls."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -40,13 +42,21 @@ def split_turns_are_one_turn(case: Case) -> None:
 
     All turns are padded to the same width, so that only one program is compiled.
     """
-    once, state = decode.extend(model(), STEPS[:, :7], np.array([7, 4, 6]), state_of(case))
-    _, split = decode.extend(model(), STEPS[:, :7], [3, 0, 3], state_of(case))
+    once, state = turn(STEPS[:, :7], [7, 4, 6], state_of(case))
+    first, split = turn(STEPS[:, :7], [3, 0, 3], state_of(case))
     second = np.zeros((BATCH, 7), np.int32)
     second[0, :4], second[1, :4], second[2, :3] = STEPS[0, 3:7], STEPS[1, :4], STEPS[2, 3:6]
-    twice, split = decode.extend(model(), second, [4, 4, 3], split)
-    close(once, twice, 1e-4)
+    twice, split = turn(second, [4, 4, 3], split)
+    for row, (before, after) in enumerate(((3, 4), (0, 4), (3, 3))):
+        parts = np.concatenate([first[row, :before], twice[row, :after]])
+        close(parts, once[row, : before + after], 1e-4, f"row {row}'s logits")
     same_memory(split, state)
+
+
+def turn(tokens: np.ndarray, counts: Any, state: KVState) -> tuple[np.ndarray, KVState]:
+    """Feed tokens [B, 7] to a state. Return the logits [B, 7, V] and the new state. All laws share this program."""
+    logits, state = decode.extend(model(), tokens, counts, state, logits="all")
+    return np.asarray(logits), state
 
 
 def same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
@@ -63,24 +73,23 @@ def same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
 @law("A turn gives the same last logits and the same state as its tokens in single steps.", cases=in_each_mode)
 def extend_is_steps(case: Case) -> None:
     """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
-    start = state_of(case)
-    by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
-    last, extended = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
+    by_steps, stepped = run_steps(model(), state_of(case), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    logits, extended = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
+    last = np.asarray(logits)
+    everything, _ = turn(STEPS[:, :7], TURN, state_of(case))
     close(last[0], by_steps[0, 6], 1e-4, "row 0's last logits")
     close(last[2], by_steps[2, 3], 1e-4, "row 2's last logits")
-    holds(not np.asarray(last[1]).any(), "a row without new tokens has logits that are not 0")
+    close(last[0], everything[0, 6], 1e-6, "row 0's last logits, and the last of all its logits,")
+    holds(not last[1].any(), "a row without new tokens has logits that are not 0")
     same_memory(extended, stepped)
 
 
 @law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
-    """Feed the turn of `extend_is_steps` with `logits="all"`."""
-    start = state_of(case)
-    by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
-    last, _ = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
-    everything, extended = decode.extend(model(), STEPS[:, :7], TURN, start.fork(), logits="all")
-    close(np.asarray(everything)[ACTIVE], np.asarray(by_steps)[ACTIVE], 1e-4)
-    close(last[0], everything[0, 6], 1e-6, "row 0's last logits")
+    """Feed rows of seven, zero and four tokens."""
+    by_steps, stepped = run_steps(model(), state_of(case), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    everything, extended = turn(STEPS[:, :7], TURN, state_of(case))
+    close(everything[ACTIVE], by_steps[ACTIVE], 1e-4)
     same_memory(extended, stepped)
 
 
@@ -101,9 +110,9 @@ def long_turn_is_steps(case: Case) -> None:
     held = np.add(LENGTHS, LONG_TURN)
     same = same_codes(as_seen(extended, held), as_seen(stepped, held))
     holds(same[LONG_TURN > 0].any(), "codes differ in every row with new tokens")
-    got, want, exact = np.asarray(logits), np.asarray(by_steps), active & same[:, None]
-    close(got[exact], want[exact], 1e-4, "logits")
-    close(got[active], want[active], NEIGHBOR, "logits")
+    got, exact = np.asarray(logits), active & same[:, None]
+    close(got[exact], by_steps[exact], 1e-4, "logits")
+    close(got[active], by_steps[active], NEIGHBOR, "logits")
     same_memory(extended, stepped, codes=False)
 
 
@@ -120,15 +129,15 @@ def cannot_rewind(subject: Subject) -> str | None:
 @law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=cannot_rewind)
 def tokens_given_back_leave_nothing(case: Case) -> None:
     """Feed other tokens after a turn, take back as many as possible, and go on. Do all of it twice."""
-    _, state = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
+    _, state = turn(STEPS[:, :7], TURN, state_of(case))
     plain, start = state.fork(), np.asarray(state.lengths)
     for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
-        _, state = decode.extend(model(), wrong, TURN[::-1], state)
+        _, state = turn(wrong, TURN[::-1], state)
         held = np.asarray(state.lengths)
         back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
         kept = np.minimum(back, held) - start
         state = state.rewind(start + kept)
-        _, plain = decode.extend(model(), wrong, kept, plain)
+        _, plain = turn(wrong, kept, plain)
         close(state.room(), plain.room(), 0, "room")
         got, state = run_steps(model(), state, STEPS[:, 7:10])
         want, plain = run_steps(model(), plain, STEPS[:, 7:10])

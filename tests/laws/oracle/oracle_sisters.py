@@ -168,10 +168,17 @@ class Quest(SetPolicy):
     budget: int
     unit: int
     recent: int
+    dense_layers: int
+
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> int:
+        """The number of the layer."""
+        return layer
 
     def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
-        """The recent pages and the best of the others."""
+        """The recent pages and the best of the others; everything in the first layers."""
         held, h_kv, _ = k.shape
+        if memory < self.dense_layers:
+            return [list(range(held))] * len(q), np.inf
         group, seen, gaps = len(q) // h_kv, [], []
         first = max(held - self.recent, 0) // self.unit * self.unit
         for h in range(h_kv):
