@@ -1,4 +1,4 @@
-"""Eight GPU ops for sparse attention over a prompt or an offloaded KV cache.
+"""Nine GPU ops for sparse attention over a prompt or an offloaded KV cache.
 
 Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It
 does not depend on jshadow. The public interface is the names below and two modules. `bits` defines the layout of packed
@@ -16,6 +16,7 @@ except ImportError as error:
 
 from pallas_kernels.append_rows import NewTokens as NewTokens
 from pallas_kernels.append_rows import append_rows as append_rows
+from pallas_kernels.attend_chunks import attend_chunks as attend_chunks
 from pallas_kernels.choose import IMPLEMENTATIONS as IMPLEMENTATIONS
 from pallas_kernels.choose import in_host_memory as in_host_memory
 from pallas_kernels.choose import on_host as on_host

@@ -16,6 +16,7 @@ chunks are kept on the device, the tokens of the others come first, and the prog
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,8 +37,8 @@ AT_ONCE = 512  # about as many programs run at once on a large GPU
 Loaded = tuple[list[jax.Array], jax.Array | None]  # tiles of value rows, and the scales if they are packed
 
 
-def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
-    """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
+def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, form, move):  # type: ignore[no-untyped-def]
+    """One program: rebuild the keys and fetch the values of `form.tokens` tokens of one KV head.
 
     If `kept` is None, the results hold the tokens of all chunks in turn. Otherwise they are the same buffers as the
     cache in `kept`, here [B, h_kv, P * c, d], and the tokens are those of the chunks in the list kept.missed. A program
@@ -45,29 +46,38 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count,
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
+    tokens = functools.partial(tokens_of, keys, b, h, j * form.tokens, form.tokens, kept)
     if kept is None:
-        move(refs, tokens_of(keys, b, h, j * count, count), b, h)
+        move(refs, tokens, b, h)
         return
 
-    @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, keys.chunk)]) < keys.ids.shape[2])
+    @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * form.tokens, keys.chunk)]) < keys.ids.shape[2])
     def _() -> None:
-        move(refs, tokens_of(keys, b, h, j * count, count, kept), b, h)
+        move(refs, tokens, b, h)
 
 
 def move_tokens(
-    refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, form: Form, early: bool, interpret: bool
+    refs: tuple[Any, ...],
+    tokens: Callable[..., Tokens],
+    b: jax.Array,
+    h: jax.Array,
+    form: Form,
+    early: bool,
+    interpret: bool,
 ) -> None:
     """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
 
-    If `early`, only the loads of the values come before the keys. Otherwise all work on the values does.
+    `tokens` is `tokens_of` without its last argument. If `early`, only the loads of the values come before the keys.
+    Otherwise all work on the values does.
     """
     values, keys, keys_out, _ = refs
-    loaded = load_values(values, keys, tokens, b, h)
+    fetched = tokens(by_chunks=form.by_chunks)
+    loaded = load_values(values, keys, fetched, b, h)
     if not early:
-        store_values(refs, loaded, tokens, b, h, interpret)
-    store_keys(keys, keys_out, tokens, b, h, form, interpret)
+        store_values(refs, loaded, fetched, b, h, interpret)
+    store_keys(keys, keys_out, tokens(), b, h, form, interpret)
     if early:
-        store_values(refs, loaded, tokens, b, h, interpret)
+        store_values(refs, loaded, fetched, b, h, interpret)
 
 
 def load_values(values: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> Loaded:
@@ -180,7 +190,7 @@ def fetch_reconstruct(
         kept = kept._replace(values=kept.values.reshape(shape), keys=kept.keys.reshape(shape))
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=form.tokens, move=move),
+        functools.partial(fetch_reconstruct_kernel, form=form, move=move),
         grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,

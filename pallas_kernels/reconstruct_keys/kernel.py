@@ -11,7 +11,7 @@ loads. Copies have 4 to 16 bytes, so the bytes of a token's part should begin an
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,9 @@ class Form(NamedTuple):
         width: number of elements of a left row that one step multiplies, a power of two of at least 16.
         stages: how many steps have their loads under way at once, if they run in a loop.
         looped: whether the steps run in a loop. Otherwise they stand one after another in the code.
+        joined: whether one product takes the codes in all places of a byte. Otherwise each place has its own.
+        by_chunks: whether the threads of a warp load values of neighboring tokens, which lie side by side in memory.
+            Otherwise they load those of several chunks.
     """
 
     tokens: int
@@ -49,13 +52,39 @@ class Form(NamedTuple):
     width: int = LEAST
     stages: int = 3
     looped: bool = True
+    joined: bool = False
+    by_chunks: bool = True
+
+
+class Block(NamedTuple):
+    """Some neighboring elements of the left rows.
+
+    Attributes:
+        first: index of the first element.
+        width: number of elements.
+        size: number of elements that exist, or None if all of the block do.
+    """
+
+    first: jax.Array | int
+    width: int
+    size: int | None
+
+    @property
+    def elements(self) -> jax.Array:
+        """The indices of the elements, int32 [width]."""
+        return iota(self.first, self.width)
+
+    def inside(self, index: jax.Array) -> jax.Array | None:
+        """Return which elements exist at these indices of the block, or None if all do."""
+        return None if self.size is None else index < self.size
 
 
 class Tokens(NamedTuple):
     """The tokens of one program, as a table [m, n]. Each field is an int32 or bool array that broadcasts to it.
 
     If a program holds whole chunks, column j of the table holds the tokens of chunk j. A thread then holds many tokens
-    of few chunks, and looks up few chunks. Otherwise the table has one row.
+    of few chunks, and looks up few chunks. In a table by chunks, row j holds the tokens of chunk j instead, so that
+    neighboring threads load neighboring tokens. If a program does not hold whole chunks, the table has one row.
 
     Attributes:
         place: index of the token in the result, [m, n].
@@ -76,7 +105,9 @@ class Tokens(NamedTuple):
     position: jax.Array
 
 
-def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int, kept: Any = None) -> Tokens:
+def tokens_of(
+    keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int, kept: Any = None, by_chunks: bool = False
+) -> Tokens:
     """Look up tokens first .. first + count - 1 of head h in batch row b.
 
     Args:
@@ -87,11 +118,13 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         count: number of tokens.
         kept: None: the tokens are those of all k ids in turn, and so is the result. Otherwise the kernel's refs, as
             KeptRows of fetch_reconstruct. The tokens are then those of the missed chunks, in their places of the cache.
+        by_chunks: whether the rows of the table are the chunks, if the program holds whole chunks.
     """
     chunk, units, selected = keys.chunk, keys.left.shape[-2], keys.ids.shape[2]
     if count % chunk == 0:
-        slot = lax.div(first, jnp.int32(chunk)) + iota(0, count // chunk)[None]
-        within = iota(0, chunk)[:, None]
+        across, along = (1, 0) if by_chunks else (0, 1)
+        slot = jnp.expand_dims(lax.div(first, jnp.int32(chunk)) + iota(0, count // chunk), across)
+        within = jnp.expand_dims(iota(0, chunk), along)
     else:
         index = iota(first, count)[None]
         slot, within = lax.div(index, jnp.int32(chunk)), lax.rem(index, jnp.int32(chunk))
@@ -116,13 +149,29 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
     """Rebuild the keys of the tokens, rotate them and write them to `out`, a ref [B, h_kv, tokens, d].
 
     `interpret` is as in `pallas_kernels.unpack`.
+    """
+    there, place = tokens.there[..., None], tokens.place[..., None]
+    for column, inside, tile in rotated_tiles(keys, tokens, b, h, form, interpret):
+        at = out.at[b, h, place, column[None]]
+        mask = both(there, None if inside is None else inside[None])
+        pltriton.store(at, tile.astype(out.dtype), mask=mask)
+
+
+def rotated_tiles(
+    keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array, form: Form, interpret: bool
+) -> Iterator[tuple[jax.Array, jax.Array | None, jax.Array]]:
+    """Rebuild the keys of the tokens and rotate them.
 
     RoPE mixes column j of the first half with column j of the second half. A tile holds both, so that one product
     computes them. It is then split between them.
+
+    Yields:
+        For some columns at a time: the columns of the head [1, n], which of them exist (or None if all do), and the
+        keys, float32 [the shape of the table of tokens, n].
     """
     dim, half = keys.dim, keys.inverse.shape[0]
     pairs = spans(half)
-    columns = [paired(start, width, half) for start, width in pairs]
+    columns: Columns = [paired(start, width, half) for start, width in pairs]
     for start, width in spans(dim - 2 * half):
         column = iota(2 * half + start, width)[None]
         columns.append((column, inside_of(column, 2 * half + start + width, dim)))
@@ -130,23 +179,18 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
         tiles = factor_tiles(keys, tokens, columns, b, h, form)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, form, interpret)
-    there, place = tokens.there[..., None], tokens.place[..., None]
     tiles = tuple(tile.reshape(*tokens.position.shape, -1) for tile in tiles)
-
-    def write(column: jax.Array, inside: jax.Array | None, value: jax.Array) -> None:
-        pltriton.store(out.at[b, h, place, column], value.astype(out.dtype), mask=both(there, inside))
-
     for (start, width), tile in zip(pairs, tiles, strict=False):
-        column = iota(start, width)[None, None]
+        column = iota(start, width)[None]
         inside = inside_of(column, start + width, half)
-        inverse = load_some(keys.inverse, (column,), inside)
+        inverse = load_some(keys.inverse, (column[None],), None if inside is None else inside[None])
         angle = tokens.position[..., None].astype(jnp.float32) * inverse
-        cos, sin = cos_sin(angle, out.dtype, interpret)
+        cos, sin = cos_sin(angle, keys.dtype, interpret)
         first, second = lax.split(tile, (width, width), axis=2)
-        write(column, inside, multiply_add(first, cos, -second * sin, interpret))
-        write(half + column, inside, multiply_add(second, cos, first * sin, interpret))
+        yield column, inside, multiply_add(first, cos, -second * sin, interpret)
+        yield half + column, inside, multiply_add(second, cos, first * sin, interpret)
     for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
-        write(column[None], None if inside is None else inside[None], tile)
+        yield column, inside, tile
 
 
 def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array | None]:
@@ -188,11 +232,10 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.position.size
 
-    def step(r: jax.Array, inside: jax.Array | None, out: Tiles) -> Tiles:
+    def step(block: Block, out: Tiles) -> Tiles:
+        r, inside = block.elements, block.inside(block.elements)
         rows = load_left(keys, tokens, r, inside, b)
-        return tuple(
-            tile + dot(rows, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True)
-        )
+        return add_products(keys, rows, r, inside, columns, b, h, out)
 
     zeros = tuple(jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns)
     return summed_up(rank, form, step, zeros)
@@ -205,7 +248,7 @@ def code_tiles(
     means = [load_some(keys.mean, (b, h, column), exists).astype(jnp.float32) for column, exists in columns]
     tiles = tuple(jnp.broadcast_to(mean, (tokens.position.size, mean.shape[1])) for mean in means)
     for part in parts_of(keys.profile):
-        step = functools.partial(add_codes, keys, tokens, columns, b, h, interpret, part)
+        step = functools.partial(add_codes, keys, tokens, columns, b, h, form, interpret, part)
         tiles = summed_up(part.size, form, step, tiles)
     return tiles
 
@@ -216,45 +259,71 @@ def add_codes(
     columns: Columns,
     b: jax.Array,
     h: jax.Array,
+    form: Form,
     interpret: bool,
     part: Part,
-    byte: jax.Array,
-    inside: jax.Array | None,
+    block: Block,
     out: Tiles,
 ) -> Tiles:
-    """Add the products of the codes in the bytes `byte` of a part of the profile, and `right`, to the tiles."""
-    packed = load_left(keys, tokens, part.byte + byte, inside, b)
-    for place in range(8 // part.bits):
+    """Add the products of the codes in a block of the bytes of a part of the profile, and `right`, to the tiles."""
+    byte, places = block.elements, 8 // part.bits
+    packed = load_left(keys, tokens, part.byte + byte, block.inside(byte), b)
+    numbers = [middle_numbers(packed, place, part.bits, keys.right.dtype, interpret) for place in range(places)]
+    if form.joined:
+        index = iota(0, places * block.width)
+        byte = block.first + lax.div(index, jnp.int32(places))
+        r = part.column + lax.rem(index, jnp.int32(places)) * part.size + byte
+        return add_products(keys, joined(numbers), r, block.inside(byte), columns, b, h, out)
+    for place, number in enumerate(numbers):
         r = part.column + place * part.size + byte
-        numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
-        out = tuple(
-            tile + dot(numbers, load_right(keys, r, inside, one, b, h)) for tile, one in zip(out, columns, strict=True)
-        )
+        out = add_products(keys, number, r, block.inside(byte), columns, b, h, out)
     return out
 
 
+def add_products(
+    keys: Any,
+    numbers: jax.Array,
+    r: jax.Array,
+    inside: jax.Array | None,
+    columns: Columns,
+    b: jax.Array,
+    h: jax.Array,
+    out: Tiles,
+) -> Tiles:
+    """Add the products of numbers [tokens, n] and the rows `r` [n] of `right` that are `inside` to the tiles."""
+    rights = [load_right(keys, r, inside, one, b, h) for one in columns]
+    return tuple(tile + dot(numbers, right) for tile, right in zip(out, rights, strict=True))
+
+
+def joined(tiles: list[jax.Array]) -> jax.Array:
+    """Join 1, 2 or 4 tiles [m, n], so that the elements of one column of all tiles in turn are neighbors, [m, ...]."""
+    if len(tiles) == 1:
+        return tiles[0]
+    even, odd = joined(tiles[::2]), joined(tiles[1::2])
+    pairs = lax.concatenate([even[..., None], odd[..., None]], dimension=2)
+    return pairs.reshape(even.shape[0], -1)
+
+
 def summed_up(size: int, form: Form, step: Callable[..., Tiles], tiles: Tiles) -> Tiles:
-    """Call `step` with the indices below `size` in blocks, each with what `step` made of the blocks before.
+    """Call `step` with the elements below `size` in blocks, each with what `step` made of the blocks before.
 
     Args:
         size: number of elements of the left rows.
         form: the width of the blocks, and whether whole blocks run in a loop.
-        step: maps indices int32 [n], whether each is below `size` (or None if all are), and tiles to new tiles.
+        step: maps a block and tiles to new tiles.
         tiles: the first tiles.
     """
     width, whole = form.width, size // form.width if form.looped else 0
     if whole > 1:
-
-        def whole_block(index: jax.Array, tiles: Tiles) -> Tiles:
-            return step(iota(index * width, width), None, tiles)
-
-        tiles = lax.fori_loop(np.int32(0), np.int32(whole), whole_block, tiles)
+        tiles = lax.fori_loop(
+            np.int32(0), np.int32(whole), lambda index, tiles: step(Block(index * width, width, None), tiles), tiles
+        )
     elif whole:
-        tiles = step(iota(0, width), None, tiles)
+        tiles = step(Block(0, width, None), tiles)
     first = whole * width
     for start, block in spans(size - first, width):
-        index = iota(first + start, block)
-        tiles = step(index, inside_of(index, first + start + block, size), tiles)
+        end = first + start + block
+        tiles = step(Block(first + start, block, None if end <= size else size), tiles)
     return tiles
 
 
