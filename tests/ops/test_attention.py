@@ -3,12 +3,11 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from cases import TINY
-from policy_inputs import prompt_of
+from few import one_of, slow
 from random_arrays import normal, wide
 
 from jshadow.ops import attention
@@ -28,27 +27,35 @@ def naive(q, k, v):
     )
 
 
+causal = jax.jit(attention.causal_attention, static_argnums=3)
+attend = jax.jit(attention.attend, static_argnums=2)
+
+
 @pytest.mark.parametrize(
     ("length", "dim", "group", "dtype"),
-    [
-        (27, 64, 1, "float32"),
-        (61, 80, 2, "float32"),
-        (113, 96, 3, "float32"),
-        (300, 64, 8, "float32"),
-        (513, 80, 1, "float32"),
-        (1, 64, 4, "float32"),
-        (61, 96, 8, "bfloat16"),
-        (300, 80, 3, "bfloat16"),
-        (113, 64, 5, "bfloat16"),
-    ],
+    one_of(
+        3,
+        [
+            (27, 64, 1, "float32"),
+            (61, 80, 2, "float32"),
+            (113, 96, 3, "float32"),
+            (300, 64, 8, "float32"),
+            (513, 80, 1, "float32"),
+            (1, 64, 4, "float32"),
+            (61, 96, 8, "bfloat16"),
+            (300, 80, 3, "bfloat16"),
+            (113, 64, 5, "bfloat16"),
+        ],
+    ),
 )
 def test_blockwise_attention_is_attention(length, dim, group, dtype):
     """The lengths are not multiples of a block, and cover one and several blocks of queries and keys."""
     q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
     k, v = (normal(2, length, 2, dim, seed=seed, dtype=dtype) for seed in (2, 3))
-    out, lse = jax.jit(lambda *x: attention.causal_attention(*x, float(1 / np.sqrt(dim))))(q, k, v)
+    out, lse = causal(q, k, v, float(1 / np.sqrt(dim)))
     assert out.dtype == q.dtype
-    assert lse.dtype == jnp.float32
+    assert lse.dtype == np.float32
+    q, k, v, out, lse = map(np.asarray, (q, k, v, out, lse))
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     for row in range(2):
         want, want_lse = naive(q[row], k[row], v[row])
@@ -56,102 +63,102 @@ def test_blockwise_attention_is_attention(length, dim, group, dtype):
         np.testing.assert_allclose(wide(lse[row]), want_lse, atol=2e-5 if dtype == "float32" else 1e-3)
 
 
-@pytest.mark.parametrize(("rows", "group", "dtype"), [(1, 1, "float32"), (2, 3, "float32"), (1, 4, "bfloat16")])
+@pytest.mark.parametrize(
+    ("rows", "group", "dtype"), one_of(2, [(2, 3, "float32"), (1, 1, "float32"), (1, 4, "bfloat16")])
+)
 def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
     q = normal(2, rows, 2 * group, 16, seed=1, dtype=dtype)
-    k, v = (normal(2, 2, 23, 16, seed=seed, dtype=dtype) for seed in (2, 3))
-    valid = jnp.asarray(np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6).at[:, :, :, 0].set(True)
+    k, v = (np.asarray(normal(2, 2, 23, 16, seed=seed, dtype=dtype)) for seed in (2, 3))
+    valid = np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6
+    valid[..., 0] = True
     cuts = [0, 5, 6, 17, 23]
     pieces = [attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)]
-    got = attention.attend(q, pieces, 0.25)
-    whole = attention.attend(q, [attention.Piece(k, v, valid)], 0.25)
+    got = attend(q, pieces, 0.25)
+    whole = attend(q, [attention.Piece(k, v, valid)], 0.25)
     np.testing.assert_allclose(wide(got), wide(whole), atol=1e-6 if dtype == "float32" else 2e-2)
-    got, q, k, v, valid = wide(got), wide(q), wide(k), wide(v), np.asarray(valid)
+    got, q, k, v = map(wide, (got, q, k, v))
     for b, t, h in np.ndindex(2, rows, 2 * group):
         seen = valid[b, h // group, t]
         want = oracle.attention(q[b, t, h][None], k[b, h // group][seen], v[b, h // group][seen])
         np.testing.assert_allclose(got[b, t, h], want[0], atol=1e-5 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("queries", [1, 2, 300])
+@pytest.mark.parametrize(
+    ("queries", "dtype"), one_of(5, [(n, dtype) for n in (1, 2, 300) for dtype in ("float32", "bfloat16")])
+)
 def test_a_list_of_places_gives_the_bits_of_the_listed_rows(queries, dtype):
-    """Also within a compiled program, and for a turn that is handled in blocks of queries."""
+    """Also for a turn that is handled in blocks of queries."""
     rng = np.random.default_rng(queries)
     q = normal(2, queries, 6, 16, seed=1, dtype=dtype)
-    k, v = (normal(2, 2, 11, 5 * 16, seed=seed, dtype=dtype) for seed in (2, 3))
+    k, v = (np.asarray(normal(2, 2, 11, 5 * 16, seed=seed, dtype=dtype)) for seed in (2, 3))
     window = normal(2, 2, 9, 16, seed=4, dtype=dtype)
     places = np.argsort(rng.random((2, 2, 11)))[..., :7].astype(np.int32)
-    counts = jnp.asarray(rng.integers(0, 7, (2, 2, queries, 1), np.int32))
-    rows = [
-        jnp.stack([jnp.stack([x[b, h][places[b, h]].reshape(35, 16) for h in range(2)]) for b in range(2)])
-        for x in (k, v)
-    ]
-    first = attention.Piece(window, window, jnp.ones((1, 1, 1, 9), bool))
+    counts = rng.integers(0, 7, (2, 2, queries, 1), np.int32)
+    rows = [np.take_along_axis(x, places[..., None], axis=2).reshape(2, 2, 35, 16) for x in (k, v)]
+    first = attention.Piece(window, window, np.ones((1, 1, 1, 9), bool))
     unseen = np.where(np.arange(7) < 6, places, 11)  # no query sees the last entry
-    listed = attention.Piece(k, v, counts, jnp.asarray(unseen, jnp.int32))
-    for attend in (attention.attend, jax.jit(attention.attend, static_argnums=2)):
-        got = attend(q, [first, listed], 0.25)
-        want = attend(q, [first, attention.Piece(*rows, 5 * counts)], 0.25)
-        np.testing.assert_array_equal(wide(got), wide(want))
-        assert not np.array_equal(wide(got), wide(attend(q, [first], 0.25)))
+    listed = attention.Piece(k, v, counts, unseen.astype(np.int32))
+    got = attend(q, [first, listed], 0.25)
+    want = attend(q, [first, attention.Piece(*rows, 5 * counts)], 0.25)
+    np.testing.assert_array_equal(wide(got), wide(want))
+    assert not np.array_equal(wide(got), wide(attend(q, [first], 0.25)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float32", "bfloat16"]))
 def test_a_long_turn_attends_as_its_queries_alone(dtype):
     """Pieces of several blocks and of one; each query and row sees another number of rows, and some see none."""
     rng = np.random.default_rng(5)
-    q = jnp.asarray(rng.normal(size=(2, 70, 6, 8)), dtype)
+    q = rng.normal(size=(2, 70, 6, 8)).astype(dtype)
     pieces = []
     for size, shape in ((1100, (2, 1, 70, 1)), (5, (2, 3, 1, 1))):
-        k, v = (jnp.asarray(rng.normal(size=(2, 3, size, 8)), dtype) for _ in range(2))
-        pieces.append(attention.Piece(k, v, jnp.asarray(rng.integers(0, size + 1, shape), jnp.int32)))
-    pieces[0] = pieces[0]._replace(valid=pieces[0].valid.at[0, 0, 3].set(0).at[1, 0, 9].set(2000))
-    pieces[1] = pieces[1]._replace(valid=pieces[1].valid.at[0].set(0))
-    out = attention.attend(q, pieces, 0.3)
-    alone = [
-        attention.attend(q[:, a : a + 10], [p.of_queries(a, a + 10) for p in pieces], 0.3) for a in range(0, 70, 10)
-    ]
-    np.testing.assert_allclose(out, jnp.concatenate(alone, axis=1), atol=2e-6 if dtype == "float32" else 0.02)
-    assert not np.asarray(out[0, 3]).any()
+        k, v = (rng.normal(size=(2, 3, size, 8)).astype(dtype) for _ in range(2))
+        pieces.append(attention.Piece(k, v, rng.integers(0, size + 1, shape, np.int32)))
+    pieces[0].valid[0, 0, 3], pieces[0].valid[1, 0, 9], pieces[1].valid[0] = 0, 2000, 0
+    out = np.asarray(attend(q, pieces, 0.3))
+    alone = [attend(q[:, a : a + 10], [p.of_queries(a, a + 10) for p in pieces], 0.3) for a in range(0, 70, 10)]
+    alone = np.concatenate(alone, axis=1)
+    np.testing.assert_allclose(wide(out), wide(alone), atol=2e-6 if dtype == "float32" else 0.02)
+    assert not out[0, 3].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float32", "bfloat16"]))
 def test_own_rows_are_added_to_attention_over_shared_ones(dtype):
     """It is one softmax. Query 3 sees no shared row, query 4 no row of its own, and query 5 none at all."""
     rng = np.random.default_rng(6)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
     q, seen, chosen = draw(2, 20, 6, 8), rng.integers(1, 600, (2, 1, 20, 1)), rng.random((2, 3, 20, 4)) < 0.5
     seen[:, :, [3, 5]], chosen[:, :, 3], chosen[:, :, 4:6] = 0, True, False
-    shared = attention.Piece(draw(2, 3, 600, 8), draw(2, 3, 600, 8), jnp.asarray(seen, jnp.int32))
-    own = attention.Piece(draw(2, 3, 20, 12, 8), draw(2, 3, 20, 12, 8), jnp.asarray(chosen))
-    before = attend_prefixes(q, [(shared.k, shared.v, shared.valid)], 0.3)
-    got = add_rows(q, (own.k, own.v, own.valid), 0.3, before)
-    want = attention.attend(q, [shared, own], 0.3)
-    np.testing.assert_allclose(got, want, atol=2e-6 if dtype == "float32" else 0.02)
-    assert not np.asarray(got[:, 5]).any()
+    shared = attention.Piece(draw(2, 3, 600, 8), draw(2, 3, 600, 8), seen.astype(np.int32))
+    own = attention.Piece(draw(2, 3, 20, 12, 8), draw(2, 3, 20, 12, 8), chosen)
+
+    @jax.jit
+    def in_two(q, shared, own):
+        return add_rows(q, own[:3], 0.3, attend_prefixes(q, [shared[:3]], 0.3))
+
+    got, want = (np.asarray(x) for x in (in_two(q, shared, own), attend(q, [shared, own], 0.3)))
+    np.testing.assert_allclose(wide(got), wide(want), atol=2e-6 if dtype == "float32" else 0.02)
+    assert not got[:, 5].any()
 
 
 def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
-    q, k = normal(1, 1, 2, 8, seed=1), normal(1, 2, 3, 8, seed=2)
-    none = attention.Piece(k, k, jnp.zeros((1, 1, 1, 3), bool))
-    assert not np.asarray(attention.attend(q, [none], 1.0)).any()
-    good = attention.Piece(k, k, jnp.ones((1, 1, 1, 3), bool))
+    q, k = (np.asarray(normal(*shape, seed=shape[1])) for shape in ((1, 1, 2, 8), (1, 2, 3, 8)))
+    none = attention.Piece(k, k, np.zeros((1, 1, 1, 3), bool))
+    assert not np.asarray(attend(q, [none], 1.0)).any()
+    good, large = attention.Piece(k, k, np.ones((1, 1, 1, 3), bool)), k * np.float32(1e6)
     np.testing.assert_array_equal(
-        attention.attend(q, [good, attention.Piece(k * 1e6, k * 1e6, none.valid)], 1.0),
-        attention.attend(q, [good], 1.0),
+        attend(q, [good, attention.Piece(large, large, none.valid)], 1.0), attend(q, [good], 1.0)
     )
-    probs = attention.attention_probs(q, good, 1.0)
-    np.testing.assert_allclose(probs.sum(-1), 1.0, rtol=1e-6)
+    probs = jax.jit(attention.attention_probs, static_argnums=2)(q, good, 1.0)
+    np.testing.assert_allclose(np.asarray(probs).sum(-1), 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 256, 300, 613])
+@pytest.mark.parametrize("tokens", [slow(1), 5, slow(256), 300, slow(613)])
 def test_key_mass_is_the_column_sums(tokens):
     """Compared with the whole matrix of probabilities, for lengths beyond the size of a tile and with padding."""
-    prompt = prompt_of(TINY, tokens, seed=tokens)
-    length = max(1, tokens - 3)
-    mass = key_mass(prompt.q_post, prompt.k_post, prompt.lse, jnp.array([length]), TINY.attention_scale)
-    q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
+    length, scale = max(1, tokens - 3), TINY.attention_scale
+    q, k = (normal(1, tokens, heads, TINY.head_dim, seed=heads) for heads in (TINY.q_heads, TINY.kv_heads))
+    mass = jax.jit(key_mass, static_argnums=4)(q, k, causal(q, k, k, scale)[1], np.array([length]), scale)
+    mass, q, k = np.asarray(mass), wide(q)[0], wide(k)[0]
     want = np.zeros((TINY.kv_heads, tokens))
     for head in range(TINY.q_heads):
         logits = q[:, head] @ k[:, head // TINY.group].T * TINY.attention_scale

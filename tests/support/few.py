@@ -1,0 +1,22 @@
+"""Which cases of a list run in `make test`. The others are marked as slow: only the complete suite runs them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow(case: Any) -> Any:
+    """A case that only the complete suite runs. A plain tuple is several arguments."""
+    return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
+
+
+def one_of(count: int, cases: Iterable[Any]) -> list[Any]:
+    """The first case of so many is quick, and then each that comes `count` places later."""
+    return [slow(case) if number % count else case for number, case in enumerate(cases)]
+
+
+def quick(names: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases that are named are quick."""
+    chosen = list(names)
+    return [case if case in chosen else slow(case) for case in cases]
