@@ -1,18 +1,20 @@
 """sparse_attention over pieces with a list of places: compared with NumPy, and bit for bit with the listed rows."""
 
-import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from few import one_of, quick
+from kernel_calls import sparse_attention
 from kernel_cases import TOLERANCE, normal
 from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
+from random_arrays import array
 
-from pallas_kernels import sparse_attention
 from pallas_kernels.sparse_attention import kernel
 from pallas_kernels.sparse_attention.operands import Piece
 
 BATCH, HEADS, DIM = 2, 2, 64
+DTYPES = ("float32", "bfloat16")
 NOWHERE = (-1, 2**31 - 1, 10_000)  # entries that no query may see
 
 
@@ -33,19 +35,18 @@ def piece_of(rng, *, places, entries, chunk, dim=DIM, seen=None, dtype="float32"
     nowhere = np.asarray((*NOWHERE, places), np.int64)[np.arange(entries) % 4]
     lists = np.where(used, lists, nowhere).astype(np.int32)
     k, v = (normal(rng, BATCH, HEADS, places, chunk * dim, dtype=dtype) for _ in range(2))
-    return Piece(k, v, jnp.asarray(seen), jnp.asarray(lists))
+    return Piece(k, v, array(seen), array(lists))
 
 
 def in_order(piece, dim=DIM):
     """The same piece without a list: its rows are gathered in NumPy."""
     places, chunk = np.asarray(piece.places), piece.k.shape[3] // dim
     index = np.where((places < 0) | (places >= piece.k.shape[2]), 0, places)[..., None]
+    valid = np.asarray(piece.valid)
     k, v = (
-        jnp.asarray(np.take_along_axis(np.asarray(x), index, axis=2).reshape(*places.shape[:2], -1, dim))
-        for x in piece[:2]
+        array(np.take_along_axis(np.asarray(x), index, axis=2).reshape(*places.shape[:2], -1, dim)) for x in piece[:2]
     )
-    counts = piece.valid.dtype == jnp.int32
-    return Piece(k, v, jnp.minimum(piece.valid, places.shape[2]) * chunk if counts else piece.valid)
+    return Piece(k, v, np.minimum(valid, places.shape[2]) * np.int32(chunk) if valid.dtype == np.int32 else valid)
 
 
 def queries_of(rng, *, queries=1, group=1, dim=DIM, dtype="float32"):
@@ -79,7 +80,7 @@ CASES = {  # places, entries, chunk, dim, group, queries, dtype
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(["chunks of eight", "several queries"], CASES))
 def test_the_rows_of_listed_places(case):
     places, entries, chunk, dim, group, queries, dtype = CASES[case]
     rng = np.random.default_rng(entries)
@@ -99,14 +100,13 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize(("kind", "dtype"), one_of(4, ((kind, dtype) for kind in SEEN for dtype in DTYPES)))
 def test_what_queries_may_see(kind, dtype):
     rng = np.random.default_rng(1)
     seen = SEEN[kind](rng)
     if kind == "one flag":
         piece = piece_of(rng, places=14, entries=9, chunk=5, seen=np.full((1, 1, 1, 1), 9, np.int32), dtype=dtype)
-        piece = piece._replace(valid=jnp.asarray(seen))
+        piece = piece._replace(valid=array(seen))
     else:
         piece = piece_of(rng, places=14, entries=9, chunk=5, seen=seen, dtype=dtype)
     want = check(queries_of(rng, queries=3, group=2, dtype=dtype), [piece])
@@ -116,12 +116,19 @@ def test_what_queries_may_see(kind, dtype):
 def other_pieces(rng, dtype):
     """Pieces without a list: a count that is a single number, and flags."""
     rows = [tuple(normal(rng, BATCH, HEADS, n, DIM, dtype=dtype) for _ in range(2)) for n in (21, 67)]
-    flags = jnp.asarray(rng.random((BATCH, 1, 1, 67)) < 0.5)
-    return [Piece(*rows[0], jnp.full((1, 1, 1, 1), 12, jnp.int32)), Piece(*rows[1], flags)]
+    flags = array(rng.random((BATCH, 1, 1, 67)) < 0.5)
+    return [Piece(*rows[0], np.full((1, 1, 1, 1), 12, np.int32)), Piece(*rows[1], flags)]
 
 
-@pytest.mark.parametrize("programs", [1, 9, 512])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def forget_programs():
+    """Programs are compiled anew, with another constant of the kernel's file."""
+    for cached in (kernel.sparse_attention, sparse_attention):
+        cached.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "programs"), quick([("bfloat16", 9)], ((dtype, count) for dtype in DTYPES for count in (1, 9, 512)))
+)
 def test_pieces_with_and_without_lists(programs, dtype, monkeypatch):
     """With 1 program a head is not split. With more, its rows are split over several programs, and merged."""
     rng = np.random.default_rng(2)
@@ -132,9 +139,9 @@ def test_pieces_with_and_without_lists(programs, dtype, monkeypatch):
     ]
     window, outliers = other_pieces(rng, dtype)
     monkeypatch.setattr(kernel, "PROGRAMS", programs)
-    kernel.sparse_attention.clear_cache()
+    forget_programs()
     check(queries_of(rng, group=4, dtype=dtype), [window, lists[0], outliers, lists[1]])
-    kernel.sparse_attention.clear_cache()
+    forget_programs()
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
@@ -146,12 +153,13 @@ def test_where_chunks_lie_changes_no_bit(implementation):
         queries_of(rng, group=4, dtype="bfloat16"),
     )
     moved = rng.permutation(31)[:12]
-    k, v = (normal(rng, BATCH, HEADS, 31, 8 * DIM, dtype="bfloat16").at[:, :, moved].set(x) for x in piece[:2])
+    k, v = (np.array(normal(rng, BATCH, HEADS, 31, 8 * DIM, dtype="bfloat16")) for _ in range(2))
+    k[:, :, moved], v[:, :, moved] = piece.k, piece.v
     places = np.asarray(piece.places)
     away = np.where((places >= 0) & (places < 12), moved[np.clip(places, 0, 11)], 31).astype(np.int32)
     first, second = (
         sparse_attention(q, [one], scale=0.1, implementation=implementation)
-        for one in (piece, Piece(k, v, piece.valid, jnp.asarray(away)))
+        for one in (piece, Piece(k, v, piece.valid, array(away)))
     )
     np.testing.assert_array_equal(kernel_truth.wide(first), kernel_truth.wide(second))
 
@@ -159,8 +167,9 @@ def test_where_chunks_lie_changes_no_bit(implementation):
 def test_pieces_without_entries_or_places_are_passed_over():
     rng = np.random.default_rng(4)
     q, piece = queries_of(rng, group=2), piece_of(rng, places=6, entries=5, chunk=4)
-    no_entries = piece._replace(places=piece.places[..., :0])
-    no_places = piece._replace(k=piece.k[:, :, :0], v=piece.v[:, :, :0])
+    arrays = Piece(*map(np.asarray, piece))
+    no_entries = piece._replace(places=arrays.places[..., :0])
+    no_places = piece._replace(k=arrays.k[:, :, :0], v=arrays.v[:, :, :0])
     for implementation in ("xla", "interpret"):
         assert not np.asarray(sparse_attention(q, [no_entries], scale=0.1, implementation=implementation)).any()
         with_them, alone = (
@@ -170,8 +179,10 @@ def test_pieces_without_entries_or_places_are_passed_over():
         np.testing.assert_array_equal(with_them, alone)
 
 
-@pytest.mark.parametrize("programs", [1, 512])
-@pytest.mark.parametrize("kind", ["a count for each query", "flags of entries", "no entry"])
+@pytest.mark.parametrize(
+    ("kind", "programs"),
+    one_of(6, ((k, n) for k in ("a count for each query", "flags of entries", "no entry") for n in (1, 512))),
+)
 def test_the_kernel_reads_only_the_rows_of_entries_that_a_query_sees(kind, programs, watched, monkeypatch):  # noqa: F811
     """Unseen entries are not loaded. Each seen one is loaded once for each of its rows, which are loaded once."""
     monkeypatch.setattr(kernel, "PROGRAMS", programs)

@@ -1,59 +1,80 @@
 """The layout of packed numbers: packing and unpacking are inverse, in XLA and with the functions of kernels."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from few import one_of
+from random_arrays import array
 
 from jshadow.policies.shadowkv.key_codecs.midrise import quantize
 from pallas_kernels import bits as layout
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "profile"))
+def all_ways(codes, step, packed, whole, *, bits, profile):
+    """Each function of the layout, on its own input. One program."""
+    wide = packed.astype(np.int32)
+    return {
+        "quantize": quantize(codes - 2.0 ** (bits - 1) + 0.5, step, profile),
+        "pack_codes": layout.pack_codes(codes.astype(np.uint8), bits),
+        "unpack_bytes": layout.unpack_bytes(packed, bits),
+        "dequantize": layout.dequantize(packed, step, profile),
+        "code_at": jnp.concatenate([layout.code_at(wide, place, bits) for place in range(8 // bits)], axis=-1),
+        "unpack_signed": layout.unpack_signed(packed, bits),
+        "signed": layout.signed(codes, bits),
+        "pack_signed": layout.pack_signed(whole, bits),
+    }
+
+
 @pytest.mark.parametrize(("count", "bits"), [(1, 8), (6, 4), (8, 2)])
 def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
     profile = tuple(count if bits == one else 0 for one in layout.BITS)
-    codes = np.arange(3 * count).reshape(3, count) % 2**bits
-    step = jnp.ones(count)
-    packed = quantize(jnp.asarray(codes - 2.0 ** (bits - 1) + 0.5), step, profile)
-    np.testing.assert_array_equal(packed, layout.pack_codes(jnp.asarray(codes, jnp.uint8), bits))
-    np.testing.assert_array_equal(layout.unpack_bytes(packed, bits), codes)
-    np.testing.assert_array_equal(layout.dequantize(packed, step, profile), codes - 2.0 ** (bits - 1) + 0.5)
-    assert layout.packed_width(profile) == packed.shape[-1]
-    wide = packed.astype(jnp.int32)
-    np.testing.assert_array_equal(
-        np.concatenate([layout.code_at(wide, place, bits) for place in range(8 // bits)], axis=-1), codes
-    )
-    whole = layout.unpack_signed(packed, bits)
-    assert whole.dtype == jnp.int8
-    np.testing.assert_array_equal(whole, np.where(codes < 2 ** (bits - 1), codes, codes - 2**bits))
-    np.testing.assert_array_equal(whole, layout.signed(jnp.asarray(codes, jnp.int32), bits))
-    np.testing.assert_array_equal(layout.pack_signed(whole, bits), packed)
+    codes = np.arange(3 * count, dtype=np.int32).reshape(3, count) % 2**bits
+    width, each = layout.packed_width(profile), 8 // bits
+    # Byte j has the numbers j, j + w, ..., the first lowest.
+    packed = sum(codes[:, i * width : (i + 1) * width] << bits * i for i in range(each)).astype(np.uint8)
+    whole = np.where(codes < 2 ** (bits - 1), codes, codes - 2**bits).astype(np.int8)
+    got = all_ways(codes, np.ones(count, np.float32), packed, whole, bits=bits, profile=profile)
+    want = dict.fromkeys(("quantize", "pack_codes", "pack_signed"), packed)
+    want |= dict.fromkeys(("unpack_bytes", "code_at"), codes) | dict.fromkeys(("unpack_signed", "signed"), whole)
+    want["dequantize"] = codes - 2.0 ** (bits - 1) + 0.5
+    assert got.keys() == want.keys()
+    for name, right in want.items():
+        np.testing.assert_array_equal(got[name], right, name)
+    assert got["unpack_signed"].dtype == np.int8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bits", [8, 4])
+join = jax.jit(layout.join_rows, static_argnums=2)
+values_of = jax.jit(layout.row_values, static_argnums=(1, 2, 3, 4))
+split = jax.jit(layout.split_rows, static_argnums=(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), one_of(3, [(b, d) for b in (8, 4) for d in ("float32", "bfloat16")]))
 def test_rows_with_scales_come_back(bits, dtype):
     """A row of words has codes first, then scales, then zeros, as NumPy finds them. Any width and no row will do."""
     rng, most = np.random.default_rng(0), 2 ** (bits - 1)
     for lead, tokens, dim in (((2, 5), 3, 8), ((4,), 8, 128), ((2,), 5, 66), ((3,), 1, 7), ((2, 0), 4, 80)):
-        codes = jnp.asarray(rng.integers(-most, most, (*lead, tokens, dim), np.int8))
-        scale = jnp.asarray(0.5 + rng.random((*lead, tokens, 1)), layout.scale_dtype(dtype))
-        joined = layout.join_rows(codes, scale, bits)
+        codes = array(rng.integers(-most, most, (*lead, tokens, dim), np.int8))
+        scale = array(0.5 + rng.random((*lead, tokens, 1)), layout.scale_dtype(dtype))
+        joined = join(codes, scale, bits)
         words = layout.row_words(tokens, dim, bits, dtype)
-        assert joined.dtype == jnp.uint16
+        assert joined.dtype == np.uint16
         assert joined.shape == (*lead, words)
         assert words % 16 == 0
         used = tokens * (math.ceil(dim * bits / 16) + scale.dtype.itemsize // 2)
         assert 0 <= words - used < 16
-        assert not joined[..., used:].any()
+        assert not np.asarray(joined)[..., used:].any()
         sizes = (tokens, dim, bits, dtype)
         found = [kernel_truth.unpacked_values(row, *sizes) for row in np.asarray(joined).reshape(-1, words)]
         want = np.asarray(codes, np.float32) * np.asarray(scale, np.float32)
         np.testing.assert_array_equal(np.reshape(found, want.shape), want)
-        np.testing.assert_array_equal(layout.row_values(joined, *sizes), want.astype(dtype))
-        whole, scales = layout.split_rows(joined, *sizes)
+        np.testing.assert_array_equal(values_of(joined, *sizes), want.astype(jnp.dtype(dtype)))
+        whole, scales = split(joined, *sizes)
         assert scales.dtype == scale.dtype
         np.testing.assert_array_equal(whole, codes)
         np.testing.assert_array_equal(scales, scale)

@@ -12,6 +12,7 @@ import pytest
 from kernel_cases import ATTENTION, CHUNKS, SCORES, attention_inputs, factor_inputs, fetch_inputs, score_inputs
 from kernel_lowering import TARGET, lowered
 from level_cases import LEVELS, level_inputs
+from random_arrays import array
 
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
@@ -43,13 +44,13 @@ def test_a_kernel_for_cuda_takes_values_where_they_lie():
 
 def test_auto_falls_back_where_the_kernel_cannot():
     inputs = score_inputs(SCORES[1])
-    wide = inputs | {key: jnp.concatenate([inputs[key]] * 3, axis=-1) for key in ("q", "landmarks")}
+    wide = inputs | {key: np.concatenate([inputs[key]] * 3, axis=-1) for key in ("q", "landmarks")}
     assert TARGET not in lowered("chunk_scores", wide, "cuda")
     with pytest.raises(NotImplementedError, match="up to 256 wide, got 384"):
-        pallas_kernels.chunk_scores(**wide, implementation="pallas")
-    odd = inputs | {key: inputs[key].astype(jnp.float8_e4m3fn) for key in ("q", "landmarks")}
+        kernel_calls.chunk_scores(**wide, implementation="pallas")
+    odd = inputs | {key: np.asarray(inputs[key]).astype(jnp.float8_e4m3fn) for key in ("q", "landmarks")}
     with pytest.raises(NotImplementedError, match="got float8_e4m3fn"):
-        pallas_kernels.chunk_scores(**odd, implementation="interpret")
+        kernel_calls.chunk_scores(**odd, implementation="interpret")
 
 
 def test_the_implementation_must_exist():
@@ -59,7 +60,7 @@ def test_the_implementation_must_exist():
 
 
 def test_host_memory_is_told_and_used():
-    here = jnp.arange(6.0)
+    here = array(np.arange(6, dtype=np.float32))
     there = jax.device_put(here, jax.memory.Space.Host)
     assert in_host_memory(there)
     assert not in_host_memory(here)
@@ -73,19 +74,19 @@ def test_host_memory_is_told_and_used():
     out = double(there)
     assert seen == [True]
     assert in_host_memory(out)
-    np.testing.assert_array_equal(out, 2 * here)
+    np.testing.assert_array_equal(out, 2 * np.asarray(here))
 
 
 def cut(x, axis):
-    return x.take(np.arange(x.shape[axis] - 1), axis=axis) if x.shape[axis] > 1 else jnp.concatenate([x, x], axis)
+    return x.take(np.arange(x.shape[axis] - 1), axis=axis) if x.shape[axis] > 1 else np.concatenate([x, x], axis)
 
 
-PLACES = jnp.zeros((1, 2, 3), jnp.int32)
+PLACES = np.zeros((1, 2, 3), np.int32)
 
 
 def listed(piece, **changes):
     """A piece of sparse_attention with a list of three places, and something that is wrong."""
-    return Piece(*piece[:2], jnp.ones((1, 1, 1, 1), jnp.int32), PLACES)._replace(**changes)
+    return Piece(*piece[:2], np.ones((1, 1, 1, 1), np.int32), PLACES)._replace(**changes)
 
 
 WRONG = [
@@ -147,7 +148,12 @@ WRONG = [
         r"\[0\] places must have shape \[1, 2",
     ),
     ("sparse_attention", "pieces", lambda x: [listed(x[0], places=PLACES[0])], r"places must have shape \[1, 2, L\]"),
-    ("sparse_attention", "pieces", lambda x: [listed(x[0], places=PLACES * 1.0)], r"\[0\] places must be int32"),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [listed(x[0], places=PLACES.astype("float32"))],
+        r"\[0\] places must be int32",
+    ),
     ("sparse_attention", "pieces", lambda x: [x[0], listed(x[1], k=x[1][0][:, :1])], r"pieces\[1\] k must have shape"),
     (
         "sparse_attention",
@@ -175,21 +181,22 @@ WRONG = [
 @pytest.mark.parametrize(("op", "argument", "change", "message"), WRONG)
 def test_wrong_arguments_are_told(op, argument, change, message):
     inputs = OPS[op]()
+    given = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, inputs[argument])
     with pytest.raises(ValueError, match=message):
-        getattr(kernel_calls, op)(**inputs | {argument: change(inputs[argument])})
+        getattr(kernel_calls, op)(**inputs | {argument: change(given)})
 
 
 @pytest.mark.parametrize("columns", [0, 65])
 def test_rotation_must_fit_the_heads(columns):
     inputs = factor_inputs(CHUNKS[0])
     with pytest.raises(ValueError, match=f"inverse must have 1 to 64 angles for heads 128 wide, got {columns}"):
-        kernel_calls.reconstruct_keys(**inputs | {"inverse": jnp.zeros(columns)})
+        kernel_calls.reconstruct_keys(**inputs | {"inverse": np.zeros(columns, np.float32)})
 
 
 def test_something_must_be_there_to_choose_from():
     inputs = factor_inputs(CHUNKS[1])
     with pytest.raises(ValueError, match="left must have at least one chunk"):
-        kernel_calls.reconstruct_keys(**inputs | {"left": inputs["left"][:, :0]})
+        kernel_calls.reconstruct_keys(**inputs | {"left": np.asarray(inputs["left"])[:, :0]})
 
 
 def test_a_jax_without_the_triton_backend_is_told(monkeypatch):

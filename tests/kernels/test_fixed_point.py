@@ -1,15 +1,15 @@
 """Scores by packed landmarks: queries in fixed point, and programs that walk over several tiles of chunks."""
 
 import jax
-import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from few import one_of
+from kernel_calls import chunk_scores
 from kernel_cases import PACKED_SCORES, TOLERANCE, Heads, name, score_inputs
 from kernel_refs import watched  # noqa: F401, a fixture
 
-from pallas_kernels import chunk_scores
-from pallas_kernels.chunk_scores import packed
+from pallas_kernels.chunk_scores import kernel, packed
 
 WALKS = (
     Heads((300,), 64, group=4, kv_heads=2, dtype="bfloat16", bits=4, spread=True),
@@ -25,8 +25,8 @@ def test_products_with_digits_are_exact(width, height):
     numbers = rng.integers(-(2**30), 2**30, (height, width), np.int32, endpoint=True)
     numbers[0, :2], numbers[1, :4] = (2**30, -(2**30)), (127, 128, -128, -129)
     codes = rng.integers(-128, 127, (4, 4, 8, 4, width // 4), np.int8, endpoint=True)
-    left, right = packed.operand(jnp.asarray(codes)), packed.digits_of(jnp.asarray(numbers))
-    assert left.dtype == right.dtype == jnp.int8
+    left, right = (jax.jit(f)(x) for f, x in ((packed.operand, codes), (packed.digits_of, numbers)))
+    assert left.dtype == right.dtype == np.int8
     got = np.asarray(left, np.int64) @ np.asarray(right, np.int64).T
     # Rows: [chunk / 2, warp, chunk % 2, group]. Columns: [rows / 4, upper or lower digits, 4 rows, 2 digits].
     got = got.reshape(2, 4, 2, 8, height // 4, 2, 4, 2)
@@ -39,23 +39,45 @@ def test_products_with_digits_are_exact(width, height):
 def test_queries_of_any_size(size):
     """A row's own largest number is the measure, so that a row of small numbers loses nothing beside a large one."""
     inputs = score_inputs(Heads((61,), 64, group=4, dtype="float32", bits=4))
-    factors = jnp.array([1.0, 1e-3, 1e3, 1.0])[:, None]
-    want = kernel_truth.chunk_scores(**inputs | {"q": inputs["q"] * factors})
+    q = np.asarray(inputs["q"]) * np.float32([1.0, 1e-3, 1e3, 1.0])[:, None]
+    want = kernel_truth.chunk_scores(**inputs | {"q": q})
     got = chunk_scores(
-        **inputs | {"q": inputs["q"] * factors * size, "scale": inputs["scale"] / size}, implementation="interpret"
+        **inputs | {"q": q * np.float32(size), "scale": inputs["scale"] / size}, implementation="interpret"
     )
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)
 
 
 def test_a_query_of_zeros_gives_all_landmarks_the_same_share():
     inputs = score_inputs(Heads((61,), 64, bits=8, dtype="bfloat16"))
-    inputs |= {"q": jnp.zeros_like(inputs["q"]), "candidates": jnp.ones((1, 1, 61), bool)}
+    inputs |= {"q": np.zeros_like(inputs["q"]), "candidates": np.ones((1, 1, 61), bool)}
     np.testing.assert_allclose(chunk_scores(**inputs, implementation="interpret"), 1 / 61, rtol=1e-6)
 
 
+@pytest.fixture
+def walking(monkeypatch):
+    """Two programs, which walk over up to three tiles each."""
+    caches = (chunk_scores, kernel.chunk_scores)
+    monkeypatch.setattr(packed, "PROGRAMS", 1)
+    monkeypatch.setattr(packed, "STEPS", 3)
+    for cached in caches:
+        cached.clear_cache()
+    yield
+    for cached in caches:
+        cached.clear_cache()
+
+
+@pytest.mark.usefixtures("walking")
+@pytest.mark.parametrize("case", one_of(2, WALKS), ids=name)
+def test_a_program_walks_over_tiles(case):
+    """The last tiles lie partly or wholly past the last chunk."""
+    inputs = score_inputs(case)
+    got = chunk_scores(**inputs, implementation="interpret")
+    np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WALKS, ids=name)
-def test_a_program_walks_over_tiles(case, watched, monkeypatch):  # noqa: F811
-    """Two programs of up to three tiles each, the last of which lie partly or wholly past the last chunk."""
+def test_a_walk_reads_each_landmark_once(case, watched, monkeypatch):  # noqa: F811
     monkeypatch.setattr(packed, "PROGRAMS", 1)
     monkeypatch.setattr(packed, "STEPS", 3 if case.rows[0] > 384 else 2)
     inputs = score_inputs(case)

@@ -1,7 +1,6 @@
 """The kernels under `jax.vmap` over rows, with arrays of one prompt that all rows share."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from append_cases import APPENDS, append_call, append_inputs
@@ -18,6 +17,7 @@ from kernel_cases import (
     score_inputs,
 )
 from level_cases import LEVELS, level_inputs
+from random_arrays import array
 
 PROMPT = {"landmarks", "candidates", "landmark_scale", "spread", "means", "details", "mean_scale", "detail_scale"}
 PROMPT |= {"left", "right", "mean", "values", "first"}
@@ -33,7 +33,7 @@ def several(cases, **fields):
 
 def check(call, inputs, dtype="float32"):
     """Compare the kernel for each row with the reference, which gets the prompt's arrays once for each row."""
-    arrays = {key: x for key, x in inputs.items() if isinstance(x, jax.Array) and key != "inverse"}
+    arrays = {key: np.asarray(x) for key, x in inputs.items() if isinstance(x, jax.Array) and key != "inverse"}
     rest = {key: x for key, x in inputs.items() if key not in arrays}
     rows = max(x.shape[0] for x in arrays.values())
     prompt = {key: arrays.pop(key)[:1] for key in PROMPT & set(arrays)}
@@ -45,9 +45,9 @@ def check(call, inputs, dtype="float32"):
         result = call(**alone, **prompt, **rest, implementation="interpret")
         return jax.tree.map(lambda x: x[0], result)
 
-    repeated = {key: jnp.concatenate([x] * rows) for key, x in prompt.items()}
+    repeated = {key: np.concatenate([x] * rows) for key, x in prompt.items()}
     want = call(**arrays, **repeated, **rest, implementation="xla")
-    for got, right in zip(*map(jax.tree.leaves, (jax.vmap(one)(arrays), want)), strict=True):
+    for got, right in zip(*map(jax.tree.leaves, (jax.jit(jax.vmap(one))(arrays), want)), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(right, np.float32), **TOLERANCE[dtype])
 
 
@@ -75,23 +75,23 @@ def test_values_and_keys_in_kept_places():
 def test_appended_tokens():
     case = several(APPENDS)
     inputs = append_inputs(case)
-    first = jnp.full(case.batch, 2, jnp.int32)
-    check(append_call, inputs | {"slots": inputs["slots"] + 2 * 8, "first": first, "unit": 8})
+    first, slots = (array(x) for x in (np.full(case.batch, 2, np.int32), np.asarray(inputs["slots"]) + 2 * 8))
+    check(append_call, inputs | {"slots": slots, "first": first, "unit": 8})
 
 
 def test_attention():
     """The second piece is the prompt's. Its mask is too."""
     case = several(ATTENTION)
     inputs = attention_inputs(case)
-    q, pieces = inputs["q"], inputs["pieces"]
+    q, pieces = jax.tree.map(np.asarray, (inputs["q"], inputs["pieces"]))
     own, shared = [tuple(x for x in pieces[0])], [tuple(x[:1] for x in piece) for piece in pieces]
 
     def one(q, own):
         own = [tuple(x[None] for x in piece) for piece in own]
         return sparse_attention(q[None], own + shared, scale=inputs["scale"], implementation="interpret")[0]
 
-    own = [tuple(jnp.broadcast_to(x, (len(q), *x.shape[1:])) for x in piece) for piece in own]
-    repeated = [tuple(jnp.concatenate([x] * len(q)) for x in piece) for piece in shared]
+    own = [tuple(np.broadcast_to(x, (len(q), *x.shape[1:])) for x in piece) for piece in own]
+    repeated = [tuple(np.concatenate([x] * len(q)) for x in piece) for piece in shared]
     want = sparse_attention(q, own + repeated, scale=inputs["scale"], implementation="xla")
-    got = jax.vmap(one)(q, own)
+    got = jax.jit(jax.vmap(one))(q, own)
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), **TOLERANCE[case.dtype])

@@ -1,12 +1,14 @@
 """Ada-KV keeps the tokens that a NumPy oracle keeps, and attends to exactly these, on random ragged batches."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
+from few import quick
 
 from jshadow.cache.records import PromptKV, StepKV
 from jshadow.errors import ConfigError
@@ -37,12 +39,12 @@ def prompt_of(config, dtype, seed):
     rng, rows, tokens = np.random.default_rng(seed), len(LENGTHS), max(LENGTHS)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+        return rng.standard_normal(shape).astype(dtype)
 
     k, v = (normal(rows, tokens, config.kv_heads, config.head_dim) for _ in range(2))
     q = normal(rows, tokens, config.q_heads, config.head_dim)
-    lengths, where = jnp.array(LENGTHS, jnp.int32), jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
-    return PromptKV(k, k, v, lengths, where, q, q, jnp.zeros((rows, config.q_heads, tokens)))
+    lengths, where = np.array(LENGTHS, np.int32), np.broadcast_to(np.arange(tokens), (rows, tokens))
+    return PromptKV(k, k, v, lengths, where, q, q, np.zeros((rows, config.q_heads, tokens), np.float32))
 
 
 def with_tail(prompt, count):
@@ -50,10 +52,10 @@ def with_tail(prompt, count):
     if not count:
         return prompt.replace(q_tail=None)
     rows = [
-        jnp.pad(prompt.q_post[row, max(0, n - count) : n], ((max(0, count - n), 0), (0, 0), (0, 0)))
+        np.pad(prompt.q_post[row, max(0, n - count) : n], ((max(0, count - n), 0), (0, 0), (0, 0)))
         for row, n in enumerate(LENGTHS)
     ]
-    return prompt.replace(q_tail=jnp.stack(rows))
+    return prompt.replace(q_tail=np.stack(rows))
 
 
 def chosen_by_oracle(scores, reserved, kept, safeguard):
@@ -84,47 +86,63 @@ def blocks_of(frozen, row):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", POLICIES)
+@functools.partial(jax.jit, static_argnums=0)
+def compressed(spec, prompt):
+    """The state after a prompt, and the scores of its tokens."""
+    policy = spec.policy
+    return policy.compress(spec, policy.init(spec), prompt)[0], policy.score(spec, prompt)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attended(spec, state, step):
+    """The result of a turn."""
+    state, _ = spec.policy.append(spec, state, step)
+    return spec.policy.attend(spec, state, step, None)[0]
+
+
+def layer(config, policy, dtype, seed):
+    """The spec of a layer, a prompt, the state after it, and the scores, in NumPy."""
+    prompt, capacity = prompt_of(config, dtype, seed), max(LENGTHS) + 9
+    policy = policy.resolve(config, capacity)
+    spec = cache_specs(config, policy, len(LENGTHS), capacity, 1, dtype, "resident")[0]
+    prompt = with_tail(prompt, policy.reads.last_queries)
+    return spec, prompt, *jax.tree.map(np.asarray, compressed(spec, prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), quick([("snapkv", "float32")], itertools.product(POLICIES, ["float32", "bfloat16"]))
+)
 def test_the_kept_tokens_and_their_attention_are_the_oracle_s(name, dtype):
     for seed, config in enumerate(MODELS.values()):
-        prompt, capacity = prompt_of(config, dtype, seed), max(LENGTHS) + 9
-        policy = POLICIES[name].resolve(config, capacity)
-        spec = cache_specs(config, policy, len(LENGTHS), capacity, 1, dtype, "resident")[0]
-        prompt = with_tail(prompt, policy.reads.last_queries)
-        state = jax.jit(lambda p, policy=policy, spec=spec: policy.compress(spec, policy.init(spec), p)[0])(prompt)
-        scores, reserved = policy.score(spec, prompt)
-        rng = np.random.default_rng(seed)
+        spec, prompt, state, (scores, reserved) = layer(config, POLICIES[name], dtype, seed)
+        policy, rng = spec.policy, np.random.default_rng(seed)
         q, k, v = (
-            jnp.asarray(rng.standard_normal((len(LENGTHS), 2, heads, config.head_dim)), dtype)
+            rng.standard_normal((len(LENGTHS), 2, heads, config.head_dim)).astype(dtype)
             for heads in (config.q_heads, config.kv_heads, config.kv_heads)
         )
-        positions = prompt.lengths[:, None] + jnp.arange(2)
+        positions = prompt.lengths[:, None] + np.arange(2, dtype=np.int32)
         rows = {"q_pre": q, "q_post": q, "k_pre": k, "k_post": k, "v": v, "positions": positions}
-        angles = dict.fromkeys(("inverse", "cos", "sin"), jnp.zeros(1))
-        step = StepKV(**rows, valid=jnp.ones((len(LENGTHS), 2), bool), lengths=prompt.lengths, **angles)
-        state, _ = policy.append(spec, state, step)
-        out, _ = jax.jit(lambda s, step, policy=policy, spec=spec: policy.attend(spec, s, step, None))(state, step)
+        angles = dict.fromkeys(("inverse", "cos", "sin"), np.zeros(1, np.float32))
+        step = StepKV(**rows, valid=np.ones((len(LENGTHS), 2), bool), lengths=prompt.lengths, **angles)
+        out = np.asarray(attended(spec, state, step))
         for row, count in enumerate(LENGTHS):
-            want = chosen_by_oracle(
-                np.asarray(scores[row, :, :count]), int(reserved[row]), policy.kept, policy.safeguard
-            )
+            want = chosen_by_oracle(scores[row, :, :count], int(reserved[row]), policy.kept, policy.safeguard)
             held = blocks_of(state.frozen, row)
             assert sum(len(keys) for keys, _ in held.values()) == len(want) == config.kv_heads * min(policy.kept, count)
             for head in range(config.kv_heads):
                 at = sorted(position for one, position in want if one == head)
-                every = [np.float64(np.asarray(x[row, at, head])) for x in (prompt.k_post, prompt.v)]
+                every = [np.float64(x[row, at, head]) for x in (prompt.k_post, prompt.v)]
                 if at:
                     for got, right in zip(held[head], every, strict=True):
                         np.testing.assert_array_equal(got, right)
                 group = config.q_heads // config.kv_heads
                 for query, one in np.ndindex(2, group):
-                    new = [np.float64(np.asarray(x[row, : query + 1, head])) for x in (k, v)]
+                    new = [np.float64(x[row, : query + 1, head]) for x in (k, v)]
                     keys, values = (np.concatenate(pair) for pair in zip(every, new, strict=True))
-                    logits = keys @ np.float64(np.asarray(q[row, query, head * group + one])) * spec.scale
+                    logits = keys @ np.float64(q[row, query, head * group + one]) * spec.scale
                     shares = np.exp(logits - logits.max())
                     np.testing.assert_allclose(
-                        np.float64(np.asarray(out[row, query, head * group + one])),
+                        np.float64(out[row, query, head * group + one]),
                         shares @ values / shares.sum(),
                         atol=TOLERANCE[dtype],
                         rtol=TOLERANCE[dtype],
@@ -133,10 +151,7 @@ def test_the_kept_tokens_and_their_attention_are_the_oracle_s(name, dtype):
 
 def test_heads_keep_different_numbers_in_the_memory_of_the_budget():
     config, kept = MODELS["group1"], 32
-    prompt = prompt_of(config, "float32", 0)
-    policy = AdaKV(kept=kept, scores="keydiff").resolve(config, 90)
-    spec = cache_specs(config, policy, len(LENGTHS), 90, 1, "float32", "resident")[0]
-    frozen = policy.compress(spec, policy.init(spec), prompt)[0].frozen
+    frozen = layer(config, AdaKV(kept=kept, scores="keydiff"), "float32", 0)[2].frozen
     numbers = [len(keys) for keys, _ in blocks_of(frozen, 0).values()]
     assert sum(numbers) == config.kv_heads * kept
     assert len(set(numbers)) > 1

@@ -1,10 +1,12 @@
 """Cases of the op append_rows, and its definition in NumPy."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+from random_arrays import array
 
 from pallas_kernels import NewTokens, append_rows
 
@@ -49,26 +51,27 @@ def append_inputs(case: Appends) -> dict[str, Any]:
     rng, tokens = np.random.default_rng(case.slots), (case.batch, case.tokens)
     half = (case.dim if case.rotated is None else case.rotated) // 2
 
-    def array(*shape: int, dtype: str = case.dtype) -> Any:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+    def draw(*shape: int, dtype: str = case.dtype) -> Any:
+        return array(rng.standard_normal(shape), dtype)
 
     buffer = (case.batch, case.kv_heads, case.slots, case.dim)
     slots = np.stack([rng.permutation(case.slots + case.tokens)[: case.tokens] for _ in range(case.batch)])
     angles = rng.uniform(0, 1e5, (*tokens, half))
     return {
-        "k": array(*buffer, dtype=case.buffer or case.dtype),
-        "v": array(*buffer, dtype=case.buffer or case.dtype),
-        "q_new": array(*tokens, case.kv_heads * case.group, case.dim),
-        "k_new": array(*tokens, case.kv_heads, case.dim),
-        "v_new": array(*tokens, case.kv_heads, case.dim),
-        "cos": jnp.asarray(np.cos(angles), jnp.float32),
-        "sin": jnp.asarray(np.sin(angles), jnp.float32),
-        "slots": jnp.asarray(slots, jnp.int32),
-        "valid": jnp.asarray(rng.random(tokens) < 0.7),
+        "k": draw(*buffer, dtype=case.buffer or case.dtype),
+        "v": draw(*buffer, dtype=case.buffer or case.dtype),
+        "q_new": draw(*tokens, case.kv_heads * case.group, case.dim),
+        "k_new": draw(*tokens, case.kv_heads, case.dim),
+        "v_new": draw(*tokens, case.kv_heads, case.dim),
+        "cos": array(np.cos(angles), np.float32),
+        "sin": array(np.sin(angles), np.float32),
+        "slots": array(slots, np.int32),
+        "valid": array(rng.random(tokens) < 0.7),
         "factor": case.factor,
     }
 
 
+@functools.partial(jax.jit, static_argnames=("factor", "unit", "implementation"))
 def append_call(
     k: Any, v: Any, *, q_new: Any, k_new: Any, v_new: Any, implementation: str = "auto", **rest: Any
 ) -> Any:
@@ -83,9 +86,9 @@ def append_truth(
     """The definition, one token at a time, in float64."""
     keys, values, queries, new_k, new_v = (np.array(x, np.float64) for x in (k, v, q_new, k_new, v_new))
     slots, valid = (np.asarray(places[name]) for name in ("slots", "valid"))
-    half = cos.shape[2]
+    cos, sin, half = np.asarray(cos), np.asarray(sin), cos.shape[2]
     for b, t in np.ndindex(*valid.shape):
-        turn = np.asarray(cos[b, t], np.float64) + 1j * np.asarray(sin[b, t], np.float64)
+        turn = cos[b, t].astype(np.float64) + 1j * sin[b, t].astype(np.float64)
         for rows, scale in ((queries[b, t], factor), (new_k[b, t], 1.0)):
             turned = (rows[:, :half] + 1j * rows[:, half : 2 * half]) * turn * scale
             rows[:, :half], rows[:, half : 2 * half] = turned.real, turned.imag

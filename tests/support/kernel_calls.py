@@ -1,19 +1,28 @@
-"""The GPU ops called with flat keyword arguments, as `kernel_cases` and `kernel_truth` have them."""
+"""The GPU ops called with flat keyword arguments, as `kernel_cases` and `kernel_truth` have them.
 
+Each call is one program of XLA: without `jax.jit`, every operation of a reference would be one.
+"""
+
+import functools
 from typing import Any
+
+import jax
 
 import pallas_kernels
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, TwoLevels
 
-chunk_scores = pallas_kernels.chunk_scores
-sparse_attention = pallas_kernels.sparse_attention
+chunk_scores = jax.jit(pallas_kernels.chunk_scores, static_argnames=("scale", "implementation"))
+sparse_attention = jax.jit(pallas_kernels.sparse_attention, static_argnames=("scale", "implementation"))
+sparse_prefill = jax.jit(pallas_kernels.sparse_prefill, static_argnames=("scale", "implementation"))
 
 
+@functools.partial(jax.jit, static_argnames=("profile", "implementation"))
 def reconstruct_keys(*, implementation: str = "auto", **arguments: Any) -> Any:
     """Arguments are the fields of ChosenKeys."""
     return pallas_kernels.reconstruct_keys(ChosenKeys(**arguments), implementation=implementation)
 
 
+@functools.partial(jax.jit, static_argnames=("value_bits", "value_dtype", "profile", "implementation"))
 def fetch_reconstruct(
     values: Any,
     *,
@@ -33,6 +42,7 @@ def fetch_reconstruct(
     return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept, implementation=implementation)
 
 
+@functools.partial(jax.jit, static_argnames=("count", "size", "scale", "implementation"))
 def level_scores(
     q: Any, scores: Any, *, count: int, size: int, scale: float, implementation: str = "auto", **arguments: Any
 ) -> Any:

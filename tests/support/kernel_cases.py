@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
+from random_arrays import array
 
 TOLERANCE: dict[str, dict[str, float]] = {
     "float32": {"rtol": 1e-5, "atol": 1e-5},
@@ -123,7 +125,7 @@ def name(case: Any) -> str:
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0) -> jax.Array:
     """Normal numbers of a dtype."""
-    return jnp.asarray((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
+    return array((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def score_inputs(case: Heads) -> dict[str, Any]:
@@ -136,21 +138,21 @@ def score_inputs(case: Heads) -> dict[str, Any]:
     inputs = {
         "q": normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype),
         "landmarks": normal(rng, *lead, case.dim, dtype=case.dtype),
-        "candidates": jnp.asarray(candidates),
+        "candidates": array(candidates),
         "scale": case.dim**-0.5,
     }
     if case.bits is not None:
         steps = (0.5 + rng.random((*lead, 1))) * 2.0 ** (2 - case.bits)
         inputs["landmarks"] = random_bytes(rng, *lead, case.dim * case.bits // 8)
-        inputs["landmark_scale"] = jnp.asarray(steps, scale_dtype(case.dtype))
+        inputs["landmark_scale"] = array(steps, scale_dtype(case.dtype))
     if case.spread:
-        inputs["spread"] = jnp.asarray(0.5 * rng.random((*lead, 1)), scale_dtype(case.dtype))
+        inputs["spread"] = array(0.5 * rng.random((*lead, 1)), scale_dtype(case.dtype))
     return inputs
 
 
 def random_bytes(rng: np.random.Generator, *shape: int) -> jax.Array:
     """Any bytes: each is a code, or several."""
-    return jnp.asarray(rng.integers(0, 256, shape, np.uint8))
+    return array(rng.integers(0, 256, shape, np.uint8))
 
 
 def scale_dtype(dtype: str) -> str:
@@ -167,7 +169,7 @@ def attention_inputs(case: Heads) -> dict[str, Any]:
         valid = rng.random(shape) < 0.6
         valid[:, :, -1] = valid[:, :, -1] & (case.queries == 1)
         k, v = (normal(rng, case.batch, case.kv_heads, rows, case.dim, dtype=case.dtype) for _ in range(2))
-        pieces.append((k, v, jnp.asarray(valid)))
+        pieces.append((k, v, array(valid)))
     q = normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype)
     return {"q": q, "pieces": pieces, "scale": case.dim**-0.5}
 
@@ -179,8 +181,8 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
     ids = rng.integers(0, case.units + case.tail, (case.batch, case.kv_heads, case.count))
     ids[..., 0], ids[..., 1], ids[..., 2] = -2, case.units + case.tail + 5, case.units + case.tail - 1
     inputs: dict[str, Any] = {
-        "ids": jnp.asarray(ids, jnp.int32),
-        "inverse": jnp.asarray(10_000.0 ** -(np.arange(half) / half), jnp.float32),
+        "ids": array(ids, np.int32),
+        "inverse": array(10_000.0 ** -(np.arange(half) / half), np.float32),
     }
     if case.profile is not None:
         inputs |= code_inputs(case, rng)
@@ -191,7 +193,7 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
         }
     if case.tail:
         inputs["tail"] = left_rows(case, rng, case.tail)
-        inputs["tail_unit"] = jnp.asarray(case.units - 1 - np.arange(case.batch), jnp.int32)
+        inputs["tail_unit"] = array(case.units - 1 - np.arange(case.batch), np.int32)
     return inputs
 
 
@@ -210,7 +212,7 @@ def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
     steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
     steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
     right = np.asarray(normal(rng, case.batch, case.kv_heads, sum(profile), case.dim))
-    right = jnp.asarray((right * steps[:, None, :, None].astype(np.float32)).astype(jnp.dtype(case.dtype)))
+    right = array((right * steps[:, None, :, None].astype(np.float32)).astype(jnp.dtype(case.dtype)))
     return {
         "left": left_rows(case, rng, case.units),
         "right": right,
@@ -227,7 +229,7 @@ def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:
     codes = case.chunk * math.ceil(case.dim * case.value_bits / 16)
     rows = rng.integers(0, 2**16, (*lead, math.ceil((codes + scales.shape[-1]) / 16) * 16), np.uint16)
     rows[..., codes : codes + scales.shape[-1]] = scales
-    return on_host(jnp.asarray(rows))
+    return on_host(array(rows))
 
 
 def fetch_inputs(case: Chunks) -> dict[str, Any]:
@@ -244,12 +246,12 @@ def fetch_inputs(case: Chunks) -> dict[str, Any]:
         for field in ("kept_values", "kept_keys"):
             inputs[field] = normal(rng, *lead, places, width, dtype=case.dtype)
         mixed = rng.permuted(np.broadcast_to(np.arange(places), (*lead, places)), axis=2)
-        inputs["places"] = jnp.asarray(mixed[..., :-3], jnp.int32)
+        inputs["places"] = array(mixed[..., :-3], np.int32)
         miss = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
         miss[..., 0], miss[..., 1] = False, True
         miss[0, 0] = np.arange(miss.shape[2]) > 0  # nearly all
         miss[-1, -1, 2:] = False  # a single one
-        inputs["missed"] = jnp.asarray(np.sort(np.where(miss, np.arange(miss.shape[2]), miss.shape[2])), jnp.int32)
+        inputs["missed"] = array(np.sort(np.where(miss, np.arange(miss.shape[2]), miss.shape[2])), np.int32)
     return inputs
 
 
@@ -265,4 +267,4 @@ def misses(inputs: dict[str, Any]) -> np.ndarray:
 
 def on_host(x: jax.Array) -> jax.Array:
     """An array in pinned host memory."""
-    return jax.device_put(x, jax.memory.Space.Host)
+    return jax.device_put(np.asarray(x), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))

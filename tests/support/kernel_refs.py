@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from random_arrays import array
 
 from pallas_kernels.level_scores import kernel as level_kernel
 from pallas_kernels.select_chunks import kernel as select_kernel
@@ -61,7 +62,7 @@ def load(view: Any, *, mask: Any = None, other: Any = None) -> jax.Array:
     np.add.at(ref.reads, places, 1)
     out = np.full(lanes.shape, 0 if other is None else other, ref.dtype)
     out[lanes] = ref.array[places]
-    return jnp.asarray(out)
+    return array(out)
 
 
 def store(view: Any, value: jax.Array, *, mask: Any = None) -> None:
@@ -128,7 +129,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 least = 0 if index in aliases else 1
                 assert ref.writes.min() >= least, "an element is not written"
                 assert ref.writes.max() <= 1, "an element is written twice"
-            return jax.tree.map(lambda ref: jnp.asarray(ref.array), outputs)
+            return jax.tree.map(lambda ref: array(ref.array), outputs)
 
         return run
 

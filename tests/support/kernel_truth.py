@@ -93,6 +93,7 @@ def chunk_of(ids: Any, units: int, tail: Any, tail_unit: Any, b: int, h: int, j:
     """Row of the prompt or of the tail, whether of the tail, and the chunk in the sequence."""
     most = units + (0 if tail is None else tail.shape[-2])
     one = min(max(int(ids[b, h, j]), 0), most - 1)
+    tail_unit = None if tail is None else np.asarray(tail_unit)
     if one < units:
         return one, False, one
     return one - units, True, one - units + int(tail_unit[b])
@@ -123,6 +124,7 @@ def reconstruct_keys(
 ) -> np.ndarray:
     left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
     tail = None if tail is None else np.asarray(tail)
+    right, mean = np.asarray(right), None if mean is None else np.asarray(mean)
     dim, half = right.shape[-1], len(inverse)
     rank, chunk = right.shape[2], chunk_size(left, right, profile)
     out = np.zeros((*ids.shape, chunk, dim))
@@ -150,9 +152,9 @@ def kept_or_rebuilt(kept_keys: Any = None, places: Any = None, missed: Any = Non
 
 def with_missed(cache: np.ndarray, places: Any, missed: Any, rows: np.ndarray) -> np.ndarray:
     """A copy of a cache [B, h, P, w], in which the rows [B, h, k, w] of the missed chunks are in their places."""
-    cache = np.array(cache)
+    cache, places, missed = np.array(cache), np.asarray(places), np.asarray(missed)
     for b, h, j in np.ndindex(rows.shape[:3]):
-        if j in np.asarray(missed)[b, h]:
+        if j in missed[b, h]:
             cache[b, h, places[b, h, j]] = rows[b, h, j]
     return cache
 

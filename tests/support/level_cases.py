@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from kernel_cases import normal, random_bytes, scale_dtype
 from kernel_truth import codes_in, softmax, two_s_complement, wide
+from random_arrays import array
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def level_inputs(case: Near) -> dict[str, Any]:
     scores[0, 0, 0, 0] = 0.5
     inputs = {
         "q": normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype),
-        "scores": jnp.asarray(scores),
+        "scores": array(scores),
         "count": case.count,
         "size": case.size,
         "scale": case.dim**-0.5,
@@ -68,9 +68,9 @@ def level_inputs(case: Near) -> dict[str, Any]:
             continue
         inputs[key] = random_bytes(rng, *shape, rows * case.dim * bits // 8)
         steps = (0.5 + rng.random((*shape, rows))) * 2.0 ** (1 - bits)
-        inputs[f"{name}_scale"] = jnp.asarray(steps, scale_dtype(case.dtype))
+        inputs[f"{name}_scale"] = array(steps, scale_dtype(case.dtype))
     if case.spread:
-        inputs["spread"] = jnp.asarray(0.5 * rng.random((*lead, case.chunks, case.parts)), scale_dtype(case.dtype))
+        inputs["spread"] = array(0.5 * rng.random((*lead, case.chunks, case.parts)), scale_dtype(case.dtype))
     return inputs
 
 

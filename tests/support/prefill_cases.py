@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import normal
 from kernel_truth import softmax, wide
+from random_arrays import array
 
 from pallas_kernels import KeyLists, Keys
 
@@ -43,34 +44,35 @@ def inputs_of(case: Prompt) -> dict[str, Any]:
         single = rng.permutation(outside)[: rng.integers(0, long_list + 1)]
         blocks[b, h, i, : len(chosen)], columns[b, h, i, : len(single)] = chosen, single
         counts[:, b, h, i] = len(chosen), len(single)
-    masks = [jnp.asarray(rng.random((rows, heads, tokens)) < share) for share in (0.4, 0.1)] if case.masks else []
+    masks = [array(rng.random((rows, heads, tokens)) < share) for share in (0.4, 0.1)] if case.masks else []
     lists = KeyLists(*map(jnp.asarray, (blocks, counts[0], columns, counts[1])), *masks)
     return {
         "q": q,
-        "keys": Keys(k, v, jnp.asarray(case.lengths, jnp.int32)),
+        "keys": Keys(k, v, array(case.lengths, np.int32)),
         "lists": lists,
-        "first": jnp.int32(case.skipped * case.block),
+        "first": array(np.int32(case.skipped * case.block)),
         "scale": 0.3,
     }
 
 
 def truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.ndarray:
     """sparse_prefill by its docstring: one query after another."""
-    k, v, first = wide(keys.k), wide(keys.v), int(first)
+    q, k, v, first, lengths = wide(q), wide(keys.k), wide(keys.v), int(first), np.asarray(keys.lengths)
+    lists = KeyLists(*(None if x is None else np.asarray(x) for x in lists))
     rows, length, heads, _ = q.shape
     block, out = length // lists.blocks.shape[2], np.zeros(q.shape)
     for b, h, t in np.ndindex(rows, heads, length):
         i, place, kv = t // block, first + t, h // (heads // k.shape[2])
-        if place >= int(keys.lengths[b]):
+        if place >= lengths[b]:
             continue
         seen = [int(x) for x in lists.columns[b, h, i, : int(lists.column_counts[b, h, i])]]
         for number in lists.blocks[b, h, i, : int(lists.block_counts[b, h, i])]:
             near = range(int(number) * block, min((int(number) + 1) * block, place + 1))
             if lists.diagonals is not None:
-                on_line, in_column = np.asarray(lists.diagonals[b, h]), np.asarray(lists.in_column[b, h])
+                on_line, in_column = lists.diagonals[b, h], lists.in_column[b, h]
                 near = [x for x in near if on_line[place - x] or in_column[x]]
             seen += near
         seen = [x for x in seen if x <= place]
         if seen:
-            out[b, t, h] = softmax(k[b, seen, kv] @ wide(q[b, t, h]) * scale) @ v[b, seen, kv]
+            out[b, t, h] = softmax(k[b, seen, kv] @ q[b, t, h] * scale) @ v[b, seen, kv]
     return out

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+from random_arrays import array
 
 from pallas_kernels import Chosen
 
@@ -69,8 +69,8 @@ def scores_of(case: Selections, rng: np.random.Generator) -> dict[str, Any]:
     numbers = None
     if case.numbered:
         several = [np.sort(rng.permutation(2 * case.size)[: case.size]) for _ in range(case.batch * case.heads)]
-        numbers = jnp.asarray(np.reshape(several, shape), jnp.int32)
-    return {"scores": jnp.asarray(scores), "numbers": numbers}
+        numbers = array(np.reshape(several, shape), np.int32)
+    return {"scores": array(scores), "numbers": numbers}
 
 
 def selection_inputs(case: Selections) -> dict[str, Any]:
@@ -79,17 +79,17 @@ def selection_inputs(case: Selections) -> dict[str, Any]:
     inputs = scores_of(case, rng)
     resident = np.full(shape, -1)
     for b, h in np.ndindex(*shape[:2]):
-        chunks = np.arange(case.size) if inputs["numbers"] is None else np.asarray(inputs["numbers"][b, h])
+        chunks = np.arange(case.size) if inputs["numbers"] is None else np.asarray(inputs["numbers"])[b, h]
         chunks = rng.permutation(chunks)[: case.places]
         resident[b, h, : len(chunks)] = chunks
         resident[b, h] = rng.permutation(resident[b, h])
     resident[rng.random(shape) < 0.5] = -1
     ages = np.where(resident < 0, OLDEST, rng.choice([0, 1, 2, 3, 90, OLDEST - 1, OLDEST], shape))
     return inputs | {
-        "asked": jnp.asarray(np.arange(case.batch) < max(1, case.batch - 1)),
-        "resident": jnp.asarray(resident, jnp.int32),
+        "asked": array(np.arange(case.batch) < max(1, case.batch - 1)),
+        "resident": array(resident, np.int32),
         "count": case.count,
-        "ages": jnp.asarray(ages, jnp.int32) if case.aged else None,
+        "ages": array(ages, np.int32) if case.aged else None,
     }
 
 
@@ -99,16 +99,16 @@ def calls_in_a_row(case: Selections, calls: int) -> Iterator[dict[str, Any]]:
     inputs = scores_of(case, rng)
     for _ in range(calls):
         changes = rng.random(inputs["scores"].shape) < 0.15
-        inputs["scores"] = jnp.where(changes, scores_of(case, rng)["scores"], inputs["scores"])
-        yield inputs | {"asked": jnp.asarray(rng.random(case.batch) < 0.8), "count": case.count}
+        inputs["scores"] = np.where(changes, scores_of(case, rng)["scores"], inputs["scores"])
+        yield inputs | {"asked": array(rng.random(case.batch) < 0.8), "count": case.count}
 
 
 def new_cache(case: Selections) -> dict[str, Any]:
     """The cache before the first of `calls_in_a_row`."""
     shape = (case.batch, case.heads, case.places)
     return {
-        "resident": jnp.full(shape, -1, jnp.int32),
-        "ages": jnp.full(shape, OLDEST, jnp.int32) if case.aged else None,
+        "resident": array(np.full(shape, -1, np.int32)),
+        "ages": array(np.full(shape, OLDEST, np.int32)) if case.aged else None,
     }
 
 
@@ -153,6 +153,8 @@ def selection_truth(
 ) -> Chosen:
     """The definition, one head at a time, with Python's sort and a cache of dictionaries."""
     heads, places = np.shape(scores)[:2], np.shape(resident)[2]
+    scores, asked, resident = np.asarray(scores), np.asarray(asked), np.asarray(resident)
+    ages, numbers = (None if x is None else np.asarray(x) for x in (ages, numbers))
     truth = Chosen(
         ids=np.zeros((*heads, count), np.int32),
         places=np.full((*heads, count), places),
@@ -165,11 +167,11 @@ def selection_truth(
     for b, h in np.ndindex(*heads):
         if not asked[b]:
             continue
-        mine = np.asarray(scores)[b, h].tolist()
+        mine = scores[b, h].tolist()
         order = sorted((-score, index) for index, score in enumerate(mine) if score >= 0)
         best = sorted(index for _, index in order[:count])
         chunks = [index if numbers is None else int(numbers[b, h, index]) for index in best]
-        cache = Cache(np.asarray(resident)[b, h], None if ages is None else np.asarray(ages)[b, h])
+        cache = Cache(resident[b, h], None if ages is None else ages[b, h])
         missed = cache.choose(chunks)
         truth.ids[b, h, : len(chunks)] = chunks
         truth.places[b, h, : len(chunks)] = [cache.place_of[chunk] for chunk in chunks]

@@ -2,11 +2,14 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import oracle_head_codes
 import pytest
 from cases import TINY
+from codec_calls import every_chunk, fresh, run
+from few import one_of
+from random_arrays import array
 
 from jshadow.errors import ConfigError
 from jshadow.policies import ShadowKV, ShadowKVPlus
@@ -35,7 +38,7 @@ def random_keys(lengths: list[int], heads: int, dim: int, seed: int) -> np.ndarr
 
 def rows_of(code: KeyCode, row: int, head: int, tokens: int) -> np.ndarray:
     """The left rows of a head's tokens [tokens, w]."""
-    left = np.asarray(code.left)[row, head]
+    left = code.left[row, head]
     return left.reshape(len(left) * 3, -1)[:tokens]
 
 
@@ -52,14 +55,20 @@ def test_the_rotation_is_the_oracle_s(dim):
     np.testing.assert_allclose(turn @ turn.T, np.eye(dim), atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [5, 2048])
-@pytest.mark.parametrize(("heads", "dim"), SIZES)
-@pytest.mark.parametrize("bits", [2, 3])
+def coded(codec, keys, lengths, calls=run):
+    """The code of keys in 13 chunks of 3, in NumPy."""
+    return jax.tree.map(np.asarray, calls.encode(codec, keys, np.array(lengths), 13, 3))
+
+
+@pytest.mark.parametrize(
+    ("bits", "heads", "dim", "block"),
+    one_of(4, [(bits, *size, block) for size in SIZES for bits in (2, 3) for block in (5, 2048)]),
+)
 def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeypatch):
     monkeypatch.setattr(per_head, "BLOCK", block)
     lengths, levels = [37, 12], np.array(oracle_head_codes.lloyd_levels(bits))
     keys = random_keys(lengths, heads, dim, seed=bits)
-    code = RotationCodec(bits).encode(jnp.asarray(keys), jnp.array(lengths), 13, 3)
+    code = coded(RotationCodec(bits), keys, lengths, fresh())
     for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
         plain = keys[row, :length, head].astype(float)
         norms = np.linalg.norm(plain, axis=1, keepdims=True)
@@ -71,19 +80,20 @@ def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeyp
         assert sure.mean() > 0.97
         lost = np.linalg.norm(oracle_head_codes.rotated_keys(rows, bits) - plain, axis=1) / norms[:, 0]
         assert lost.mean() < {2: 0.4, 3: 0.25}[bits]  # sqrt(0.1175) and sqrt(0.0345) for Gaussian numbers
-        assert not np.asarray(code.left)[row, head].reshape(39, -1)[length:].any()
+        assert not code.left[row, head].reshape(39, -1)[length:].any()
 
 
-@pytest.mark.parametrize("block", [5, 2048])
-@pytest.mark.parametrize(("heads", "dim"), SIZES)
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("bits", "heads", "dim", "block"),
+    one_of(5, [(bits, *size, block) for size in SIZES for bits in (2, 4) for block in (5, 2048)]),
+)
 def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
     """The ranges are those of the real tokens. Later keys beyond them are clipped."""
     monkeypatch.setattr(per_head, "BLOCK", block)
-    lengths, codec = [37, 12], ChannelCodec(bits)
+    lengths, codec, calls = [37, 12], ChannelCodec(bits), fresh()
     keys = random_keys(lengths, heads, dim, seed=bits)
-    code = codec.encode(jnp.asarray(keys), jnp.array(lengths), 13, 3)
-    later = np.asarray(codec.project(jnp.asarray(keys[:, :1] * 100), code.right))
+    code = coded(codec, keys, lengths, calls)
+    later = np.asarray(calls.project(codec, keys[:, :1] * 100, code.right))
     for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
         plain = keys[row, :length, head].astype(float)
         least, most = plain.min(axis=0), plain.max(axis=0)
@@ -95,36 +105,36 @@ def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
         assert (np.abs(rebuilt - plain).max(axis=0) > step / 20).all()  # not the keys themselves
         clipped = oracle_head_codes.unpacked(later[row, :, head], bits)[0] * step + least
         np.testing.assert_allclose(clipped, np.clip(keys[row, 0, head] * 100.0, least, most), atol=step.max() / 2)
-        assert not np.asarray(code.left)[row, head].reshape(39, -1)[length:].any()
+        assert not code.left[row, head].reshape(39, -1)[length:].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CODECS)
 def test_awkward_keys(name, dtype):
     """Keys of zeros, equal keys, one token and no token give finite keys, and one very long key harms no other head."""
-    codec, ids = CODECS[name], jnp.arange(3)[None, None].repeat(4, 0).repeat(2, 1)
+    codec = CODECS[name]
     keys = np.zeros((4, 9, 2, 8), np.float32)
     keys[1] = np.linspace(-3, 3, 8)
     keys[2, 0], keys[3] = 7.0, 1e30
-    lengths = jnp.array([9, 9, 1, 0])
-    code = codec.encode(jnp.asarray(keys, dtype), lengths, 3, 3)
-    got = np.asarray(codec.decode(code, ids, 3))
+    lengths = np.array([9, 9, 1, 0])
+    code = run.encode(codec, array(keys, dtype), lengths, 3, 3)
+    got = np.asarray(run.decode(codec, code, every_chunk(4, 2, 3), 3))
     assert np.isfinite(got).all()
     assert not got[0].any()
     assert not got[3].any()
     if name.startswith("channel"):
-        np.testing.assert_allclose(got[1], np.asarray(jnp.asarray(keys[1], dtype), float).swapaxes(0, 1), rtol=1e-6)
+        np.testing.assert_allclose(got[1], keys[1].astype(dtype).astype(float).swapaxes(0, 1), rtol=1e-6)
     keys[:, :, 1] *= 1e3
-    other = codec.encode(jnp.asarray(keys, dtype), lengths, 3, 3)
+    other = run.encode(codec, array(keys, dtype), lengths, 3, 3)
     np.testing.assert_array_equal(np.asarray(other.left)[:, 0], np.asarray(code.left)[:, 0])
 
 
 def test_more_bits_lose_less():
-    keys = jnp.asarray(random_keys([200], 2, 16, seed=5)[:, :200])
-    ids = jnp.arange(50)[None, None].repeat(2, 1)
+    keys = random_keys([200], 2, 16, seed=5)[:, :200]
     lost = {}
     for name, codec in CODECS.items():
-        got = codec.decode(codec.encode(keys, jnp.array([200]), 50, 4), ids, 4)
+        code = run.encode(codec, keys, np.array([200]), 50, 4)
+        got = np.asarray(run.decode(codec, code, every_chunk(1, 2, 50), 4))
         lost[name] = float(((got.swapaxes(1, 2) - keys) ** 2).sum() / (keys**2).sum())
     assert lost["rotation3"] < lost["rotation2"] / 2
     assert lost["channel4"] < lost["channel2"] / 8

@@ -1,6 +1,7 @@
 """Key codecs against an independent oracle, on keys of unusual widths and rows of different lengths; their bytes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ import numpy as np
 import oracle_codec
 import oracle_head_codes
 import pytest
+from codec_calls import every_chunk, fresh, run
+from few import one_of, quick, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_maths import apply_rope
+from random_arrays import array
 
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import Rebuild
@@ -64,7 +68,7 @@ def batch_of(rows: list[np.ndarray], dtype: str = "float32") -> tuple[jax.Array,
     """Keys of rows, padded on the right with numbers that must not be read, and their lengths."""
     most = max(map(len, rows)) + 3
     padded = [np.concatenate([row, np.full((most - len(row), *row.shape[1:]), 99.0)]) for row in rows]
-    return jnp.asarray(np.stack(padded), dtype), jnp.asarray([len(row) for row in rows])
+    return array(np.stack(padded), dtype), array([len(row) for row in rows])
 
 
 def lefts(code, row: int, chunk: int = CHUNK) -> np.ndarray:
@@ -82,9 +86,13 @@ def own_coder(right, row: int, profile, weights=1.0) -> oracle_codec.Coder:
     return oracle_codec.Coder(mean * weights, basis, bits, step)
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("block", [16, 2048])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "block", "weighed"),
+    quick(
+        [("all_kinds", 16, True), ("odd_head", 2048, False)],
+        ((name, block, weighed) for name in SHAPES for block in (16, 2048) for weighed in (False, True)),
+    ),
+)
 def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     """Mean, basis, steps and codes equal the oracle's, except codes of coefficients next to the edge of a step.
 
@@ -95,11 +103,10 @@ def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     monkeypatch.setattr("jshadow.policies.shadowkv.key_codecs.transform.BLOCK", block)
     rows = [spread_keys(61, heads, dim, 1), spread_keys(97, heads, dim, 2)]
     keys, lengths = batch_of(rows)
-    given = jnp.asarray(weights, jnp.float32) if weighed else None
-    code = jax.jit(lambda k, n: TransformCodec(profile).encode(k, n, 26, CHUNK, given))(keys, lengths)
-    ids = jnp.arange(26)[None, None].repeat(2, 0).repeat(heads, 1)
-    decoded = np.asarray(TransformCodec(profile).decode(code, ids, CHUNK)).swapaxes(1, 2)
-    projected = np.asarray(TransformCodec(profile).project(keys, code.right, given))[:, :, 0]
+    given, codec, calls = array(weights, np.float32) if weighed else None, TransformCodec(profile), fresh()
+    code = calls.encode(codec, keys, lengths, 26, CHUNK, given)
+    decoded = np.asarray(calls.decode(codec, code, every_chunk(2, heads, 26), CHUNK)).swapaxes(1, 2)
+    projected = np.asarray(calls.project(codec, keys, code.right, given))[:, :, 0]
     compared = skipped = 0
     for row, plain in enumerate(rows):
         flat = (plain * weights[row]).reshape(len(plain), -1)
@@ -122,19 +129,21 @@ def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     assert skipped < 0.05 * compared
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("length", [1, 2, 7, 21])
+@pytest.mark.parametrize(
+    ("length", "dtype"), one_of(4, [(n, dtype) for n in (1, 2, 7, 21) for dtype in ("float32", "bfloat16")])
+)
 def test_rows_shorter_than_the_columns(length, dtype):
     """All numbers are finite, the other row is not affected, and directions without tokens decode to zero."""
     heads, dim, profile = SHAPES["all_kinds"]
     rows = [spread_keys(length, heads, dim, 3), spread_keys(61, heads, dim, 4)]
     codec = TransformCodec(profile)
     keys, lengths = batch_of(rows, dtype)
-    code = codec.encode(keys, lengths, 16, CHUNK)
+    code = run.encode(codec, keys, lengths, 16, CHUNK)
     assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(code))
-    alone = codec.encode(keys[1:, :61], lengths[1:], 16, CHUNK)
-    ids = jnp.arange(16)[None, None].repeat(heads, 1)
-    got, want = codec.decode(code, ids.repeat(2, 0), CHUNK), codec.decode(alone, ids, CHUNK)
+    keys, lengths = np.asarray(keys), np.asarray(lengths)
+    alone = run.encode(codec, keys[1:, :61], lengths[1:], 16, CHUNK)
+    got = np.asarray(run.decode(codec, code, every_chunk(2, heads, 16), CHUNK))
+    want = np.asarray(run.decode(codec, alone, every_chunk(1, heads, 16), CHUNK))
     np.testing.assert_allclose(got[1], want[0], atol=1e-3 if dtype == "float32" else 0.2)
     step = np.asarray(code.right.step)[0]
     # In bfloat16 the mean is rounded, which may add one direction.
@@ -144,17 +153,25 @@ def test_rows_shorter_than_the_columns(length, dtype):
     off = np.linalg.norm(np.asarray(got[0], np.float64).transpose(1, 0, 2)[:length] - real, axis=(1, 2))
     lost = np.linalg.norm(real - real.mean(axis=0), axis=(1, 2)).max() if length > 1 else 0.0
     assert off.max() <= lost + np.linalg.norm(step / 2) + 0.05
-    assert np.isfinite(np.asarray(codec.project(keys, code.right))).all()
+    assert np.isfinite(np.asarray(run.project(codec, keys, code.right))).all()
 
 
 def test_constant_keys_are_their_mean():
-    keys = jnp.broadcast_to(jnp.arange(12.0).reshape(1, 1, 2, 6), (1, 9, 2, 6))
-    for codec in (TransformCodec((1, 4, 4)),):
-        code = codec.encode(keys, jnp.array([9]), 2, CHUNK)
-        got = codec.decode(code, jnp.array([[[1, 0], [0, 1]]]), CHUNK)
-        np.testing.assert_array_equal(got, jnp.broadcast_to(keys[:, :1].swapaxes(1, 2), got.shape))
-        some = keys.at[0, 3, 1, 2].add(1.0)  # one channel is not constant
-        assert np.isfinite(codec.decode(codec.encode(some, jnp.array([9]), 2, CHUNK), jnp.array([[[0], [0]]]), 4)).all()
+    keys = np.broadcast_to(np.arange(12, dtype=np.float32).reshape(1, 1, 2, 6), (1, 9, 2, 6))
+    codec, lengths, ids = TransformCodec((1, 4, 4)), np.array([9]), np.array([[[1, 0], [0, 1]]])
+    got = run.decode(codec, run.encode(codec, keys, lengths, 2, CHUNK), ids, CHUNK)
+    np.testing.assert_array_equal(got, np.broadcast_to(keys[:, :1].swapaxes(1, 2), got.shape))
+    some = keys.copy()
+    some[0, 3, 1, 2] += 1  # one channel is not constant
+    assert np.isfinite(run.decode(codec, run.encode(codec, some, lengths, 2, CHUNK), ids, CHUNK)).all()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantized(x, profile):
+    """The steps of the columns, the packed codes, and the numbers that they stand for."""
+    step = midrise.steps(jnp.sqrt((x**2).mean(axis=0)), jnp.abs(x).max(axis=0), profile)
+    packed = midrise.quantize(x, step, profile)
+    return step, packed, midrise.dequantize(packed, step, profile)
 
 
 @settings(max_examples=50)
@@ -163,11 +180,8 @@ def test_an_error_is_half_a_step_at_most(seed, profile, scale):
     """|a - a'| <= step / 2, unless a is clipped. Then a' is half a step below the end of the range."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_t(3, (50, sum(profile))) * scale).astype(np.float32)
-    sigma, largest = jnp.sqrt((x**2).mean(axis=0)), jnp.abs(x).max(axis=0)
-    step = midrise.steps(sigma, largest, profile)
-    packed = midrise.quantize(jnp.asarray(x), step, profile)
+    step, packed, got = map(np.asarray, quantized(x, profile))
     assert packed.shape == (50, midrise.packed_width(profile))
-    got, step = np.asarray(midrise.dequantize(packed, step, profile)), np.asarray(step)
     bits = np.repeat((8, 4, 2), profile)
     most = step * 2.0 ** (bits - 1)
     np.testing.assert_allclose(step, oracle_codec.column_steps(x, bits), rtol=1e-5)
@@ -180,34 +194,41 @@ def test_an_error_is_half_a_step_at_most(seed, profile, scale):
     np.testing.assert_allclose(got[~inside], clipped[~inside], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), one_of(6, [(name, dtype) for name in CODECS for dtype in ("float32", "bfloat16")])
+)
 def test_chunks_come_back_rotated_at_their_places(name, dtype):
     """Selected chunks of the prompt and of a tail are rebuilt at their positions, as NumPy rebuilds them."""
     codec, heads, dim = CODECS[name], 2, 24
     rows = [spread_keys(40, heads, dim, 5), spread_keys(33, heads, dim, 6)]
     keys, lengths = batch_of(rows, dtype)
-    code = codec.encode(keys, lengths, 6, CHUNK)
-    later = jnp.asarray(np.stack([spread_keys(8, heads, dim, 7), spread_keys(8, heads, dim, 8)]), dtype)
-    tail = codec.project(later, code.right).swapaxes(1, 2)
+    code = run.encode(codec, keys, lengths, 6, CHUNK)
+    later = array(np.stack([spread_keys(8, heads, dim, 7), spread_keys(8, heads, dim, 8)]), dtype)
+    tail = np.asarray(run.project(codec, later, code.right)).swapaxes(1, 2)
     tail = tail.reshape(2, tail.shape[1], 2, -1) if code.left.ndim == 4 else tail[:, 0].reshape(2, 2, -1)
-    ids = jnp.array([[[5, 0, 7], [2, 6, 2]], [[1, 4, 6], [3, 5, 0]]], jnp.int32)
-    starts = jnp.array([9, 7], jnp.int32)
-    inverse = jnp.asarray(inverse_frequencies(RopeConfig(), dim))
-    got = Rebuild(code.left, code.right, inverse, tail, starts, codec=codec, unit=CHUNK).keys(ids)
+    ids = np.array([[[5, 0, 7], [2, 6, 2]], [[1, 4, 6], [3, 5, 0]]], np.int32)
+    starts = np.array([9, 7], np.int32)
+    inverse = inverse_frequencies(RopeConfig(), dim)
+    got = rebuilt(code.left, code.right, inverse, tail, starts, ids, codec=codec)
     for b, h in np.ndindex(2, heads):
         chunks = [int(i) if i < 6 else int(i) - 6 + int(starts[b]) for i in ids[b, h]]
-        plain = kept_keys(codec, code, tail, b, h)[np.asarray(ids[b, h])].reshape(-1, 1, dim)
+        plain = kept_keys(codec, code, tail, b, h)[ids[b, h]].reshape(-1, 1, dim)
         positions = np.concatenate([np.arange(c * CHUNK, (c + 1) * CHUNK) for c in chunks])
         want = apply_rope(plain, positions, RopeConfig())[:, 0]
         # Coefficients and basis have the model's dtype.
         tolerance = 1e-4 if dtype == "float32" else 0.02 * np.abs(want).max()
-        np.testing.assert_allclose(np.asarray(got[b, h], np.float64), want, atol=tolerance)
+        np.testing.assert_allclose(np.asarray(got, np.float64)[b, h], want, atol=tolerance)
+
+
+@functools.partial(jax.jit, static_argnames="codec")
+def rebuilt(left, right, inverse, tail, starts, ids, *, codec):
+    """The rotated keys of chunks."""
+    return Rebuild(left, right, inverse, tail, starts, codec=codec, unit=CHUNK).keys(ids)
 
 
 def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
     """The keys of one head before RoPE [chunks, c, d], of prompt and tail, rebuilt by NumPy."""
-    left = np.concatenate([np.asarray(x[b] if x.ndim == 3 else x[b, h]) for x in (code.left, tail)])
+    left = np.concatenate([x[b] if x.ndim == 3 else x[b, h] for x in (np.asarray(code.left), tail)])
     rows = left.reshape(len(left) * CHUNK, -1)
     if isinstance(codec, ExactCodec):
         keys = rows.astype(np.float64)
@@ -228,15 +249,21 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
     return keys.reshape(len(left), CHUNK, -1)
 
 
-@pytest.mark.parametrize(("dtype", "slack"), [("float32", 1e-5), ("bfloat16", 0.02)])
-@pytest.mark.parametrize(("bits", "most"), [(4, 7), (6, 31)])
+@pytest.mark.parametrize(
+    ("bits", "most", "dtype", "slack"),
+    [
+        (4, 7, "float32", 1e-5),
+        slow((4, 7, "bfloat16", 0.02)),
+        slow((6, 31, "float32", 1e-5)),
+        (6, 31, "bfloat16", 0.02),
+    ],
+)
 def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, slack, bits, most):
     """A step is the largest distance from the mean, in units, of a token and head, divided by `most`."""
     rows = [spread_keys(40, 3, 12, 11), spread_keys(5, 3, 12, 12), np.full((1, 3, 12), 7.0)]
     keys, lengths = batch_of(rows, dtype)
-    code = TokenCodec(bits).encode(keys, lengths, 10, CHUNK)
-    ids = jnp.arange(10)[None, None].repeat(3, 0).repeat(3, 1)
-    got = np.asarray(TokenCodec(bits).decode(code, ids, CHUNK), np.float64).swapaxes(1, 2)
+    code = run.encode(TokenCodec(bits), keys, lengths, 10, CHUNK)
+    got = np.asarray(run.decode(TokenCodec(bits), code, every_chunk(3, 3, 10), CHUNK), np.float64).swapaxes(1, 2)
     for row, (length, real) in enumerate(zip([40, 5, 1], np.asarray(keys, np.float64), strict=True)):
         mean, variance = real[:length].mean(axis=0), real[:length].var(axis=0)
         unit = (variance + variance.mean(axis=1, keepdims=True) / 10) ** 0.25 if length > 1 else np.ones_like(mean)
@@ -251,9 +278,9 @@ def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, slack, bits, most):
 def test_a_prompt_s_own_tokens_are_projected_to_their_rows(name):
     """Projected rows equal the coded rows, except codes of numbers next to the edge of a step."""
     codec, keys = CODECS[name], spread_keys(24, 2, 24, 9)
-    batch, lengths = jnp.asarray(keys[None], jnp.float32), jnp.array([24])
-    code = codec.encode(batch, lengths, 6, CHUNK)
-    rows = np.asarray(codec.project(batch, code.right))[0]  # [T, heads, w]
+    batch = np.float32(keys[None])
+    code = run.encode(codec, batch, np.array([24]), 6, CHUNK)
+    rows = np.asarray(run.project(codec, batch, code.right))[0]  # [T, heads, w]
     left = np.asarray(code.left)[0]
     left = left.reshape(left.shape[0], 24, -1).swapaxes(0, 1) if left.ndim == 3 else left.reshape(24, 1, -1)
     assert rows.shape == left.shape
@@ -265,11 +292,11 @@ def test_the_same_bits_lose_less():
     """If variances fall by a power law, the transform code has less than half of the error of low rank."""
     rng, width = np.random.default_rng(0), 64
     keys = rng.standard_normal((512, width)) * (1 + np.arange(width)) ** -0.7
-    keys = jnp.asarray(keys @ np.linalg.qr(rng.standard_normal((width, width)))[0], jnp.float32).reshape(1, 512, 2, 32)
-    ids, lost = jnp.arange(64)[None, None].repeat(2, 1), {}
+    keys = np.float32(keys @ np.linalg.qr(rng.standard_normal((width, width)))[0]).reshape(1, 512, 2, 32)
+    lost = {}
     codecs = {"lowrank": LowRankCodec(8), "transform": TransformCodec((4, 16, 16)), "exact": ExactCodec()}
     for name, codec in codecs.items():
-        got = codec.decode(codec.encode(keys, jnp.array([512]), 64, 8), ids, 8)
+        got = np.asarray(run.decode(codec, run.encode(codec, keys, np.array([512]), 64, 8), every_chunk(1, 2, 64), 8))
         lost[name] = float(((got.swapaxes(1, 2) - keys) ** 2).mean() / keys.var())
     sizes = Sizes(2, 32, "bfloat16")
     assert codecs["lowrank"].read_bytes(sizes) == codecs["transform"].read_bytes(sizes) == 16
@@ -282,18 +309,18 @@ def test_the_same_bits_lose_less():
 def test_a_code_has_the_bytes_that_it_tells(name, dtype):
     codec, sizes = CODECS[name], Sizes(2, 24, dtype)
     keys, lengths = batch_of([spread_keys(40, 2, 24, 5)], dtype)
-    code = codec.encode(keys, lengths, 6, CHUNK)
-    empty = codec.empty(1, 6, CHUNK, sizes)
+    code = jax.eval_shape(lambda *x: codec.encode(*x, 6, CHUNK), keys, lengths)
+    empty = jax.eval_shape(lambda: codec.empty(1, 6, CHUNK, sizes))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), code) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
     assert codec.nbytes(6, CHUNK, sizes) == sum(map(leaf_bytes, jax.tree.leaves(code)))
     row_bytes = {
-        "lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]),
+        "lowrank": 9 * jnp.dtype(dtype).itemsize,
         "transform": 3 + 10 // 2 + 8 // 4,
-        "exact": 24 * leaf_bytes(keys[0, 0, 0, 0]),
+        "exact": 24 * jnp.dtype(dtype).itemsize,
         "rotation": 24 * 3 // 8 + 2,
         "channel": 24 * 2 // 8,
-        "token4": 24 // 2 + leaf_bytes(keys[0, 0, 0, 0]),
-        "token6": 24 * 6 // 8 + leaf_bytes(keys[0, 0, 0, 0]),
+        "token4": 24 // 2 + jnp.dtype(dtype).itemsize,
+        "token6": 24 * 6 // 8 + jnp.dtype(dtype).itemsize,
     }[name]
     assert codec.read_bytes(sizes) == row_bytes
     heads = 1 if codec.joint else 2

@@ -3,16 +3,19 @@ float64, and the bytes that a step reads.
 """
 
 import dataclasses
+import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import shadow_layers
 from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
+from few import quick
+from random_arrays import normal
+from shadow_layers import layer_of, step_of
 
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation.speed.layer import Shape, layer_state, random_prompt, random_step
 from jshadow.ops.packing import ROW_BITS, dequantize_rows
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
@@ -47,8 +50,8 @@ def kept(levels, parts, kind):
     found = []
     for rows, row_kind, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
         if row_kind != "model":
-            rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
-            rows = dequantize_rows(rows, ROW_BITS[row_kind], "float32")
+            rows = jax.tree.map(lambda x, each=each: np.asarray(x).reshape(*x.shape[:3], each, -1), rows)
+            rows = jax.jit(dequantize_rows, static_argnums=(1, 2))(rows, ROW_BITS[row_kind], "float32")
         shape = rows.shape[:3]
         found.append(np.asarray(rows, np.float64).reshape(*shape, each, -1))
     return np.concatenate(found, axis=3)
@@ -62,28 +65,30 @@ def landmarks_of(levels, parts, kind):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_the_transform_s_rows_are_orthogonal_and_the_first_is_the_sum(size):
-    matrix = np.asarray(hadamard(jnp.eye(size)))
+    matrix = np.asarray(jax.jit(hadamard)(np.eye(size, dtype=np.float32)))
     assert set(np.unique(matrix)) <= {1.0, -1.0}
     assert (matrix[0] == 1).all()
     np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
 
 
-@pytest.mark.parametrize("kind", ["model", "int8", "int4"])
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("parts", "kind"), quick([(2, "model"), (4, "int4")], itertools.product([2, 4, 8], ["model", "int8", "int4"]))
+)
 def test_levels_are_the_landmarks(parts, kind):
     """The first row is the chunk's mean, and the error of each landmark is at most half a step.
 
     The levels take as many bytes as the landmarks, except that quantized means have 8 bits.
     """
-    marks = jax.random.normal(jax.random.key(parts), (2, 3, 5 * parts, 16))
-    levels = store_levels(marks, parts, kind, "float32")
+    marks = normal(2, 3, 5 * parts, 16, seed=parts)
+    levels = jax.jit(store_levels, static_argnums=(1, 2, 3))(marks, parts, kind, "float32")
     wanted = np.asarray(marks, np.float64).reshape(2, 3, 5, parts, 16)
     first = kept(levels, parts, kind)[:, :, :, 0]
     np.testing.assert_allclose(first, wanted.mean(axis=3), atol=1e-6 if kind == "model" else 0.02)
     assert levels.parts == parts
     steps = 1e-6 if kind == "model" else np.abs(wanted).sum(axis=3).max() / (2 ** (ROW_BITS[kind] - 1) - 1)
     assert np.abs(landmarks_of(levels, parts, kind) - wanted).max() <= steps / 2 + 1e-5
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(x)) for x in (levels, store_landmarks(marks, kind, "float32"))]
+    plain = jax.eval_shape(lambda x: store_landmarks(x, kind, "float32"), marks)
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(x)) for x in (levels, plain)]
     assert sizes[0] - sizes[1] == (2 * 3 * 5 * 16 // 2 if kind == "int4" else 0)
 
 
@@ -95,15 +100,19 @@ def scored(q, rows, spread):
     return mass.sum(axis=(0, 3)).max(axis=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick(
+        [("levels_variance", "float32"), ("shared", "bfloat16")],
+        itertools.product(SETTINGS, ["float32", "bfloat16"]),
+    ),
+)
 def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype):
     """With one level, the best of all chunks. One query, and three of a turn that choose separately or together.
 
     Invalid queries have no effect.
     """
-    shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
-    spec, state = layer_state(shape, SETTINGS[name], "resident")
+    spec, state = layer_of(SETTINGS[name], dtype)
     policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
     parts, shared = policy.landmark_parts, policy.quirks.turn_selection == "shared"
     levels, kind = policy.landmarks.levels, policy.landmarks.dtype
@@ -118,9 +127,8 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
     assert (GROUP * count < chunks) == (name != "few_chunks")
     assert chunks % GROUP
     for queries in (1, 3):
-        step = random_step(shape, queries, queries)
-        step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
-        ids, best = (np.asarray(x) for x in policy.finalists(spec, state, step, count).best(count))
+        step = step_of(queries, dtype)
+        ids, best = map(np.asarray, shadow_layers.best(spec, state, step, count))
         assert ids.shape == best.shape == (2, 2, 1 if shared else queries, count)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
         free = np.asarray(state.frozen.candidates)
@@ -147,29 +155,26 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
 @pytest.mark.parametrize(("tokens", "block"), [(53, 8), (64, 1000), (3, 8)])
 def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
     """The spread of whole chunks does not depend on the block, and is 0 if each key is its own landmark."""
-    keys = 3 + jax.random.normal(jax.random.key(tokens), (2, tokens, 3, 16))
-    got = np.asarray(prompt_spread(keys, 9, 4, block=block, parts=2))
+    keys = 3 + np.asarray(normal(2, tokens, 3, 16, seed=tokens))
+    spread = jax.jit(prompt_spread, static_argnums=(1, 2), static_argnames=("block", "parts"))
+    got = np.asarray(spread(keys, 9, 4, block=block, parts=2))
     assert got.shape == (2, 3, 18)
     rows = np.asarray(keys, np.float64)[:, : tokens // 4 * 4].reshape(2, -1, 2, 3, 16)[:, :18]
     want = np.sqrt(rows.var(axis=2).mean(axis=3)).swapaxes(1, 2)
     np.testing.assert_allclose(got[:, :, : want.shape[2]], want, rtol=1e-5)
     assert not got[:, :, want.shape[2] :].any()
-    assert not np.asarray(prompt_spread(keys, 9, 4, parts=4)).any()
+    assert not np.asarray(spread(keys, 9, 4, parts=4)).any()
 
 
 def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
-    shape = Shape(context=64, batch=1, heads=2, kv_heads=1, head_dim=8, dtype="bfloat16")
-    spec, state = layer_state(shape, with_settings(POLICY, {"rank": 8, "landmarks.order": 2}), "resident")
-    prompt = random_prompt(shape, spec.policy)
-    huge = prompt.replace(
-        k_post=prompt.k_post * jnp.where(jnp.arange(64) % 2, 1e6, -1e6)[:, None, None].astype("bfloat16")
-    )
-    state, _ = spec.policy.compress(spec, state, huge)
+    huge = np.where(np.arange(shadow_layers.CONTEXT) % 2, 1e6, -1e6)[:, None, None]
+    spec, state = layer_of(with_settings(POLICY, {"landmarks.order": 2}), "bfloat16", scale=huge)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
-    best = spec.policy.finalists(spec, state, random_step(shape, 1, 1), 3).best(3)[1]
+    best = shadow_layers.best(spec, state, step_of(1, "bfloat16"), spec.policy.max_selected(spec.capacity))[1]
     assert np.isfinite(np.asarray(best)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_all_chunks_are_all_chunks(kind):
     """Two levels of exact landmarks choose as one level does only if the landmarks of all chunks are read."""

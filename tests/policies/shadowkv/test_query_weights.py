@@ -1,9 +1,10 @@
 """The weights on errors of a key's numbers, and their effect on the error of the products."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from cases import TINY
+from codec_calls import every_chunk, run
 from oracle_shadowkv import query_weights as wanted
 
 from jshadow.errors import ConfigError
@@ -21,17 +22,26 @@ def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> n
     return rng.standard_normal((batch, count, heads, dim)) * rng.uniform(0.05, 3, (heads, dim))
 
 
+weights_of = jax.jit(query_weights, static_argnums=(2, 3))
+
+
+@jax.jit
+def turn(x, positions, inverse):
+    """RoPE at positions [S] of rows [B, S, h, d]."""
+    return rotate(x, *(part[:, None] for part in cos_sin(positions, inverse)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 12, 12), (3, 3, 10, 6), (6, 1, 16, 4)])
 def test_weights_are_the_oracle_s(heads, kv_heads, dim, rotated, dtype):
     """Rows have more tokens than queries, as many, fewer, and one. In some cases not all numbers are rotated."""
     lengths = [90, 16, 7, 1]
-    queries = jnp.asarray(queries_of(4, 16, heads, dim), dtype)
-    got = query_weights(queries, jnp.array(lengths), kv_heads, rotated)
+    queries = queries_of(4, 16, heads, dim).astype(np.dtype(dtype))
+    got = np.asarray(weights_of(queries, np.array(lengths), kv_heads, rotated))
     assert got.shape == (4, kv_heads, dim)
-    assert got.dtype == jnp.float32
+    assert got.dtype == np.float32
     for row, length in enumerate(lengths):
-        real = np.asarray(queries[row, -min(16, length) :], np.float64)
+        real = queries[row, -min(16, length) :].astype(np.float64)
         np.testing.assert_allclose(got[row], wanted(real, kv_heads, rotated), rtol=1e-5)
     half = rotated // 2
     np.testing.assert_array_equal(got[..., :half], got[..., half:rotated])
@@ -39,10 +49,10 @@ def test_weights_are_the_oracle_s(heads, kv_heads, dim, rotated, dtype):
 
 def test_no_query_weighs_nothing_more_than_another():
     """The weights are finite and above 0 for an empty row, and for numbers that are 0 in all queries."""
-    got = query_weights(jnp.zeros((2, 4, 2, 6)), jnp.array([0, 9]), 1, 6)
-    np.testing.assert_array_equal(got, jnp.full((2, 1, 6), 0.1))
-    some = jnp.zeros((1, 4, 2, 6)).at[..., 1].set(100.0)
-    got = np.asarray(query_weights(some, jnp.array([9]), 1, 6))[0, 0]
+    queries, lengths = np.zeros((2, 4, 2, 6), np.float32), np.array([0, 9])
+    np.testing.assert_array_equal(weights_of(queries, lengths, 1, 6), np.full((2, 1, 6), 0.1, np.float32))
+    queries[..., 1] = 100
+    got = np.asarray(weights_of(queries, lengths, 1, 6))[1, 0]
     np.testing.assert_allclose(got[[0, 2, 3, 5]], 0.1)
     np.testing.assert_allclose(got[[1, 4]], np.sqrt(3.01), rtol=1e-6)
 
@@ -50,15 +60,12 @@ def test_no_query_weighs_nothing_more_than_another():
 @pytest.mark.parametrize("rotated", [12, 8])
 def test_weights_are_those_before_rope(rotated):
     """RoPE rotates a query within pairs of numbers, so the weights are the same before and after it."""
-    queries = jnp.asarray(queries_of(1, 40, 4, 12), jnp.float32)
-    inverse = jnp.asarray(1.0 / 50 ** (np.arange(rotated // 2) / 4), jnp.float32)
-    cos, sin = (x[:, None] for x in cos_sin(jnp.arange(40) * 7, inverse))
-    turned = rotate(queries, cos, sin)
-    assert np.abs(np.asarray(turned - queries)).max() > 1
-    lengths = jnp.array([40])
-    np.testing.assert_allclose(
-        query_weights(turned, lengths, 2, rotated), query_weights(queries, lengths, 2, rotated), rtol=1e-4
-    )
+    queries = np.float32(queries_of(1, 40, 4, 12))
+    inverse = np.float32(1.0 / 50 ** (np.arange(rotated // 2) / 4))
+    turned = np.asarray(turn(queries, np.arange(40) * 7, inverse))
+    assert np.abs(turned - queries).max() > 1
+    both = weights_of(np.concatenate([turned, queries]), np.array([40, 40]), 2, rotated)
+    np.testing.assert_allclose(*np.asarray(both), rtol=1e-4)
 
 
 @pytest.mark.parametrize("codec", [LowRankCodec(6), TransformCodec((2, 10, 12))], ids=["lowrank", "transform"])
@@ -66,20 +73,19 @@ def test_less_is_lost_of_the_products(codec):
     """If keys are large in all numbers and queries in few, weights reduce the error of the products by half."""
     rng, dim, tokens = np.random.default_rng(2), 16, 512
     size = np.tile(2.0 ** np.linspace(2, -2, dim // 2), 2)
-    keys = jnp.asarray(rng.standard_normal((1, tokens, 2, dim)), jnp.float32)
-    queries = jnp.asarray(rng.standard_normal((1, 64, 4, dim)) * size, jnp.float32)
-    lengths, inverse = jnp.array([tokens]), jnp.asarray(1.0 / 100 ** (np.arange(dim // 2) / 8), jnp.float32)
-    ids = jnp.arange(tokens // 8)[None, None].repeat(2, 1)
+    keys = np.float32(rng.standard_normal((1, tokens, 2, dim)))
+    queries = np.float32(rng.standard_normal((1, 64, 4, dim)) * size)
+    lengths, inverse = np.array([tokens]), np.float32(1.0 / 100 ** (np.arange(dim // 2) / 8))
 
     def lost(weights) -> float:
         """The mean squared error of the products of queries after the prompt with all keys."""
-        code = codec.encode(keys, lengths, tokens // 8, 8, weights)
-        off = codec.decode(code, ids, 8) - keys.swapaxes(1, 2)
-        turned = rotate(off, *cos_sin(jnp.arange(tokens), inverse))
-        asked = rotate(queries, *(x[:, None] for x in cos_sin(tokens + jnp.arange(64), inverse)))
-        return float((jnp.einsum("bthgd,bhsd->bhgts", asked.reshape(1, 64, 2, 2, dim), turned) ** 2).mean())
+        code = run.encode(codec, keys, lengths, tokens // 8, 8, weights)
+        rebuilt = np.asarray(run.decode(codec, code, every_chunk(1, 2, tokens // 8), 8))
+        turned = np.asarray(turn(rebuilt.swapaxes(1, 2) - keys, np.arange(tokens), inverse))
+        asked = np.asarray(turn(queries, tokens + np.arange(64), inverse)).reshape(1, 64, 2, 2, dim)
+        return (np.einsum("bthgd,bshd->bhgts", asked, turned) ** 2).mean()
 
-    assert lost(query_weights(queries, lengths, 2, dim)) < 0.5 * lost(None)
+    assert lost(weights_of(queries, lengths, 2, dim)) < 0.5 * lost(None)
 
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])

@@ -1,16 +1,19 @@
 """ShadowKV's selection: the chunks of several queries, and a second round that chooses by keys."""
 
 import dataclasses
+import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import shadow_layers
 from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
+from codec_calls import every_chunk
+from few import one_of
+from shadow_layers import layer_of, step_of
 
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
@@ -29,16 +32,18 @@ def draw(rng, batch, heads, queries, count, units):
     return scores, asked
 
 
-@pytest.mark.parametrize("pooled", [0, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spare", [0, 1, 20])
+step = jax.jit(choose, static_argnums=2)
+
+
+@pytest.mark.parametrize(
+    ("spare", "shape", "pooled"), one_of(6, itertools.product([0, 1, 20], SHAPES, [0, 3])), ids=str
+)
 def test_several_queries_choose_as_one_after_the_other(shape, spare, pooled):
     """The chunks and the hits are those of a plain search. Afterwards the cache holds the last query's chunks."""
     batch, heads, queries, count = shape
     rng = np.random.default_rng(sum(shape) + spare)
     resident = np.full((batch, heads, count + pooled), -1, np.int32)
     ages = np.full_like(resident, MOST_AGE) if pooled else None
-    step = jax.jit(choose, static_argnums=2)
     numbers = np.sort(rng.permuted(np.tile(np.arange(99), (batch, heads, queries, 1)), axis=3)[..., : count + spare])
     for turn in range(4):
         scores, asked = draw(rng, *shape, spare)
@@ -70,17 +75,17 @@ def test_one_query_after_the_other_hits_as_several_at_once(pooled):
     scores, _ = draw(rng, 2, 2, 6, 5, 9)
     asked = np.ones((2, 6), bool)
     start = empty_cache((2, 2), 5 + pooled, aged=pooled > 0)
-    together = choose(Finalists(jnp.asarray(scores)), asked, 5, *start)
+    together = jax.tree.map(np.asarray, step(Finalists(scores), asked, 5, *start))
     cache, parts = start, []
     for q in range(6):
-        one = choose(Finalists(jnp.asarray(scores[:, :, q : q + 1])), asked[:, q : q + 1], 5, *cache)
+        one = jax.tree.map(np.asarray, step(Finalists(scores[:, :, q : q + 1]), asked[:, q : q + 1], 5, *cache))
         cache = one.resident, one.ages
         parts.append(one)
     valid = np.concatenate([part.valid for part in parts], axis=2)
     np.testing.assert_array_equal(valid, together.valid)
     np.testing.assert_array_equal(np.concatenate([part.ids for part in parts], axis=2)[valid], together.ids[valid])
     np.testing.assert_array_equal(sum(part.total for part in parts), together.total)
-    hits = sum(np.asarray(part.hits) for part in parts)
+    hits = sum(part.hits for part in parts)
     if pooled:  # several queries find only the chunks of the query before
         assert (hits >= together.hits).all()
     else:
@@ -108,23 +113,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "dtype"), one_of(8, itertools.product(SETTINGS, ["float32", "bfloat16"])))
 def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
     """For one query, and for three of a turn that choose separately or together. Invalid queries have no effect."""
-    shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
-    spec, state = layer_state(shape, SETTINGS[name], "resident")
-    policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
+    spec, state = layer_of(SETTINGS[name], dtype)
+    count = spec.policy.max_selected(spec.capacity)
     for queries in (1, 3):
-        step = random_step(shape, queries, queries)
-        step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
-        first = np.asarray(policy.scores(spec, state, step))
-        ids, best = (np.asarray(x) for x in policy.finalists(spec, state, step, count).best(count))
+        step = step_of(queries, dtype)
+        first = np.asarray(shadow_layers.scores(spec, state, step))
+        ids, best = map(np.asarray, shadow_layers.best(spec, state, step, count))
         assert ids.shape == best.shape == (2, 2, 1 if name == "shared" else queries, count)
         chunks = first.shape[3]
-        every = jnp.broadcast_to(jnp.arange(chunks), (2, 2, chunks))
-        keys = policy.rebuild(spec, state, step).keys(every).astype(dtype)
-        keys = np.asarray(keys, np.float64).reshape(2, 2, chunks, 4, 16)
+        keys = np.asarray(shadow_layers.keys(spec, state, step, every_chunk(2, 2, chunks))).astype(dtype)
+        keys = keys.astype(np.float64).reshape(2, 2, chunks, 4, 16)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
         for b, h, chooser in np.ndindex(ids.shape[:3]):
             wide = np.argsort(-first[b, h, chooser], kind="stable")[: 2 * count]
@@ -145,6 +146,7 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
                 assert set(ids[b, h, chooser][real]) == set(wide[order])
 
 
+@pytest.mark.slow
 def test_all_chunks_are_all_chunks():
     """A second round changes the result only if the budget is smaller than the number of chunks."""
     for budget, same in ((96, True), (12, False)):
