@@ -243,22 +243,6 @@ def test_devices_are_known_by_their_kind(kind, name):
 # A generation
 
 
-def test_a_report_says_why(monkeypatch):
-    settings = {"max_new_tokens": 2, "capacity": 64}
-    out = jshadow.generate(model(), [1, 2, 3], Full(), **settings)
-    report = out.report
-    assert report.fetch == "resident"
-    assert report.fetch_reason == "resident: on a CPU, host memory and device memory are the same memory"
-    assert report.to_json()["fetch_reason"] == report.fetch_reason
-    assert not any("fetch" in sentence for sentence in notes([out]))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert notes([out]) == [f"fetch {report.fetch_reason}."]
-    monkeypatch.undo()
-    out = jshadow.generate(model(), [1, 2, 3], Full(), fetch="device_put", **settings)
-    assert out.report.fetch_reason is None
-    assert jshadow.generate(model(), [4], state=out.state, max_new_tokens=1).report.fetch_reason is None
-
-
 def test_several_devices_share_a_call(monkeypatch):
     """A device holds its part. No kernel serves a part of the left rows."""
 
@@ -278,8 +262,13 @@ def test_several_devices_share_a_call(monkeypatch):
     assert fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
 
 
-def test_a_generation_runs_in_the_mode_that_was_chosen(monkeypatch):
-    """For the sizes with which its state is made."""
+def generated(prompt=tuple(range(100)), **settings):
+    return jshadow.generate(model(), list(prompt), max_new_tokens=2, **settings)
+
+
+@pytest.mark.slow
+def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch):
+    """The choice is asked for the sizes with which the state is made. Full attention has one program in all modes."""
     asked = []
 
     def choose(fetch, config, policy, batch):
@@ -291,9 +280,22 @@ def test_a_generation_runs_in_the_mode_that_was_chosen(monkeypatch):
         )
 
     monkeypatch.setattr(fetch_mode, "fetch_here", choose)
-    policy = ShadowKV(rank=4, budget=8, chunk_size=4, outlier_chunks=0)
-    report = jshadow.generate(model(), list(range(100)), policy, max_new_tokens=2, capacity=128).report
+    sizes = {"policy": Full(), "capacity": 128}
+    report = generated(**sizes).report
     assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
-    resolved = policy.resolve(TINY, 128)
+    resolved = Full().resolve(TINY, 128)
     assert asked == [(mode, resolved, batch_of([100], 128, "float32")) for mode in ("auto", "device_put")]
     assert (asked[0][2].shortest, asked[0][2].width) == (64, 128)
+    monkeypatch.undo()
+    out = generated(**sizes)
+    report = out.report
+    assert report.fetch == "resident"
+    assert report.fetch_reason == "resident: on a CPU, host memory and device memory are the same memory"
+    assert report.to_json()["fetch_reason"] == report.fetch_reason
+    assert not any("fetch" in sentence for sentence in notes([out]))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert notes([out]) == [f"fetch {report.fetch_reason}."]
+    monkeypatch.undo()
+    out = generated(**sizes, fetch="device_put")
+    assert out.report.fetch_reason is None
+    assert generated([4], state=out.state).report.fetch_reason is None

@@ -8,8 +8,10 @@ import pytest
 from cases import PACKED, SMALL, TINY, TRANSFORM, model, random_tokens
 from real_shapes import LLAMA_31_8B
 
+from jshadow.cache.offload import host_bytes
 from jshadow.engine.prefill.whole import prefill
 from jshadow.errors import CapacityError, ConfigError
+from jshadow.planner.bytes import abstract_state
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus, StreamingLLM
@@ -25,33 +27,42 @@ STATES = {
 
 
 def live_bytes(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_bytes_are_those_of_real_states(name):
-    """Of a group whose rows have their own prompts, and of a document that sessions share."""
-    params, policy = model(TWO), STATES[name]
+def test_bytes_are_those_of_states(name):
+    """Of a group whose rows have their own prompts, and of a document that sessions share. A law has real states."""
+    policy = STATES[name]
     shared = dataclasses.replace(SIZES, documents=2)
     plans = [
         session_plan(TWO, policy, [sizes], MemoryLimits(), dtype="float32", fetch="device_put", backend="cpu")
         for sizes in (SIZES, shared)
     ]
-    ids = random_tokens(SIZES.group_rows, SIZES.prompt)
-
-    def state(rows, room):
-        lengths = np.full(rows, SIZES.prompt, np.int32)
-        settings = {"capacity": SIZES.capacity, "fetch": "device_put", "room": room}
-        return prefill(params, ids[:rows], lengths, policy, **settings)[1]
-
-    group, document = state(SIZES.group_rows, SIZES.room), state(1, 0)
+    sizes = {"capacity": SIZES.capacity, "prompt": SIZES.prompt, "dtype": "float32", "fetch": "device_put"}
+    group = abstract_state(TWO, policy, batch=SIZES.group_rows, room=SIZES.room, **sizes)
+    document = abstract_state(TWO, policy, batch=1, room=0, **sizes)
     reads, writes = group.split()
     assert live_bytes(reads) + live_bytes(writes) == sum(plans[0].classes[0].group_bytes)
     assert live_bytes(writes) == sum(plans[1].classes[0].group_bytes)
-    assert live_bytes(document) * 2 == sum(plans[1].classes[0].documents_bytes)
-    on_host = [leaf.nbytes for leaf in jax.tree.leaves(group) if leaf.sharding.memory_kind == "pinned_host"]
-    assert sum(on_host) == plans[0].classes[0].group_bytes[1]
+    assert live_bytes(document.split()) * 2 == sum(plans[1].classes[0].documents_bytes)
+    on_host = host_bytes(group.specs)
+    assert on_host == plans[0].classes[0].group_bytes[1]
     assert bool(on_host) == (name != "full")
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_a_real_state():
+    lengths, settings = np.full(3, SIZES.prompt, np.int32), {"capacity": SIZES.capacity, "room": SIZES.room}
+    tokens = random_tokens(SIZES.group_rows, SIZES.prompt)
+    [plan] = session_plan(
+        TWO, STATES["packed"], [SIZES], MemoryLimits(), dtype="float32", fetch="device_put", backend="cpu"
+    ).classes
+    state = prefill(model(TWO), tokens, lengths, STATES["packed"], fetch="device_put", **settings)[1]
+    leaves = jax.tree.leaves(state.split())
+    assert sum(leaf.nbytes for leaf in leaves) == sum(plan.group_bytes)
+    host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
+    assert host == plan.group_bytes[1] > 0
 
 
 H200 = GPUS["h200"]
