@@ -126,7 +126,9 @@ def load(
             check_manifest(directory)
 
     def give(path: str, value: np.ndarray) -> Array:
-        return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
+        if mesh is None:
+            return jax.device_put(value, may_alias=False)  # jnp.array would compile a program for each shape
+        return jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
         value_cast, problem = cast(value, target)
@@ -234,7 +236,7 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> P
     flat = {}
     for index, (path, shape) in enumerate(sorted(flat_abstract(config).items())):
         values = _initial(path, shape, np.random.default_rng((seed, index)))
-        flat[path] = jnp.asarray(values.astype(target))
+        flat[path] = jax.device_put(values.astype(target), may_alias=False)
     return Params(traverse_util.unflatten_dict(flat, sep="/"), config)
 
 

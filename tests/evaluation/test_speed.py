@@ -2,13 +2,18 @@
 
 import json
 
+import fake_torch
+import numpy as np
 import pytest
 from cases import POLICY_CASES, policies_of
 
 from jshadow import cli
 from jshadow.evaluation import speed as bench
-from jshadow.evaluation.speed import layer, timing
+from jshadow.evaluation.speed import layer, model, peers, timing
+from jshadow.evaluation.speed.request import Request
+from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, ShadowKV
+from jshadow.weights.params import init_params, save
 
 SHAPE = bench.Shape(context=200, batch=2, heads=4, kv_heads=2, head_dim=16, dtype="float32")
 TINY = ["--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2"]
@@ -45,8 +50,8 @@ def test_every_policy_can_be_measured(name):
     assert row["step_seconds"] > 0
 
 
-@pytest.mark.parity
-def test_the_command_prints_rows(capsys):
+def test_the_command_prints_rows(capsys, monkeypatch):
+    torch = fake_torch.install(monkeypatch)
     assert cli.main(["bench", "layer", *TINY, "--policies", "full,shadowkv:rank=8:budget=64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     rows = {row["policy"]: row for row in told["results"]}
@@ -56,6 +61,10 @@ def test_the_command_prints_rows(capsys):
             row["bytes_moved"] / told["ceilings"]["read"] + row["flops"] / told["ceilings"]["matmul_bfloat16"]
         )
     assert told["machine"]["platform"] == "cpu"
+    # Both of torch's rows are the same attention of the same arrays.
+    [fused, *_] = [out for name, _, out in torch.calls if name == "sdpa"]
+    [_, products, *_] = [out for name, _, out in torch.calls if name == "bmm"]
+    np.testing.assert_allclose(products.reshape(fused.shape), fused, atol=1e-2)
     assert cli.main(["bench", "layer", *TINY]) == 0
     assert "dense / this" in capsys.readouterr().out
 
@@ -129,61 +138,33 @@ def test_stages_and_growth_are_printed(capsys):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny random Llama that transformers loads too."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
+    """A tiny random Llama."""
+    config = ModelConfig("llama", 64, 2, 32, 48, 4, 2, 8, 1e-6, 512, eos_ids=())
     path = tmp_path_factory.mktemp("bench") / "tiny"
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-        )
-    ).save_pretrained(path)
+    save(init_params(config), path)
     return str(path)
 
 
-@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.process
 def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
-    options = [
-        "--tokens",
-        "96",
-        "--steps",
-        "3",
-        "--runs",
-        "1",
-        "--batch",
-        "2",
-        "--fetch",
-        "resident,device_put",
-        "--policies",
-        "full,shadowkv:rank=8:budget=16:outlier_chunks=1",
-    ]
-    assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 0
+    options = ["--tokens", "96", "--steps", "3", "--runs", "1", "--batch", "2", "--fetch", "resident,device_put"]
+    policies = ["--policies", "full,shadowkv:rank=8:budget=16:outlier_chunks=1", "--no-peers"]
+    assert cli.main(["bench", "decode", checkpoint, *options, *policies, "--json"]) == 0
     out, err = capsys.readouterr()
     rows = {(row["setting"].partition(":")[0], row["fetch"]): row for row in json.loads(out)["results"]}
-    ours = {("full", "resident"), ("shadowkv", "resident"), ("shadowkv", "device_put")}
-    assert set(rows) == ours | {("transformers DynamicCache", None), ("transformers OffloadedCache", None)}
+    assert set(rows) == {("full", "resident"), ("shadowkv", "resident"), ("shadowkv", "device_put")}
     assert "running shadowkv:rank=8:budget=16:outlier_chunks=1, device_put ..." in err
     cache = 2 * 2 * 2 * 99 * 16 * 4
-    assert rows["full", "resident"]["bytes_device"] == cache == rows["transformers DynamicCache", None]["bytes_device"]
+    assert rows["full", "resident"]["bytes_device"] == cache
     assert rows["shadowkv", "resident"]["bytes_host"] == 0 < rows["shadowkv", "device_put"]["bytes_host"]
     weights = 4 * (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 64 * 32 + 32)  # the head, no embedding
     assert rows["full", "resident"]["bytes_read"] == weights + cache
-    for key in ours:
-        row = rows[key]
+    for row in rows.values():
         assert row["step_seconds"] > 0 < row["prefill_seconds"]
         assert row["tokens_per_second"] == pytest.approx(2 / row["step_seconds"])
         assert row["error"] is None is row["fallback"]
         assert row["bound_seconds"] > 0 < row["prefill_bound_seconds"]
-    # OffloadedCache wants a GPU of torch's
-    assert "CUDA" in rows["transformers OffloadedCache", None]["error"]
     for part, unit in (("decode", "step, ms"), ("prefill", "prefill, s")):
         assert cli.main(["bench", part, checkpoint, "--tokens", "32", "--steps", "1", "--runs", "1", "--no-peers"]) == 0
         out = capsys.readouterr().out
@@ -192,25 +173,46 @@ def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
         assert "shadowkv has nothing to select" in out  # told, for 32 tokens are too few
 
 
-@pytest.mark.parity
 def test_a_system_that_fails_keeps_the_others_figures(checkpoint, capsys, monkeypatch):
-    from jshadow.evaluation.speed import model
+    """That transformers is timed where torch is, too. Its cache that offloads wants a GPU of torch's."""
 
     def broken(request, policy, fetch):
         raise MemoryError("no room\nat all")
 
+    fake_torch.install(monkeypatch)
     monkeypatch.setattr(model, "answer_jshadow", broken)
     monkeypatch.setattr(model, "in_own_process", lambda run: run())
     options = ["--tokens", "40", "--steps", "1", "--runs", "1", "--policies", "full"]
-    assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 1
+    with monkeypatch.context() as patched:
+        fake_torch.install_transformers(patched)
+        assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 1
     rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    assert set(rows) == {"full", "transformers DynamicCache", "transformers OffloadedCache"}
     assert rows["full"]["error"] == "MemoryError: no room"
     assert rows["transformers DynamicCache"]["step_seconds"] > 0
+    assert rows["transformers DynamicCache"]["bytes_device"] == 2 * 5 * 41
+    assert "CUDA" in rows["transformers OffloadedCache"]["error"]
     assert cli.main(["bench", "decode", checkpoint, *options, "--no-peers"]) == 1
     assert "not measured: MemoryError: no room" in capsys.readouterr().out
 
 
-@pytest.mark.parity
+def test_transformers_answers_twice_and_its_second_answer_counts(monkeypatch):
+    """Each answer is the prompts in one call, and then its own tokens one by one."""
+    fake_torch.install(monkeypatch)
+    peer = fake_torch.install_transformers(monkeypatch)
+    request = Request("folder", tokens=7, batch=2, steps=3)
+    answer = peers.answer_transformers(request, "DynamicCache")
+    assert (peer.last.folder, peer.last.dtype) == ("folder", np.float32)
+    assert [fed.shape for fed in peer.last.fed] == 2 * [(2, 7), (2, 1), (2, 1), (2, 1)]
+    prompts = request.prompts(50)
+    for answered in (peer.last.fed[:4], peer.last.fed[4:]):
+        np.testing.assert_array_equal(answered[0], prompts)
+        for step, tokens in enumerate(answered[1:], start=1):
+            np.testing.assert_array_equal(tokens, (prompts[:, -1:] + step) % 50)
+    assert (answer.bytes_device, answer.bytes_host) == (2 * 5 * 2 * (7 + 3), 0)
+    assert answer.prefill_seconds > 0 < answer.decode_seconds
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

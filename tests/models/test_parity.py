@@ -1,188 +1,149 @@
-"""jshadow compared with transformers on the same weights: tiny random Llamas, and SmolLM2 in the slow tests."""
+"""jshadow compared with transformers, whose answers stand in tests/references: tiny checkpoints, and SmolLM2."""
 
+import functools
 import json
+import sys
 
+import make
 import numpy as np
 import pytest
-import torch
-import transformers
-from family_cases import FAMILY_CASES, random_checkpoint
+import saved
+import seeded
+from safetensors.numpy import load_file
 
 import jshadow
 
-pytestmark = pytest.mark.parity
-
-SHAPES = {
-    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    "mha": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
-    "one_kv_head_wide": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40},
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-VARIANTS = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "biased": {"attention_bias": True, "mlp_bias": True},
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3": {"rope_scaling": LLAMA3},
-}
+QUICK = ("gqa-llama3", "llama_dynamic", "mistral_sliding", "glm4", "gemma3", "smollm3")
+CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in seeded.CASES]
 
 
-def reference(directory, **settings):
-    """A tiny random LlamaForCausalLM, saved to directory."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **(
-            {
-                "vocab_size": 97,
-                "hidden_size": 48,
-                "intermediate_size": 80,
-                "num_hidden_layers": 3,
-                "max_position_embeddings": 512,
-                "rope_theta": 10000.0,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            }
-            | settings
-        )
-    )
-    model = transformers.LlamaForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            # transformers initializes biases with 0 and matrices with 0.02, which is too small to show a mistake
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name or "bias" in name else 0.25)
-    model.save_pretrained(directory)
-    return model
+@functools.cache
+def references(part):
+    """The committed JSON and arrays of a part."""
+    made = make.committed(part)
+    return made["told"], made["arrays"]
 
 
-def full_logits(params, tokens, steps):
-    """Logits [1, S + steps, V] of full attention: the prompt in one prefill, the rest token by token."""
-    prompt = tokens[:, : tokens.shape[1] - steps]
+def full_logits(params, tokens):
+    """Logits [1, T, V] of full attention: the prompt in one prefill, the last tokens one by one."""
+    count = tokens.shape[1] - seeded.STEPS
     logits, state = jshadow.prefill(
-        params, prompt, np.array([prompt.shape[1]]), jshadow.Full(), capacity=tokens.shape[1], logits="all"
+        params, tokens[:, :count], np.array([count]), jshadow.Full(), capacity=tokens.shape[1], logits="all"
     )
-    rest = []
-    for index in range(prompt.shape[1], tokens.shape[1]):
+    parts = [np.asarray(logits)]
+    for index in range(count, tokens.shape[1]):
         out, state = jshadow.decode_step(params, tokens[:, index], state)
-        rest.append(np.asarray(out)[:, None])
-    return np.concatenate([np.asarray(logits), *rest], axis=1)
+        parts.append(np.asarray(out)[:, None])
+    return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tiny_llama_equals_transformers(tmp_path, shape, variant):
-    model = reference(tmp_path, **SHAPES[shape], **VARIANTS[variant])
-    params = jshadow.load(str(tmp_path), dtype="float32")
-    tokens = np.random.default_rng(1).integers(0, 97, (1, 137))
-    with torch.no_grad():
-        model(torch.tensor(tokens))
-        want = model(torch.tensor(tokens)).logits.numpy()
-        exact = model.double()(torch.tensor(tokens)).logits.numpy()
-    # In about one of twenty runs, the first comparison of a process differed by 4e-3 in the second half of its tokens,
-    # on one of the two sides. So a first forward pass is thrown away, and the results are compared with float64.
-    mine = full_logits(params, tokens, steps=4)
-    told = f"off float64: transformers {np.abs(want - exact).max():.1e}, jshadow {np.abs(mine - exact).max():.1e}"
-    np.testing.assert_allclose(mine, want, atol=1e-4, rtol=0, err_msg=told)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path, case):
+    """Where the length decides on the rotation, also within the original context."""
+    params = jshadow.load(seeded.write_checkpoint(case, tmp_path / case), dtype="float32")
+    for length in seeded.lengths_of(case):
+        got = seeded.part_of(full_logits(params, seeded.tokens_of(length)))
+        want = references("tiny")[1][f"{case}/{length}"]
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0, err_msg=f"{length} tokens")
 
 
-@pytest.mark.parametrize("tokens", [45, 137], ids=["within_the_original_context", "past_it"])
-@pytest.mark.parametrize("name", FAMILY_CASES)
-def test_every_family_equals_transformers(tmp_path, name, tokens):
-    model = random_checkpoint(name, tmp_path)
-    params = jshadow.load(str(tmp_path), dtype="float32")
-    ids = np.random.default_rng(1).integers(3, 97, (1, tokens))
-    with torch.no_grad():
-        model(torch.tensor(ids))
-        want = model(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(full_logits(params, ids, steps=4), want, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", FAMILY_CASES)
-def test_transformers_reads_what_save_writes(tmp_path, name):
-    """It reads the same config and the same tensors bit by bit, and gives the same logits."""
-    model = random_checkpoint(name, tmp_path / "theirs")
-    params = jshadow.load(tmp_path / "theirs", dtype="float32")
-    jshadow.save(params, tmp_path / "ours")
-    assert jshadow.load(tmp_path / "ours", dtype="float32").config == params.config
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
-    theirs, ours = model.state_dict(), again.state_dict()
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_reads_what_save_writes(tmp_path, case):
+    """These are the files with which transformers gives the same logits; tests/references/make.py asks it."""
+    files = saved.saved(case, tmp_path)
+    assert files == json.loads((seeded.HERE / "saved.json").read_text())[case]
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "saved"))
     assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
-    ids = torch.tensor(np.random.default_rng(1).integers(3, 97, (1, 90)))
-    with torch.no_grad():
-        # an attention factor that a file does not store is computed, and may differ in the last bit
-        np.testing.assert_allclose(model(ids).logits.numpy(), again(ids).logits.numpy(), atol=1e-5, rtol=0)
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(ours[name], value, strict=True)
+    configs = [jshadow.load(tmp_path / name, dtype="float32").config for name in ("theirs", "saved")]
+    assert configs[0] == configs[1]
 
 
-def test_greedy_tokens_equal_transformers_on_a_ragged_batch(tmp_path):
-    model = reference(tmp_path, **SHAPES["gqa"])
-    params = jshadow.load(str(tmp_path), dtype="float32")
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(3, 97, size).tolist() for size in (5, 33, 64)]
-    outs = jshadow.generate(params, prompts, jshadow.Full(), max_new_tokens=12)
-    for prompt, out in zip(prompts, outs, strict=True):
-        want = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-        assert out.tokens == want
+def test_greedy_tokens_are_those_of_transformers_on_a_ragged_batch(tmp_path):
+    params = jshadow.load(seeded.write_checkpoint(seeded.GREEDY, tmp_path / "m"), dtype="float32")
+    outs = jshadow.generate(params, seeded.prompts(), jshadow.Full(), max_new_tokens=seeded.NEW_TOKENS)
+    assert [out.tokens for out in outs] == references("tiny")[1]["greedy"].tolist()
+
+
+# How the references are made
+
+
+def test_every_case_has_its_references():
+    told, arrays = references("tiny")
+    assert list(told) == list(json.loads((seeded.HERE / "saved.json").read_text())) == list(seeded.CASES)
+    expected = {f"{case}/{length}" for case in seeded.CASES for length in seeded.lengths_of(case)}
+    assert set(arrays) == expected | {"greedy", "rope"}
+
+
+def test_seeded_weights_are_the_same_bits_everywhere():
+    """Uniform numbers with a mean and a deviation that depend on the name."""
+    value = seeded.tensor("qwen2", "model.layers.0.self_attn.q_proj.bias", (3,))
+    assert value.tobytes().hex() == "4e0b143e7f3a08bd26752bbe"
+    norm, gemma = (seeded.tensor(case, "model.norm.weight", (4000,)) for case in ("llama", "gemma3"))
+    assert (abs(norm.mean() - 1), abs(gemma.mean())) < (0.01, 0.01)
+    deviations = [seeded.tensor(case, "a.weight", (4000,)).std() for case in ("llama", "gqa-plain")]
+    np.testing.assert_allclose([norm.std(), *deviations], [0.1, 0.2, 0.25], rtol=0.05)
+
+
+def test_differences_beyond_rounding_are_named():
+    one = {"told": {"ids": [1, 2], "x": 1.0, "text": "a"}, "arrays": {"a": np.ones(3), "n": np.arange(3)}}
+    near = {
+        "told": {"ids": [1, 2], "x": 1.0 + 1e-7, "text": "a"},
+        "arrays": {"a": np.ones(3) + 1e-7, "n": np.arange(3)},
+    }
+    assert make.differences(one, near, 1e-6) == []
+    other = {"told": {"ids": [1, 3], "x": 1.1, "text": "b"}, "arrays": {"a": np.ones(3) * 1.5, "n": np.arange(1, 4)}}
+    found = make.differences(one, other, 1e-6)
+    assert [line.split(":")[0] for line in found] == ["/arrays/a", "/arrays/n", "/told/ids", "/told/text", "/told/x"]
+    assert "5.0e-01" in found[0]
+    assert make.differences(one, {"told": one["told"], "arrays": {"a": np.ones(4)}}, 1e-6)[0].startswith("/arrays/n:")
+
+
+def test_without_torch_the_command_that_installs_it_is_told(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert make.main(["tiny", "--check"]) == 2
+    first, command = capsys.readouterr().err.splitlines()
+    assert first == "torch is not installed. This command installs it:"
+    assert command.startswith(f"{sys.executable} -m pip install torch==2.13.0 -r ")
 
 
 # The real model
 
-PROMPTS = (
-    [{"role": "user", "content": "What is the capital of France, and which river runs through it?"}],
-    [{"role": "user", "content": "Write a short poem about the sea."}],
-    [{"role": "user", "content": "Explain in two sentences why the sky is blue."}],
-    "The quick brown fox jumps over the lazy dog. Once upon a time, in a land far away,",
-    "def fibonacci(n):\n    ",
-)
-
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_dir):
-    """SmolLM2 in float32: jshadow's Params and transformers' model, from one directory."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
-    return jshadow.load(str(smollm2_dir), dtype="float32"), model
+    return jshadow.load(str(smollm2_dir), dtype="float32")
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("index", range(len(PROMPTS)))
-def test_smollm2_greedy_text_equals_transformers(smollm2, index):
-    params, model = smollm2
-    out = jshadow.generate(params, PROMPTS[index], jshadow.Full(), max_new_tokens=64)
-    tokenizer = params.tokenizer
-    ids = PROMPTS[index]
-    if isinstance(ids, str):
-        ids = tokenizer.encode(ids)
-    else:
-        ids = tokenizer.encode(tokenizer.apply_chat_template(ids, tokenize=False, add_generation_prompt=True))
-    with torch.no_grad():
-        made = model.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False)[0, len(ids) :]
-        want = model(torch.tensor([ids])).logits.numpy()
-    assert out.text == tokenizer.decode(made, skip_special_tokens=True)
-    assert out.report.generated_tokens == len(made)
-    got, _ = jshadow.prefill(
-        params, np.array([ids]), np.array([len(ids)]), jshadow.Full(), capacity=len(ids), logits="all"
+@pytest.mark.parametrize("index", range(len(make.PROMPTS)))
+def test_smollm2_s_greedy_text_and_logits_are_those_of_transformers(smollm2, index):
+    told, arrays = references("smollm2")
+    want = told["prompts"][index]
+    out = jshadow.generate(smollm2, make.PROMPTS[index], jshadow.Full(), max_new_tokens=64)
+    assert (out.tokens, out.text) == (want["new"], want["text"])
+    assert out.report.generated_tokens == len(want["new"])
+    ids = want["ids"]
+    chat = make.PROMPTS[index]
+    if not isinstance(chat, str):
+        chat = smollm2.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert smollm2.tokenizer.encode(chat) == ids
+    logits, _ = jshadow.prefill(
+        smollm2, np.array([ids]), np.array([len(ids)]), jshadow.Full(), capacity=len(ids), logits="all"
     )
-    np.testing.assert_allclose(np.asarray(got), want, atol=2e-3, rtol=0)
+    for name, got in seeded.parts_of_many(np.asarray(logits)[0]).items():
+        np.testing.assert_allclose(got, arrays[f"{index}/{name}"], atol=2e-3, rtol=0, err_msg=name)
 
 
 @pytest.mark.real
-def test_smollm2_perplexity_equals_transformers(smollm2):
-    from pydoc_data import topics
-
-    params, model = smollm2
-    ids = params.tokenizer.encode(topics.topics["assert"] + topics.topics["binary"])[:320]
+def test_smollm2_s_perplexity_is_that_of_transformers(smollm2):
+    ids = make.texts()["passage"]
     assert len(ids) == 320
     tokens = np.array([ids])
-    logits, _ = jshadow.prefill(params, tokens, np.array([320]), jshadow.Full(), capacity=320, logits="all")
-    with torch.no_grad():
-        want = float(torch.exp(model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss))
+    logits, _ = jshadow.prefill(smollm2, tokens, np.array([320]), jshadow.Full(), capacity=320, logits="all")
     scores = np.asarray(logits, np.float64)[0, :-1]
     scores -= scores.max(-1, keepdims=True)
     chosen = scores[np.arange(319), ids[1:]] - np.log(np.exp(scores).sum(-1))
+    want = references("smollm2")[0]["perplexity"]
     assert abs(np.exp(-chosen.mean()) / want - 1) < 1e-3
-    print(json.dumps({"perplexity": float(np.exp(-chosen.mean())), "transformers": want}))

@@ -2,23 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import make
 import numpy as np
 import oracle
 import pytest
-from cases import LLAMA3_ROPE
+import seeded
 from random_arrays import normal, wide
 
 from jshadow.models.config import RopeConfig
 from jshadow.ops import rope
 
-ROPES = (
-    RopeConfig(),
-    RopeConfig(theta=5e5),
-    RopeConfig(kind="linear", factor=4.0),
-    LLAMA3_ROPE,
-    RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=8192),
-    RopeConfig(theta=5e5, kind="llama3", factor=32.0, low_freq_factor=1.5, high_freq_factor=2.5, original_context=128),
-)
+ROPES = tuple(RopeConfig(**settings) for settings in seeded.ROPES)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
@@ -29,32 +23,10 @@ def test_frequencies_follow_the_formula(config, dim):
     )
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("config", ROPES)
-def test_frequencies_are_those_of_transformers(config):
-    import transformers
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = {
-        "rope_type": config.kind,
-        "rope_theta": config.theta,
-        "factor": config.factor,
-        "low_freq_factor": config.low_freq_factor,
-        "high_freq_factor": config.high_freq_factor,
-        "original_max_position_embeddings": config.original_context,
-    }
-    if config.kind == "default":
-        parameters = {"rope_type": "default", "rope_theta": config.theta}
-    theirs = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=1, head_dim=64, rope_parameters=parameters, max_position_embeddings=131072
-    )
-    if config.kind == "default":
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        want, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
-    else:
-        want, _ = ROPE_INIT_FUNCTIONS[config.kind](theirs, "cpu")
-    np.testing.assert_allclose(rope.inverse_frequencies(config, 64), want.numpy(), rtol=1e-6)
+def test_frequencies_are_those_of_transformers():
+    want = make.committed("tiny")["arrays"]["rope"]
+    for config, theirs in zip(ROPES, want, strict=True):
+        np.testing.assert_allclose(rope.inverse_frequencies(config, 64), theirs, rtol=1e-6, err_msg=str(config))
 
 
 def test_cosines_and_sines_are_exact_to_a_million_and_a_half_radians():

@@ -1,67 +1,37 @@
 """NVIDIA's kvpress keeps the tokens that jshadow keeps: SmolLM2, all layers and heads, token by token.
 
-These tests exist only where kvpress is installed. docs/benchmarks/tests.md has the commands and the figures.
+What kvpress keeps stands in tests/references. docs/benchmarks/tests.md has the figures.
 """
 
-import argparse
 import functools
-import importlib.util
-import inspect
-import pydoc_data.topics
 
 import jax
+import kvpress_kept
+import make
 import numpy as np
 import pytest
+from kvpress_kept import CHUNK, RATIOS, SAFEGUARDS, TWICE, places, told_by
 
 import jshadow
 from jshadow import TOVA, AdaKV, ExpectedAttention, Full, KeyDiff, KVzip, SnapKV
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cli.demo_text import document
 from jshadow.engine.prefill.whole import prefill_many
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies.eviction import KeptPrompt
 
-pytestmark = [pytest.mark.real, pytest.mark.parity, pytest.mark.timeout(2400)]
-TEXTS = {
-    "documentation": (pydoc_data.topics.topics["specialnames"], 1024),
-    "code": (inspect.getsource(argparse), 512),
-    "diary": (document(), 777),
-}
-RATIOS = (0.5, 0.75)  # the share of the tokens that is dropped
+TEXTS = {"documentation": 1024, "code": 512, "diary": 777}  # and their tokens
 ALL = 0.9999  # both libraries compute in float32, but they add in another order
-# The policy that keeps n tokens, the name and the settings of the press, and the share of tokens that must be the same.
+# The policy that keeps n tokens, and the share of tokens that must be the same.
 METHODS = {
-    "tova": (lambda n: TOVA(kept=n), "TOVAPress", {}, ALL),
-    "keydiff": (lambda n: KeyDiff(kept=n), "KeyDiffPress", {}, ALL),
-    "expected_attention": (lambda n: ExpectedAttention(kept=n), "ExpectedAttentionPress", {}, ALL),
-    "expected_attention, epsilon": (
-        lambda n: ExpectedAttention(kept=n, sinks=7, future=64, epsilon=0.01),
-        "ExpectedAttentionPress",
-        {"n_sink": 7, "n_future_positions": 64, "epsilon": 0.01},
-        ALL,
-    ),
-    "snapkv": (lambda n: SnapKV(n, observation_window=64, kernel=5, pooling="avg"), "SnapKVPress", {}, ALL),
-    "snapkv, defaults": (lambda n: SnapKV(n), "SnapKVPress", {}, 0.75),
-    "adakv, keydiff": (lambda n: AdaKV(kept=n, scores="keydiff"), "KeyDiffPress", {}, ALL),
-    "adakv, expected_attention": (
-        lambda n: AdaKV(kept=n, scores="expected_attention", safeguard=0.4),
-        "ExpectedAttentionPress",
-        {},
-        ALL,
-    ),
+    "tova": (lambda n: TOVA(kept=n), ALL),
+    "keydiff": (lambda n: KeyDiff(kept=n), ALL),
+    "expected_attention": (lambda n: ExpectedAttention(kept=n), ALL),
+    "expected_attention, epsilon": (lambda n: ExpectedAttention(kept=n, sinks=7, future=64, epsilon=0.01), ALL),
+    "snapkv": (lambda n: SnapKV(n, observation_window=64, kernel=5, pooling="avg"), ALL),
+    "snapkv, defaults": (lambda n: SnapKV(n), 0.75),
+    "adakv, keydiff": (lambda n: AdaKV(kept=n, scores="keydiff"), ALL),
+    "adakv, expected_attention": (lambda n: AdaKV(kept=n, scores="expected_attention", safeguard=0.4), ALL),
 }
-TWICE = {"kvzip": False, "kvzip, normalized": True}  # those that read a prompt twice, in chunks of CHUNK tokens
-CHUNK = 400
-SAFEGUARDS = {"adakv, keydiff": 0.2, "adakv, expected_attention": 0.4}  # of those that share a budget
-
-
-def places(kept, every):
-    """For each head, the positions of its kept keys [n, d] among all keys [S, d]. Kept keys are exact copies."""
-    found = []
-    for some, all_of_them in zip(kept, every, strict=True):
-        position = {key.tobytes(): at for at, key in enumerate(all_of_them)}
-        found.append(sorted(position[key.tobytes()] for key in some))
-    return found
 
 
 def kept_keys(frozen):
@@ -76,67 +46,15 @@ def kept_keys(frozen):
 
 
 @functools.cache
-def their_model(folder):
-    """The model as kvpress takes it, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@functools.cache
 def our_model(folder):
     """The model in float32."""
     return jshadow.load(folder, dtype="float32")
 
 
-def unmasked(masked, shape):
-    """For each head, the positions [n] that kvpress did not mask, of `shape` heads and tokens."""
-    there = np.ones(shape, bool)
-    there[tuple(index.numpy() for index in masked[1:])] = False
-    return [np.flatnonzero(head).tolist() for head in there]
-
-
-def theirs(folder, tokens):
-    """The positions that kvpress keeps, by method, ratio and layer; in one pass, because a press changes no prefill."""
-    import kvpress
-    import torch
-    from transformers import DynamicCache
-
-    model = their_model(folder)
-    presses = {
-        (name, ratio): getattr(kvpress, press)(compression_ratio=ratio, **settings)
-        for name, (_, press, settings, _) in METHODS.items()
-        for ratio in RATIOS
-    }
-    for (name, ratio), press in presses.items():
-        if name in SAFEGUARDS:
-            presses[name, ratio] = kvpress.AdaKVPress(press, SAFEGUARDS[name])
-    found = {}
-
-    class Every(kvpress.BasePress):
-        """Lets each press compress, and keeps all keys and values."""
-
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            for name, press in presses.items():
-                kept, _ = press.compress(module, hidden_states, keys, values, attentions, kwargs)
-                masked = getattr(module, "masked_key_indices", None)
-                if masked is None:
-                    found[*name, module.layer_idx] = places(kept[0].numpy(), keys[0].numpy())
-                    continue
-                module.masked_key_indices = None  # so that it changes no attention
-                found[*name, module.layer_idx] = unmasked(masked, keys.shape[1:3])
-            return keys, values
-
-    with torch.no_grad(), Every()(model):
-        model(torch.tensor([tokens]), past_key_values=DynamicCache())
-    return found
-
-
 def ours(folder, tokens):
-    """The positions that jshadow keeps, in the same form."""
+    """The positions that jshadow keeps, by method, ratio and layer."""
     params, count, found, programs = our_model(folder), len(tokens), {}, {}
-    for name, (policy_of, *_) in METHODS.items():
+    for name, (policy_of, _) in METHODS.items():
         for ratio in RATIOS:
             policy = policy_of(max(1, int(count * (1 - ratio)))).resolve(params.config, count)
             spec = cache_specs(params.config, policy, 1, count, count, "float32", "resident")[0]
@@ -149,31 +67,6 @@ def ours(folder, tokens):
         for name, (compress, last) in programs.items():
             tail = prompt.q_post[:, count - last :] if last else None
             found[*name, layer] = places(kept_keys(compress(prompt.replace(q_tail=tail))), every)
-    return found
-
-
-def theirs_twice(folder, tokens, monkeypatch):
-    """The positions that kvpress keeps by KVzip. Its tokenizer has no chat template, as ours needs none."""
-    import kvpress
-    import torch
-    from kvpress.presses import kvzip_press
-    from transformers import AutoTokenizer, DynamicCache
-
-    model, found = their_model(folder), {}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    monkeypatch.setattr(kvzip_press.AutoTokenizer, "from_pretrained", lambda _: tokenizer)
-    for name, normalized in TWICE.items():
-        for ratio in RATIOS:
-            press = kvpress.KVzipPress(ratio, layerwise=True, kvzip_plus_normalization=normalized, chunk_size=CHUNK)
-            with torch.no_grad(), press(model):
-                model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache())
-            for layer in model.model.layers:
-                module = layer.self_attn
-                found[name, ratio, module.layer_idx] = unmasked(
-                    module.masked_key_indices, (model.config.num_key_value_heads, len(tokens))
-                )
-                module.masked_key_indices = None
     return found
 
 
@@ -191,32 +84,65 @@ def ours_twice(folder, tokens):
     return found
 
 
-if importlib.util.find_spec("kvpress") is not None:
+def theirs(text, mine):
+    """The positions that kvpress keeps in a layer, or None for a head that keeps more than two others than jshadow.
 
-    @pytest.mark.filterwarnings("ignore")  # of kvpress and the packages that it imports
-    @pytest.mark.parametrize("text", TEXTS)
-    def test_kvpress_keeps_the_same_tokens(text, smollm2_dir, record_property, monkeypatch):
-        written, count = TEXTS[text]
-        tokens = our_model(smollm2_dir).tokenizer.encode(written)[:count]
-        assert len(tokens) == count
-        want, got = theirs(smollm2_dir, tokens), ours(smollm2_dir, tokens)
-        want |= theirs_twice(smollm2_dir, tokens, monkeypatch)
-        got |= ours_twice(smollm2_dir, tokens)
-        assert want.keys() == got.keys()
-        shares = {name: least for name, (*_, least) in METHODS.items()} | dict.fromkeys(TWICE, ALL)
-        for name, least in shares.items():
-            for ratio in RATIOS:
-                same = total = heads = 0
-                for layer in range(30):
-                    for one, other in zip(want[name, ratio, layer], got[name, ratio, layer], strict=True):
-                        if name not in SAFEGUARDS and name not in TWICE:
-                            assert len(set(one)) == len(set(other)) == len(one) == int(count * (1 - ratio))
-                        same, total = same + len(set(one) & set(other)), total + len(other)
-                        heads += set(one) != set(other)
-                record_property(f"{name}, {ratio}", f"{same} of {total} tokens, {heads} heads of 90 differ")
-                assert total == 90 * int(count * (1 - ratio))
-                # The budget of a layer is that of a head times three here. KVzip of kvpress rounds it once.
-                theirs_kept = sum(len(one) for layer in range(30) for one in want[name, ratio, layer])
-                assert theirs_kept - total in ((0, 30, 60) if name in TWICE else (0,))
-                print(f"{text}: {name}, {ratio}: {same} of {total} tokens, {heads} heads of 90 differ")
-                assert same >= least * total
+    The positions that two heads keep apart are told by the short form of one of them.
+    """
+    arrays, count = make.committed("kvpress")["arrays"], TEXTS[text]
+    found = {}
+    for (name, ratio, layer), heads in mine.items():
+        method = "snapkv" if name == "snapkv, defaults" else name
+        bits = arrays.get(f"{text}/{method}/{ratio}/bits")
+        if bits is not None:
+            whole = np.unpackbits(bits[layer], axis=-1, count=count)
+            found[name, ratio, layer] = [set(np.flatnonzero(head).tolist()) for head in whole]
+        else:
+            forms = arrays[f"{text}/{method}/{ratio}"][layer]
+            found[name, ratio, layer] = [
+                told_by(int(form), some, count) for form, some in zip(forms, heads, strict=True)
+            ]
+        for head, size in zip(found[name, ratio, layer], arrays[f"{text}/{method}/{ratio}/kept"][layer], strict=True):
+            assert head is None or len(head) == size
+    return found
+
+
+def test_two_positions_that_differ_are_told_by_the_short_form():
+    kept = set(np.random.default_rng(0).permutation(777)[:388].tolist())
+    gone, new = min(kept), min(set(range(777)) - kept)
+    form = kvpress_kept.short(kept)
+    assert told_by(form, kept, 777) == kept
+    assert told_by(form, kept - {gone}, 777) == kept
+    assert told_by(form, kept | {new}, 777) == kept
+    assert told_by(form, kept - {gone} | {new}, 777) == kept
+    others = sorted(set(range(777)) - kept)[:3]
+    assert told_by(form, kept.union(others), 777) is None
+
+
+@pytest.mark.real
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("text", TEXTS)
+def test_kvpress_keeps_the_same_tokens(text, smollm2_dir, record_property):
+    count, tokens = TEXTS[text], make.texts()[text]
+    assert len(tokens) == count
+    got = ours(smollm2_dir, tokens) | ours_twice(smollm2_dir, tokens)
+    want = theirs(text, got)
+    shares = {name: least for name, (_, least) in METHODS.items()} | dict.fromkeys(TWICE, ALL)
+    for name, least in shares.items():
+        for ratio in RATIOS:
+            same = total = heads = 0
+            theirs_kept = make.committed("kvpress")["arrays"]
+            for layer in range(30):
+                for one, other in zip(want[name, ratio, layer], got[name, ratio, layer], strict=True):
+                    if name not in SAFEGUARDS and name not in TWICE:
+                        assert len(set(other)) == len(other) == int(count * (1 - ratio))
+                        assert one is None or len(one) == len(other)
+                    same, total = same + len((one or set()) & set(other)), total + len(other)
+                    heads += one != set(other)
+            record_property(f"{name}, {ratio}", f"{same} of {total} tokens, {heads} heads of 90 differ")
+            assert total == 90 * int(count * (1 - ratio))
+            # The budget of a layer is that of a head times three here. KVzip of kvpress rounds it once.
+            sizes = theirs_kept[f"{text}/{'snapkv' if name == 'snapkv, defaults' else name}/{ratio}/kept"]
+            assert sizes.sum(dtype=int) - total in ((0, 30, 60) if name in TWICE else (0,))
+            print(f"{text}: {name}, {ratio}: {same} of {total} tokens, {heads} heads of 90 differ")
+            assert same >= least * total
