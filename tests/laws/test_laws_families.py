@@ -27,8 +27,7 @@ NEW = np.array([20, 7, 0])
 TOKENS = PROMPT % 97
 SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
 # Windows and two kinds of rotation, and layers without rotation. Sliding layers of `full` are those of `shadowkv`.
-QUICK, FEW = ("gemma3",), ("gemma3", "smollm3", "phi3_partial_longrope")
-families, few = by_tier(ONE_OF_EACH, QUICK), by_tier(FEW, ())
+few = pytest.mark.parametrize("name", ["gemma3", "smollm3", "phi3_partial_longrope"])
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def six_steps(name: str, policy: Policy):
     return run_steps(family_params(name), prefilled(name, policy)[1], TURN[:, :6])[0]
 
 
-@pytest.mark.parametrize("name", families)
+@pytest.mark.parametrize("name", by_tier(ONE_OF_EACH, ("gemma3",)))
 def test_every_family_is_lossless(name):
     lossless = dataclasses.replace(ShadowKV.lossless(CAPACITY, family_config(name)), **SMALL)
     logits, state = prefilled(name, lossless, "device_put")  # the other laws here run resident
@@ -107,13 +106,15 @@ def sliding_layers_keep_a_window(name: str, policy: Policy) -> None:
         assert slots == min(config.attention_kind(layer).window + 15, CAPACITY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [turn_is_steps, bytes_are_the_plan_s, sliding_layers_keep_a_window])
-@pytest.mark.parametrize("name", families)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_family_keeps_the_law(name, law):
     law(name, SHADOWKV)
 
 
-@pytest.mark.parametrize("name", few)
+@pytest.mark.slow
+@few
 def test_pieces_of_a_prompt_give_the_same_model(name):
     pieces_are_one_prefill(name, SHADOWKV)
 
@@ -124,7 +125,8 @@ def test_full_attention_in_a_family_with_windows(law):
     law("gemma3", Full())
 
 
-@pytest.mark.parametrize("name", few)
+@pytest.mark.slow
+@few
 def test_a_row_alone_is_the_row_in_a_batch(name):
     logits, steps = np.asarray(prefilled(name, SHADOWKV)[0]), six_steps(name, SHADOWKV)
     for row in (0, 2):  # the longest and the shortest
@@ -137,7 +139,8 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
         np.testing.assert_allclose(again[0], steps[row], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", few)
+@pytest.mark.slow
+@few
 def test_every_family_generates(name):
     """Greedy tokens are those of the steps below it; a row ends with its stop token."""
     params = family_params(name)

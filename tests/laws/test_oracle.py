@@ -109,7 +109,7 @@ def wanted(policy: Policy, config: ModelConfig, one: World, row: int, near_tie: 
 
 
 def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, record_property) -> int:
-    """Compare each row of a prefilled batch with its oracle, as far as the first near tie. Returns the near ties."""
+    """Compare each row of a prefilled batch with its oracle, as far as the first near tie. Returns the rows with a near tie."""
     first, start = prefill
     rest, sets, state = played(model(config), start, one.steps)
     logits = np.concatenate([np.asarray(first)[:, None], rest], axis=1)
@@ -125,7 +125,7 @@ def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, recor
             # code does not give these logits, the farther one must. The row counts as a near tie.
             want, run = wanted(policy, config, one, row, NEAR_TIE)
             ties += 1
-        ties += len(tied)
+        ties += bool(tied)
         np.testing.assert_allclose(logits[row, :good], want[:good], atol=TOLERANCE * slack)
         for entry in run.trace if sets else ():
             if entry["step"] < good - 1:
@@ -152,7 +152,6 @@ def check_outliers(state, row, trace):
 OF_LAWS = [
     *(name for name in ORACLES if name in POLICIES),
     "shadowkv_reference",
-    "infllm_capped",
     "omnikv_window",
     "kivi_1bit",
 ]
@@ -162,7 +161,8 @@ OF_LAWS = [
 def test_the_cases_of_the_laws(name, record_property):
     one, prefill = World(PROMPT, LENGTHS, STEPS), prefilled(name, "restricted", mode_of(name))
     assert len(one.lengths) == BATCH
-    assert compare(prefill[1].policy, TINY, one, prefill, record_property) <= 1
+    most = 2 if name == "shadowkv_plus" else 1  # each number of its later keys may lie in the middle of two codes
+    assert compare(prefill[1].policy, TINY, one, prefill, record_property) <= most
 
 
 SHADOW = ShadowKV(rank=12, budget=64, outlier_chunks=2, local_chunks=4)

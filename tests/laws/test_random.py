@@ -10,8 +10,8 @@ from random_cases import SETTINGS, TURN, Batch, Row, Tally, compare
 
 ROWS = 64  # of a batch
 MANY = 10_000  # rows of the complete suite
-SMALL, BATCHES = 160, 5  # a capacity up to SMALL has so many batches, for its rows take the oracle little time
-QUICK = ("plus_int4_both_rules", "levels")
+SMALL, BATCHES = 160, 4  # a capacity up to SMALL has so many batches, for its rows take the oracle little time
+QUICK = ("plus_int4_both_rules",)
 EDGES = (Row(1, (20, 3), 1), Row(64, (0, 16), 2), Row(16, (1,), 3))  # a single token, the ends of chunks
 # Rows that once failed, by their setting.
 FOUND = {
@@ -50,7 +50,7 @@ def check(batches: list[Batch], record_property) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_batch_of_random_rows(name, record_property):
-    """The programs of two settings take five CPU seconds."""
+    """The programs of a setting take three CPU seconds."""
     check(batches_of(name)[:1], record_property)
 
 
