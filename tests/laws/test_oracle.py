@@ -109,7 +109,7 @@ def wanted(policy: Policy, config: ModelConfig, one: World, row: int, near_tie: 
 
 
 def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, record_property) -> int:
-    """Compare each row of a prefilled batch with its oracle, as far as the first near tie. Returns the rows with a near tie."""
+    """Compare each row of a batch with its oracle, up to its first near tie. Returns how many rows have one."""
     first, start = prefill
     rest, sets, state = played(model(config), start, one.steps)
     logits = np.concatenate([np.asarray(first)[:, None], rest], axis=1)

@@ -161,7 +161,7 @@ def selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
 )
 def jit_is_no_jit(case: Case) -> None:
     """Compare one step under jit with the same step without jit, where each operation is a separate program."""
-    state, token = state_of(case), STEPS[:, 0]
+    state, token = state_of(case), jnp.asarray(STEPS[:, 0])
     plain, plain_state = decode.step(model().weights, TINY, token, state)
     jitted, jitted_state = decode.decode_step(model(), token, state.fork())
     close(plain, jitted, 1e-4)

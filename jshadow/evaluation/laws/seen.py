@@ -27,7 +27,7 @@ split_rows = jax.jit(split_eagerly, static_argnums=(1, 2, 3, 4))
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def expanded(policy: ShadowKV, half: str, rows: Any, right: Any) -> Any:
     """Return the keys of the rows of a half, "frozen" or "live". The rows lie in chunks."""
-    codec = policy.codec if half == "frozen" else policy.later_codec  # type: ignore[attr-defined]
+    codec = policy.codec if half == "frozen" else policy.later_codec
     return codec.expand(by_token(rows, policy.chunk_size), right)
 
 
