@@ -27,7 +27,7 @@ POLICIES = {
     "blocks": AdaKV(kept=33, scores="keydiff", safeguard=0.5),
     "not safe": AdaKV(kept=21, scores="keydiff", safeguard=0.0),
     "equal": AdaKV(kept=16, scores="keydiff", safeguard=1.0),
-    "snapkv": AdaKV(kept=24),
+    "snapkv scores": AdaKV(kept=24),
     "expected": AdaKV(kept=20, scores="expected_attention"),
     "all": AdaKV(kept=90),
 }
@@ -110,7 +110,7 @@ def layer(config, policy, dtype, seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), quick([("snapkv", "float32")], itertools.product(POLICIES, ["float32", "bfloat16"]))
+    ("name", "dtype"), quick([("snapkv scores", "float32")], itertools.product(POLICIES, ["float32", "bfloat16"]))
 )
 def test_the_kept_tokens_and_their_attention_are_the_oracle_s(name, dtype):
     for seed, config in enumerate(MODELS.values()):

@@ -24,6 +24,7 @@ def infllm_run(policy: InfLLM, tokens: int, steps: int):
     return state, seen
 
 
+@pytest.mark.slow
 def test_the_pool_keeps_what_was_used_last():
     """The pool equals a plain list: a used block moves to the end, and a new block drops the first one."""
     policy = InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, cached=16, query_block=8)
@@ -41,6 +42,7 @@ def test_the_pool_keeps_what_was_used_last():
     assert len({int(place) for held, _ in seen for place in held}) > 4  # more blocks than slots, so some were dropped
 
 
+@pytest.mark.slow
 def test_capped_fetches_move_less_and_attend_to_what_is_there():
     full = InfLLM(window=10, sinks=3, budget=16, unit=4, representatives=2, cached=32, query_block=8)
     capped = dataclasses.replace(full, fetched=4)
@@ -56,6 +58,7 @@ def test_capped_fetches_move_less_and_attend_to_what_is_there():
     assert float(parts["selected"][0]) == 4 * (seen[-1][1] == 101).sum()
 
 
+@pytest.mark.slow
 def test_the_window_has_a_block_to_itself_before_it_leaves():
     """With a budget for all blocks, every token is in the sinks, in a block, in a leaving block or in the window."""
     policy = InfLLM(window=7, sinks=2, budget=100, unit=5, representatives=1, query_block=4).resolve(TINY, 100)

@@ -27,11 +27,11 @@ MODELS = {
 # Rows of fewer tokens than the sinks, of one block, of a block and a part, and of many tokens of padding.
 SIZES = {"short": (9, (9, 3, 1)), "one": (61, (61, 40, 7)), "blocks": (BLOCK + 77, (BLOCK + 77, BLOCK, 130))}
 POLICIES = {
-    "tova": TOVA(kept=6),
+    "tova few": TOVA(kept=6),
     "tova many": TOVA(kept=33),
-    "keydiff": KeyDiff(kept=6),
+    "keydiff few": KeyDiff(kept=6),
     "keydiff many": KeyDiff(kept=35),
-    "expected": ExpectedAttention(kept=6, sinks=4, future=5),
+    "expected few": ExpectedAttention(kept=6, sinks=4, future=5),
     "expected many": ExpectedAttention(kept=37, sinks=2, future=64, epsilon=0.05),
     "expected sinks": ExpectedAttention(kept=3, sinks=5, future=1),
 }
@@ -128,7 +128,7 @@ def compressed(policy, config, capacity, dtype, rows):
 @pytest.mark.parametrize(
     ("name", "size", "dtype"),
     quick(
-        [("tova", "blocks", "float32"), ("keydiff many", "one", "bfloat16"), ("expected many", "one", "float32")],
+        [("tova few", "blocks", "float32"), ("keydiff many", "one", "bfloat16"), ("expected many", "one", "float32")],
         itertools.product(POLICIES, SIZES, ["float32", "bfloat16"]),
     ),
 )
@@ -181,7 +181,7 @@ def test_the_compiled_compression_keeps_to_the_bound(name, dtype):
     assert program.memory_analysis().temp_size_in_bytes + queries <= policy.compress_bytes(spec, tokens)
 
 
-@pytest.mark.parametrize("name", ["tova", "keydiff", "expected"])
+@pytest.mark.parametrize("name", ["tova few", "keydiff few", "expected few"])
 def test_padding_changes_nothing(name):
     """Beyond a block, so that the last block begins elsewhere."""
     config, (tokens, lengths) = MODELS["group2"], SIZES["one"]
@@ -203,7 +203,7 @@ def test_all_heads_of_tova_keep_the_same_tokens():
     config, (tokens, lengths) = MODELS["group1"], SIZES["one"]
     prompt = prompt_of(config, "one", "float32", 5)
     every = prompt.k_post[0].swapaxes(0, 1)
-    for name, same in (("tova", True), ("keydiff", False), ("expected", False)):
+    for name, same in (("tova few", True), ("keydiff few", False), ("expected few", False)):
         compress, _ = compressed(POLICIES[name], config, tokens, "float32", len(lengths))
         keys = np.asarray(compress(prompt).frozen.kept.k)[0]
         found = (keys[:, :, None] == every[:, None]).all(axis=-1).argmax(axis=-1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
+from few import one_of, slow
 from tokenizers_by_kind import TOKENIZERS
 
 import jshadow
@@ -119,11 +120,11 @@ def oracle(params, policy, ids):
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "words"),
     [
-        ("group2", "whole", "float32", True),
-        ("group2", "short", "float32", False),
-        ("group5", "chunks", "float32", True),
-        ("sliding", "chunks", "float32", False),
-        ("group2", "chunks", "bfloat16", False),
+        ("group2", "whole", "float32", True),  # over two seconds: no other quick test has a second pass
+        slow(("group2", "short", "float32", False)),
+        slow(("group5", "chunks", "float32", True)),
+        slow(("sliding", "chunks", "float32", False)),
+        slow(("group2", "chunks", "bfloat16", False)),
     ],
 )
 def test_the_scores_are_those_of_the_oracle(name, kind, dtype, words):
@@ -138,6 +139,7 @@ def test_the_scores_are_those_of_the_oracle(name, kind, dtype, words):
             assert not ours[row, :, count:].any()
 
 
+@pytest.mark.slow
 def test_the_best_tokens_and_the_first_ones_are_kept():
     params, policy = model("group2", words=True), KVzip(kept=9, chunk=17)
     tokens, lengths = prompts(params)
@@ -155,6 +157,7 @@ def test_the_best_tokens_and_the_first_ones_are_kept():
             assert {key.tobytes() for held, block in blocks for key in block[:held]} == want
 
 
+@pytest.mark.slow
 def test_every_head_keeps_the_first_tokens_even_if_there_are_few():
     params = model("group2", words=True)
     tokens, lengths = prompts(params)
@@ -174,6 +177,7 @@ def test_a_share_of_the_bytes_decides_only_the_number_of_tokens():
         assert sized.kept < 2048
 
 
+@pytest.mark.slow
 def test_the_prefill_of_the_prompt_does_not_change():
     params = model("group2", words=True)
     tokens, lengths = prompts(params)
@@ -190,6 +194,7 @@ def test_the_prefill_of_the_prompt_does_not_change():
         assert np.array_equal(one.frozen.kept.k, other.frozen.kept.k)
 
 
+@pytest.mark.slow
 def test_prompts_of_one_padded_width_share_a_program():
     params = model("group2", words=True)
     policy = KVzip(kept=9, chunk=16)
@@ -218,11 +223,19 @@ def test_bad_settings_and_prompts_are_refused():
     small = Params(params.weights, dataclasses.replace(params.config, context=90))
     with pytest.raises(PromptError, match=r"context=90, got 91 tokens for a prompt of 50 and chunk=41"):
         prefill(small, np.ones((1, 50), np.int32), np.array([50]), KVzip(chunk=41), capacity=60)
+
+
+@pytest.mark.slow
+def test_a_prompt_whose_requests_just_fit_is_answered():
+    params = model("group2")
+    small = Params(params.weights, dataclasses.replace(params.config, context=90))
     assert jshadow.generate(small, [1] * 50, policy=KVzip(kept=20, chunk=8), max_new_tokens=2).tokens
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(("tokens", "chunk", "rows"), [(2048, 2048, 1), (4096, 512, 2), (4000, 1000, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "rows", "normalized"),
+    one_of(6, [(*one, n) for one in ((4000, 1000, 3), (2048, 2048, 1), (4096, 512, 2)) for n in (True, False)]),
+)
 def test_the_compiled_program_keeps_to_the_bound(tokens, chunk, rows, normalized):
     """The bound covers XLA's temporaries, the hidden states and the scores. The last two are replaced in place."""
     config = dataclasses.replace(MODELS["group2"], context=2**15, model_dim=256, ffn_dim=512, q_heads=8, head_dim=32)

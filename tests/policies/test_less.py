@@ -10,6 +10,7 @@ import oracle_sisters
 import pytest
 from cases import CAPACITY, CONFIGS, LENGTHS, PROMPT, STEPS, TINY, TaughtLESS, model, random_kernels, random_tokens
 from cases import run_steps as run
+from few import one_of
 from less_arrays import SMALL, fitted_for
 from oracle_less import LESSOracle
 
@@ -32,10 +33,12 @@ def decoded(policy, fitted=None, dtype="float32", params=None):
 # Without learned arrays
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fitted", [None, fitted_for(TINY, scale=0.0)], ids=["untaught", "scale_0"])
+@pytest.mark.parametrize(
+    ("fitted", "dtype"), one_of(4, [(taught, dtype) for taught in (False, True) for dtype in ("float32", "bfloat16")])
+)
 def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
-    got, state = decoded(SMALL, fitted, dtype)
+    """Or if its kernels are times 0. It takes over two seconds: no other quick test runs LESS."""
+    got, state = decoded(SMALL, fitted_for(TINY, scale=0.0) if fitted else None, dtype)
     want, other = decoded(H2O(heavy=6, recent=8), None, dtype)
     np.testing.assert_array_equal(got, want)
     for layer, h2o in zip(state.layers, other.layers, strict=True):
@@ -45,6 +48,7 @@ def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
         assert not np.asarray(layer.live.denominator).any()
 
 
+@pytest.mark.slow
 def test_where_nothing_is_evicted_kernels_change_nothing():
     policy = LESS(heavy=0, recent=CAPACITY, state_rank=4, hidden=16)
     np.testing.assert_array_equal(decoded(policy, fitted_for(TINY))[0], decoded(policy)[0])
@@ -61,6 +65,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("row", range(3))
 def test_against_the_oracle(case, row):
@@ -87,6 +92,7 @@ def taught_run(case):
     return logits
 
 
+@pytest.mark.slow
 def test_arrays_that_are_given_are_those_of_the_law_table():
     """The law tests' policy TaughtLESS contains its kernels. The same kernels through `fitted` give the same logits."""
     settings = dict(heavy=6, recent=8, normalize=True, state_rank=4, hidden=16)
@@ -99,6 +105,7 @@ def test_arrays_that_are_given_are_those_of_the_law_table():
     assert sizes["numerator"] == (4 * 3 * 3 * TINY.kv_heads * 4 * TINY.head_dim, 0)
 
 
+@pytest.mark.slow
 def test_a_taught_state_is_a_value(tmp_path):
     """Forks, taken and inserted rows, turns, prefill in pieces, and a saved state give the same logits."""
     fitted, params = fitted_for(TINY), model()
@@ -117,6 +124,7 @@ def test_a_taught_state_is_a_value(tmp_path):
     np.testing.assert_array_equal(run(params, loaded, STEPS[:, 6:9])[0], run(params, after, STEPS[:, 6:9])[0])
 
 
+@pytest.mark.slow
 def test_generate_takes_the_arrays_and_says_why_it_will_not():
     params, prompt = model(), random_tokens(40, seed=3).tolist()
     plain = jshadow.generate(params, prompt, SMALL, max_new_tokens=12)
@@ -144,17 +152,20 @@ def test_generate_takes_the_arrays_and_says_why_it_will_not():
         decode.prefill(params, PROMPT, LENGTHS, SMALL, capacity=CAPACITY, fitted={"components": jnp.ones((3, 2))})
 
 
+jitted_combine = jax.jit(combine)
+slopes_of = jax.jit(jax.grad(lambda *args: combine(*args).sum(), argnums=(1, 2, 3)))
+
+
 @pytest.mark.parametrize("lse", [-80.0, 0.0, 5.0, 300.0])
 def test_no_size_of_scores_overflows(lse):
     """`combine` and its gradients are finite for all sizes of scores, also where no token was evicted."""
-    out, top = jnp.ones((3, 2)), jnp.array([[0.0, 0.0], [2e-8, 4e-8], [2e9, 4e9]])
-    bottom = jnp.array([0.0, 1e-8, 1e9])
-    got = combine(out, jnp.full(3, lse), top, bottom)
+    out, top = np.ones((3, 2), np.float32), np.float32([[0.0, 0.0], [2e-8, 4e-8], [2e9, 4e9]])
+    rest = np.full(3, lse, np.float32), top, np.float32([0.0, 1e-8, 1e9])
+    got = jitted_combine(out, *rest)
     share = [0.0, 1 / (1 + np.exp(min(lse - np.log(1e-8), 700))), 1 / (1 + np.exp(min(lse - np.log(1e9), 700)))]
     want = np.array([[1 - s + 2 * s, 1 - s + 4 * s] for s in share])
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    slopes = jax.grad(lambda *args: combine(*args).sum(), argnums=(1, 2, 3))(out, jnp.full(3, lse), top, bottom)
-    assert all(np.isfinite(slope).all() for slope in slopes)
+    assert all(np.isfinite(slope).all() for slope in slopes_of(out, *rest))
 
 
 @pytest.mark.parametrize(("name", "value"), [("state_rank", 0), ("hidden", 0), ("recent", 0), ("heavy", -1)])
@@ -166,6 +177,7 @@ def test_settings_are_checked(name, value):
 # Learned arrays of another state or policy
 
 
+@pytest.mark.slow
 def test_a_row_of_other_learned_arrays_is_refused():
     tokens, one = random_tokens(2, 40, seed=3), fitted_for(TINY)
     _, state = decode.prefill(model(), tokens, [40, 30], SMALL, capacity=64, fitted=one)
@@ -180,10 +192,10 @@ def test_a_row_of_other_learned_arrays_is_refused():
 @pytest.mark.parametrize("policy", [Full(), Loki()])
 def test_learned_arrays_that_nobody_reads_are_refused(policy):
     with pytest.raises(ConfigError, match="fitted must be left out"):
-        decode.prefill(model(), random_tokens(1, 9), [9], policy, capacity=16, fitted={"components": jnp.zeros(3)})
+        decode.prefill(model(), random_tokens(1, 9), [9], policy, capacity=16, fitted={"components": np.zeros(3)})
 
 
 def test_learned_arrays_of_other_layers_are_refused():
-    short = jax.tree.map(lambda leaf: leaf[:1], fitted_for(TINY))
+    short = jax.tree.map(lambda leaf: np.asarray(leaf)[:1], fitted_for(TINY))
     with pytest.raises(ConfigError, match="fitted must be what the fit of less returned"):
         decode.prefill(model(), random_tokens(1, 9), [9], SMALL, capacity=16, fitted=short)

@@ -35,7 +35,7 @@ def test_evictions_are_those_of_the_oracle_s_h2o():
     """The oracle decodes from an empty cache and keeps its tokens in dictionaries."""
     policy, text = H2O(heavy=6, recent=8), TEXT[:1, :90]
     prompt = next(prompts_of(model(), text))
-    gone = np.asarray(evictions(prompt, layer_spec(policy, 90)))[0]
+    gone = np.asarray(jax.jit(evictions, static_argnums=1)(prompt, layer_spec(policy, 90)))[0]
     q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
     oracle, want = oracle_sisters.H2O(heavy=6, recent=8), np.full((TINY.kv_heads, 90), 90)
     memory = [{} for _ in range(TINY.kv_heads)]
@@ -57,21 +57,24 @@ def test_what_is_trained_is_what_a_step_does():
     """The masked sums over a text equal the results of LESS's hooks, token by token."""
     text, kernels = TEXT[:1, :70], random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     prompt = next(prompts_of(model(), text))
-    examples = make_examples(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 70))
+    examples = jax.jit(make_examples, static_argnames="spec")(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 70))
     spec = layer_spec(SMALL, 70)
-    got = answers(kernels, examples.q, jnp.arange(70), examples, jnp.zeros(TINY.kv_heads))
-    state = SMALL.init(spec)
+    shift = np.zeros(TINY.kv_heads, np.float32)
+    got = np.asarray(jax.jit(answers)(kernels, examples.q, np.arange(70), examples, shift))
+    state = jax.jit(lambda: SMALL.init(spec))()
 
     @jax.jit
     def one(state, q, k, v, at):
         at = jnp.full((1, 1), at)
         step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], *[jnp.zeros(0)] * 3, learned=kernels)
         state, _ = SMALL.append(spec, state, step)
-        return SMALL.attend(spec, state, step, None)
+        out, state = SMALL.attend(spec, state, step, None)
+        return group_queries(out, TINY.kv_heads), state
 
+    rows = [np.asarray(x) for x in (prompt.q_post, prompt.k_post, prompt.v)]
     for at in range(70):
-        out, state = one(state, *(x[:, at : at + 1] for x in (prompt.q_post, prompt.k_post, prompt.v)), at)
-        want = group_queries(out, TINY.kv_heads)[:, :, :, 0]
+        out, state = one(state, *(x[:, at : at + 1] for x in rows), np.int32(at))
+        want = np.asarray(out)[:, :, :, 0]
         np.testing.assert_allclose(got[:, :, :, at], want, atol=2e-5, err_msg=str(at))
 
 
@@ -86,6 +89,7 @@ def trained(seed=0, steps=120):
     return TRAINED.fit(model(), TEXT, steps=steps, rate=3e-3, seed=seed, progress=note), reports
 
 
+@pytest.mark.slow
 def test_training_brings_every_layer_nearer_to_full_attention():
     """On texts without training, the error of each layer is at most half of H2O's."""
     errors = errors_of(TRAINED, model(), OTHER, trained()[0])
@@ -96,6 +100,7 @@ def test_training_brings_every_layer_nearer_to_full_attention():
     np.testing.assert_allclose(untaught[:, 0], errors[:, 0])
 
 
+@pytest.mark.slow
 def test_trained_arrays_bring_a_decode_nearer_to_full_attention():
     """The prompt is compressed at once, which the training does not simulate, and the logits are still closer."""
     params, tokens = model(), random_tokens(4, 120, seed=41)
@@ -108,6 +113,7 @@ def test_trained_arrays_bring_a_decode_nearer_to_full_attention():
     assert taught < 0.7 * plain, (taught, plain)
 
 
+@pytest.mark.slow
 def test_training_is_what_its_seed_says():
     fitted, reports = trained(steps=53)
     again, _ = trained.__wrapped__(steps=53)
@@ -118,6 +124,7 @@ def test_training_is_what_its_seed_says():
     assert {leaf.dtype for leaf in jax.tree.leaves(fitted)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_layers_with_a_window_learn_nothing():
     config = dataclasses.replace(TINY, sliding_window=16, sliding_layers=(0, 2))
     fitted = TRAINED.fit(model(config), TEXT[:1, :64], steps=2)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from cases import TINY, model, random_tokens, run_steps
@@ -18,17 +18,23 @@ from jshadow.policies import Loki
 def test_loki_with_all_columns_ranks_by_the_products():
     policy = Loki(budget=10, columns=TINY.head_dim)
     prompt = prompt_of(TINY, 60, seed=2)
-    q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)), jnp.float32)
-    want = jnp.einsum("bhgtd,bshd->bhgts", group_queries(q, TINY.kv_heads), prompt.k_post).max(axis=2)
+    q = np.float32(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)))
+    grouped = q.reshape(1, 1, TINY.kv_heads, TINY.group, TINY.head_dim)
+    want = np.einsum("bthgd,bshd->bhgts", grouped, prompt.k_post).max(axis=2)
     for fetch in ("resident", "device_put"):  # the columns are read from the rows, or from stored summaries
         spec = dataclasses.replace(spec_of(policy), fetch=fetch)
-        state, write = policy.compress(spec, policy.init(spec), prompt)
+        state, write = jax.jit(lambda prompt, spec=spec: policy.compress(spec, policy.init(spec), prompt))(prompt)
         state = state.replace(host=place.place(policy.host_layout(spec), spec, write))
-        turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
-        scores = policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
-        np.testing.assert_allclose(scores[..., :60], want, atol=1e-4)
+
+        @jax.jit
+        def scored(state, q, spec=spec):
+            turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
+            return policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
+
+        np.testing.assert_allclose(np.asarray(scored(state, q))[..., :60], want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_loki_learns_from_a_text():
     """The learned basis is orthonormal, states use it, and a prompt equal to the text has the same basis online."""
     text = random_tokens(120, seed=9)

@@ -26,7 +26,8 @@ def run(policy, fetch, dtype="float32", turn=70):
     return np.concatenate(outs, axis=1), state
 
 
-@pytest.mark.parametrize("block", [7, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 16, 500))])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [7, 1, 16, 500])
 def test_a_stream_is_full_attention(block):
     """Blocks of any size, prompts that end inside a block, and turns longer than a short one."""
     real = np.ones((3, 73), bool)
@@ -42,6 +43,7 @@ def test_a_stream_is_full_attention(block):
     assert moved.tolist() == (passes * blocks * state.policy.block * rows).tolist()
 
 
+@pytest.mark.slow
 def test_all_tokens_are_those_of_full():
     states = [run(policy, "resident", turn=8)[1] for policy in (Full(), Offloaded(block=16))]
     parts = [*(state.specs for state in states), *(state.layers for state in states)]

@@ -1,11 +1,13 @@
 """Retrieval with `top_p`: with a smaller share, fewer tokens are attended to."""
 
+import pytest
 from cases import model, random_tokens, run_steps
 
 from jshadow.engine import decode
 from jshadow.policies import Quest
 
 
+@pytest.mark.slow
 def test_top_p_attends_to_fewer_and_a_flat_context_to_more():
     prompt = random_tokens(1, 90, seed=8)
     attended = []

@@ -3,10 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY, model, random_tokens, run_steps
+from few import slow
 
 from jshadow.cache import place
 from jshadow.cache.accounting import state_nbytes
@@ -14,7 +14,7 @@ from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError, StateMismatch
-from jshadow.ops.rope import cos_sin, inverse_frequencies
+from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_state, cache_specs
 from jshadow.policies import Quest, RocketKV
 
@@ -35,7 +35,7 @@ WINDOW, KERNEL = 32, 7  # SnapKV's defaults
 
 def normal(rng, dtype, *shape):
     """Random numbers of a dtype."""
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return rng.standard_normal(shape).astype(dtype)
 
 
 def prompt_of(config, dtype, rng, window):
@@ -43,14 +43,14 @@ def prompt_of(config, dtype, rng, window):
     rows, tokens = len(LENGTHS), max(LENGTHS)
     real = (np.arange(tokens) < np.array(LENGTHS)[:, None])[..., None, None]
     k, v = (
-        jnp.where(real, normal(rng, dtype, rows, tokens, config.kv_heads, config.head_dim), 0).astype(dtype)
+        np.where(real, normal(rng, dtype, rows, tokens, config.kv_heads, config.head_dim), 0).astype(dtype)
         for _ in range(2)
     )
     q = normal(rng, dtype, rows, tokens, config.q_heads, config.head_dim)
     last = np.maximum(np.array(LENGTHS)[:, None] - window + np.arange(window), 0)
-    tail = jnp.take_along_axis(q, jnp.asarray(last)[..., None, None], axis=1)
-    where = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
-    return PromptKV(k, k, v, jnp.array(LENGTHS, jnp.int32), where, tail)
+    tail = np.take_along_axis(q, last[..., None, None], axis=1)
+    where = np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, tokens))
+    return PromptKV(k, k, v, np.array(LENGTHS, np.int32), where, tail)
 
 
 def kept_by_oracle(policy, keys, tail, scale):
@@ -83,13 +83,13 @@ def attended_by_oracle(policy, keys, queries):
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "fetch"),
     [
-        ("group2", "pages", "float32", "device_put"),
+        slow(("group2", "pages", "float32", "device_put")),
         ("group2", "pages", "bfloat16", "resident"),
         ("group5", "odd", "float32", "resident"),
-        ("group2", "one", "float32", "zero_copy"),
+        slow(("group2", "one", "float32", "zero_copy")),
         ("group5", "tokens", "float32", "device_put"),
-        ("group2", "all", "float32", "resident"),
-        ("group2", "more", "float32", "device_put"),
+        slow(("group2", "all", "float32", "resident")),
+        slow(("group2", "more", "float32", "device_put")),
     ],
 )
 def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
@@ -111,30 +111,33 @@ def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
             kept = kept_by_oracle(policy, k, tail, config.attention_scale)
             held[row, head] = [k[kept], v[kept]]
     step_once = jax.jit(lambda state, step: step_layer(spec, state, step, AllLayers((spec,), [state.host]))[:2])
-    inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+    inverse = np.asarray(inverse_frequencies(config.rope, config.head_dim), np.float32)
+    counted = jax.jit(lambda state, lengths: policy.attended_parts(spec, state, lengths))
     for done in range(STEPS):
-        lengths = jnp.array(LENGTHS, jnp.int32) + done
+        lengths = np.array(LENGTHS, np.int32) + np.int32(done)
         q = normal(rng, dtype, rows, 1, config.q_heads, config.head_dim)
         k, v = (normal(rng, dtype, rows, 1, config.kv_heads, config.head_dim) for _ in range(2))
-        turn = cos_sin(lengths[:, None], inverse)
-        step = StepKV(q, q, k, k, v, lengths[:, None], jnp.ones((rows, 1), bool), lengths, inverse, *turn)
+        angles = lengths[:, None, None] * inverse
+        turn = np.cos(angles), np.sin(angles)
+        step = StepKV(q, q, k, k, v, lengths[:, None], np.ones((rows, 1), bool), lengths, inverse, *turn)
         out, state = step_once(state, step)
+        out = np.asarray(out, np.float64)
         counts = {part: np.zeros(rows) for part in ("window", "selected")}
         for row in range(rows):
             for head in heads:
                 ours = held[row, head]
                 for at, new in enumerate((k, v)):
-                    ours[at] = np.concatenate([ours[at], np.asarray(new[row, :, head], np.float64)])
-                queries = np.asarray(q[row, 0, head * group : (head + 1) * group], np.float64)
+                    ours[at] = np.concatenate([ours[at], new[row, :, head].astype(np.float64)])
+                queries = q[row, 0, head * group : (head + 1) * group].astype(np.float64)
                 seen = attended_by_oracle(policy, ours[0], queries)
                 for index, query in enumerate(queries):
                     shares = np.exp(ours[0][seen] @ query * config.attention_scale)
                     want = shares @ ours[1][seen] / shares.sum()
-                    got = np.asarray(out[row, 0, head * group + index], np.float64)
+                    got = out[row, 0, head * group + index]
                     np.testing.assert_allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
             first = max(len(ours[0]) - policy.recent, 0) // policy.unit * policy.unit
             counts["window"][row], counts["selected"][row] = len(ours[0]) - first, len(seen) - len(ours[0]) + first
-        parts = policy.attended_parts(spec, state, lengths + 1)
+        parts = counted(state, lengths + np.int32(1))
         assert {part: count.tolist() for part, count in parts.items()} == {
             part: count.tolist() for part, count in counts.items()
         }
@@ -149,6 +152,7 @@ def test_bounds_and_host_rows_shrink_alike():
         assert left < 0.35 * whole, part  # a quarter of the prompt, and the tokens after it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", ["snapkv", "keydiff"])
 def test_no_token_of_an_evicted_prompt_is_given_back(scores):
     """A row of which nothing was dropped gives back tokens of its prompt, and takes them again."""
@@ -162,6 +166,7 @@ def test_no_token_of_an_evicted_prompt_is_given_back(scores):
     np.testing.assert_allclose(logits[1], want[0], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_every_scorer_serves_both_stages():
     tokens, steps = random_tokens(2, 60, seed=3), random_tokens(2, 12, seed=4)
     for scores in ("snapkv", "expected_attention", "keydiff", "kvzip"):

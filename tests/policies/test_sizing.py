@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from cases import TINY
+from few import quick
 from policy_inputs import llama
 
 from jshadow.errors import ConfigError, Infeasible
@@ -34,7 +35,7 @@ SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(TINY, "float32"), (SMOLLM2, "bfloat16")], ids=["tiny", "smollm2"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", quick(["full", "quest", "shadowkv"], POLICIES))
 def test_nominal_keeps_to_its_share(name, config, dtype):
     """Device bytes, counted from the abstract state, are within the share, if the prompt fills the capacity."""
     feasible, refusals = 0, []

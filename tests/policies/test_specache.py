@@ -11,6 +11,7 @@ from jshadow.engine import decode
 from jshadow.policies import Full, SpeCache
 
 
+@pytest.mark.slow
 def test_specache_without_quantization_is_full_whatever_was_guessed():
     """No token is quantized while the residual holds all, and the guess is never stored."""
     tokens, steps = random_tokens(2, 40, seed=11), random_tokens(2, 6, seed=12)
@@ -25,6 +26,7 @@ def test_specache_without_quantization_is_full_whatever_was_guessed():
         np.testing.assert_allclose(logits, want[:, step], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])
 def test_specache_that_fetches_everything_is_full(fetch):
     """Keys and values have one bit, and all of them are replaced by exact ones."""

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
-from cases import TINY, model, random_tokens
+from cases import TINY
 from policy_inputs import DEEP, prompt_of
 
-from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.evaluation.results import label
 from jshadow.planner.bytes import cache_specs
@@ -46,14 +45,22 @@ def test_a_pyramid_spends_it_on_the_layers_that_choose():
 def test_a_pyramid_keeps_the_newest_tokens_of_a_prompt():
     """If the budget of a layer is too small for the observation window, the window shrinks."""
     policy = Pyramid(SnapKV(max_capacity_prompt=24, observation_window=16, kernel=3), steepness=4.0)
-    _, state = decode.prefill(model(), random_tokens(1, 61, seed=30), [61], policy, capacity=96)
-    for spec, layer in zip(state.specs, state.layers, strict=True):
+    specs = cache_specs(TINY, policy.resolve(TINY, 96), 1, 96, 61, "float32", "resident")
+    for spec in specs:
         spec.policy.resolve(TINY, 96)  # the scaled settings are in range
         prompt = prompt_of(TINY, 61, tail=spec.policy.observation_window)
-        kept = best_positions(*spec.policy.score(spec, prompt)[:1], jnp.array([61]), jnp.array([16]), 6)
-        assert (np.asarray(kept)[0] >= 55).all()  # of sixteen reserved tokens, the newest six
+
+        @jax.jit
+        def compress(prompt, spec=spec):
+            best = best_positions(spec.policy.score(spec, prompt)[0], np.array([61]), np.array([16]), 6)
+            return best, spec.policy.compress(spec, spec.policy.init(spec), prompt)[0]
+
+        kept, layer = jax.tree.map(np.asarray, compress(prompt))
+        assert (kept[0] >= 55).all()  # of sixteen reserved tokens, the newest six
         assert layer.frozen.kept.k.shape[2] == spec.policy.max_capacity_prompt
-    assert [spec.policy.observation_window for spec in state.specs] == [16, 12, 3]
+        newest = prompt.k_post[0, 61 - spec.policy.observation_window :].swapaxes(0, 1)
+        assert all((row == layer.frozen.kept.k[0, h]).all(axis=1).any() for h in range(2) for row in newest[h])
+    assert [spec.policy.observation_window for spec in specs] == [16, 12, 3]
 
 
 def test_dense_first_is_dense_first():

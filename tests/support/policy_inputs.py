@@ -3,14 +3,11 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from cases import TINY
 
 from jshadow.cache.records import PromptKV
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import causal_attention
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import Policy
 
@@ -41,10 +38,13 @@ def prompt_of(config: ModelConfig, tokens: int, seed: int = 0, tail: int = 0) ->
     """Random keys, values and queries of one row."""
     rng = np.random.default_rng(seed)
 
-    def rows(heads: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((1, tokens, heads, config.head_dim)), jnp.float32)
+    def rows(heads: int) -> np.ndarray:
+        return np.float32(rng.standard_normal((1, tokens, heads, config.head_dim)))
 
     q, k, v = rows(config.q_heads), rows(config.kv_heads), rows(config.kv_heads)
-    _, lse = causal_attention(q, k, v, config.attention_scale)
-    at = jnp.arange(tokens)[None]
-    return PromptKV(k, k, v, jnp.array([tokens]), at, q[:, tokens - tail :] if tail else None, q, lse)
+    groups = np.repeat(k[0], config.group, axis=1)
+    logits = np.einsum("thd,shd->hts", q[0], groups, dtype=np.float64) * config.attention_scale
+    lse = np.log(np.where(np.tril(np.ones((tokens, tokens), bool)), np.exp(logits), 0).sum(axis=2))
+    at = np.arange(tokens, dtype=np.int32)[None]
+    tails = q[:, tokens - tail :] if tail else None
+    return PromptKV(k, k, v, np.array([tokens], np.int32), at, tails, q, np.float32(lse)[None])

@@ -1,12 +1,14 @@
 """Resident states that keep the rows of selected chunks, as on a GPU: the same results as without."""
 
 import dataclasses
+import functools
 import types
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from cases import BATCH, PROMPT, STEPS, TINY, model, prefilled, random_tokens, setting
+from random_arrays import array
 
 from jshadow import load_state, save_state
 from jshadow.cache.accounting import state_nbytes
@@ -20,6 +22,7 @@ from jshadow.weights.params import init_params
 
 NAMES = ("shadowkv", "shadowkv_plus", "shadowkv_transform")
 POOLS = (0.0, 1.5, 2.0)
+CACHED = ("values", "keys")
 
 
 def keeping(state):
@@ -27,18 +30,35 @@ def keeping(state):
     shapes = abstract_of(on_backend(state.specs, "gpu"), state.policy)
     layers = []
     for layer, like in zip(state.layers, shapes.layers, strict=True):
-        rows = {name: jnp.zeros(getattr(like.live, name).shape, like.live.values.dtype) for name in ("values", "keys")}
+        rows = {name: array(np.zeros(getattr(like.live, name).shape), like.live.values.dtype) for name in CACHED}
         layers.append(layer.replace(live=layer.live.replace(**rows)))
     return state.replace(layers=tuple(layers), specs=shapes.specs)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def rebuilt_keys(spec, layer, inverse, lengths, ids):
+    return spec.policy.rebuild(spec, layer, types.SimpleNamespace(inverse=inverse, lengths=lengths)).keys(ids)
+
+
 def rebuilt(spec, layer, lengths):
     """The keys of the resident chunks, rebuilt from their code."""
-    inverse = jnp.asarray(inverse_frequencies(spec.rope, spec.head_dim, spec.capacity))
-    step = types.SimpleNamespace(inverse=inverse, lengths=lengths)
-    return spec.policy.rebuild(spec, layer, step).keys(jnp.maximum(layer.live.resident, 0))
+    inverse = inverse_frequencies(spec.rope, spec.head_dim, spec.capacity)
+    return rebuilt_keys(spec, layer, inverse, lengths, np.maximum(layer.live.resident, 0))
 
 
+def test_a_step_is_that_of_a_state_without_kept_rows():
+    """It may take over two seconds: no other quick test has states as on a GPU."""
+    plain = inputs.prefilled(dataclasses.replace(setting("shadowkv", "restricted"), pool=1.5))[1]
+    kept = keeping(plain.fork())
+    for i in range(3):
+        (want, plain), (got, kept) = (decode.decode_step(model(), STEPS[:, i], state) for state in (plain, kept))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert (np.asarray(plain.counters.hits) == np.asarray(kept.counters.hits)).all()
+    assert np.asarray(kept.counters.hits).any()
+    assert all(np.asarray(layer.live.keys).any() for layer in kept.layers)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_depends_on_what_is_kept(name, pool, tmp_path):
@@ -89,6 +109,7 @@ def pooled(pool, fetch="zero_copy"):
     return inputs.prefilled(dataclasses.replace(setting("shadowkv", "restricted"), pool=pool), fetch)[1]
 
 
+@pytest.mark.slow
 def test_a_pool_changes_no_bit_of_a_result_and_moves_less():
     """The hits are those of an LRU cache as anyone would write it, and the bytes are those of its misses."""
     runs = {}
@@ -122,6 +143,7 @@ def test_a_pool_changes_no_bit_of_a_result_and_moves_less():
         np.testing.assert_array_equal(counts.fetched, chunk * (np.asarray(counts.selected) - np.asarray(counts.hits)))
 
 
+@pytest.mark.slow
 def test_a_pool_changes_no_bit_after_a_turn():
     """A turn rebuilds the keys of 80 tokens at once, and a step those of 16. At rank 5, XLA rounds them differently."""
     config = dataclasses.replace(TINY, num_layers=1, q_heads=1, kv_heads=1)

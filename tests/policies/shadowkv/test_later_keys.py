@@ -32,12 +32,14 @@ def divergence(policy, prompt: int = 24, new: int = 60) -> np.ndarray:
     return np.stack([metrics.kl(*pair) for pair in zip(*logits, strict=True)])
 
 
+@pytest.mark.slow
 def test_later_keys_need_no_basis_of_the_prompt():
     """Of a prompt with 4 of 32 columns, projected keys lose most, and the loss stays as long as they are read."""
     own, projected = divergence(POLICY)[:, 30:].mean(), divergence(PROJECTED)[:, 30:].mean()
     assert own < 0.5 * projected
 
 
+@pytest.mark.slow
 def test_exact_prompts_leave_only_the_error_of_the_code():
     """With exact keys of the prompt, projected keys are exact, keys of 6 bits nearly so, and keys of 4 bits less so."""
     exact = dataclasses.replace(PROJECTED, rank=None, keys=ExactKeys())
@@ -74,6 +76,7 @@ def test_a_later_token_of_packed_takes_less_than_a_quarter(head_dim):
     assert 0.2 < grown / full < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("landmarks", [Landmarks(), Landmarks(tokens=2, levels=2, order=2, dtype="int4")])
 def test_later_keys_come_alike_in_every_fetch_mode(landmarks):
     policy = dataclasses.replace(POLICY, budget=16, landmarks=landmarks, pool=2.0)
