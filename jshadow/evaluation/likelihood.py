@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,7 +22,7 @@ from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.sampling import Sampler, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, target_scores
+from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, row_keys, target_scores
 from jshadow.evaluation.replies import generate_rows
 from jshadow.models.config import check_positive
 from jshadow.ops.buckets import round_up, step_of
@@ -253,8 +252,8 @@ class Scorer:
         self.check([len(one) for one in prompts], [max_new_tokens] * len(prompts))
         names = range(len(prompts)) if names is None else names
         for indices, logits, state, rows in self.prefilled(prompts, max_new_tokens):
-            numbers = jnp.array([names[index] for index in indices] + [0] * (rows - len(indices)))
-            keys = jax.vmap(functools.partial(jax.random.fold_in, seed_key(seed)))(numbers)
+            numbers = np.array([names[index] for index in indices] + [0] * (rows - len(indices)), np.int32)
+            keys = row_keys(seed_key(seed), numbers)
             streams = [TextStream(self.params.tokenizer, texts) for _ in indices]
             draw, take = functools.partial(drawn, sampler, keys), functools.partial(taken, streams, ends)
             generate_rows(self.params, logits, state, max_new_tokens, draw, take, len(indices))

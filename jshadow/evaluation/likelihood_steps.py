@@ -82,3 +82,9 @@ def draw_tokens(logits: Array, keys: Array, index: Array, *, sampler: Sampler) -
         return sample(sampler, row[None], jax.random.fold_in(key, index))[0]
 
     return jax.vmap(one)(logits, keys)
+
+
+@jax.jit
+def row_keys(key: Array, names: Array) -> Array:
+    """Return the random key of each row, by the number that names it: int32 [B]."""
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(names)

@@ -1,11 +1,13 @@
-"""Tiny packages that stand in for those whose texts the tasks read."""
+"""What stands in for a model and for packages: made-up records, and tiny packages whose texts the tasks read."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_up_cases import made_up_case
 from ruler_package import write_package, write_sessions
 
+from jshadow.evaluation import runner
 from jshadow.evaluation.tasks import package_texts
 
 
@@ -23,3 +25,11 @@ def text_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     forget_texts()
+
+
+@pytest.fixture(scope="module")
+def made_up() -> Iterator[None]:
+    """In this module, no model runs: the records of samples are made up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run_case", made_up_case)
+        yield

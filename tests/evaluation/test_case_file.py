@@ -51,6 +51,7 @@ def test_the_cases_of_a_file_are_those_that_were_made(
     assert planned(params, TASKS[:1], [900], cases=str(file)) == planned(params, TASKS, [900], cases=file)[:1]
 
 
+@pytest.mark.usefixtures("made_up")
 def test_the_file_replaces_the_package_of_ruler(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,18 +66,8 @@ def test_the_file_replaces_the_package_of_ruler(
     assert planned(params, [name], [512], cases=file) == want
     assert [list(case.prompt) for case in want[0].cases] == [list(range(300)), list(range(290))]
     save(params, tmp_path / "model")
-    words = [
-        "eval",
-        str(tmp_path / "model"),
-        "--tasks",
-        name,
-        "--lengths",
-        "512",
-        "--samples",
-        "2",
-        "--policies",
-        "full",
-    ]
+    words = ["eval", str(tmp_path / "model"), "--tasks", name, "--lengths", "512", "--samples", "2"]
+    words += ["--policies", "full"]
     assert cli.main([*words, "--cases", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["task"] == name
 

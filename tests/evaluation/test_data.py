@@ -14,14 +14,8 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation import data, tasks
 
 TOKENIZER = byte_tokenizer()
-
-
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
-
-
 ROW = {"context": TEXT, "question": "When?", "answer_prefix": "In", "answer": "1998", "max_new_tokens": 4}
-
-
 SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hotpotqa": (
         {"input": "When?", "context": TEXT, "answers": ["1998", "in 1998"], "all_classes": None, "length": 9},

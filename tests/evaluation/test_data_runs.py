@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_cases import made_up_case
 from tiny_text import byte_tokenizer
 
 from jshadow import Full, ShadowKV, cli, save
@@ -16,14 +17,8 @@ from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 2048, eos_ids=(256,))
-
-
 TOKENIZER = byte_tokenizer()
-
-
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
-
-
 ROW = {"context": TEXT, "question": "When?", "answer_prefix": "In", "answer": "1998", "max_new_tokens": 4}
 
 
@@ -40,8 +35,6 @@ def params() -> Params:
 
 
 POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
-
-
 QUESTIONS = [ROW, ROW | {"question": "What does the ferry cost, in crowns?", "answer": "7"}, ROW | {"question": "Why?"}]
 
 
@@ -61,6 +54,7 @@ def by_hand(params: Params, case: tasks.Case, index: int, capacity: int) -> str:
     return params.tokenizer.decode(said)
 
 
+@pytest.mark.slow
 def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,11 +93,12 @@ def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(
     assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
     lines = (tmp_path / "out" / samples.SAMPLES_FILE).read_bytes().splitlines()
     assert [json.loads(line).get("truncated", 0) > 0 for line in lines] == [False, False, False, True]
-    alone = [
-        runner.evaluate(params, [], [], [Full()], data=[write(tmp_path / "one.jsonl", [row])])[0]["found"]
-        for row in rows[:3]
-    ]
-    assert [json.loads(line)["hits"] for line in lines[:3]] == [[bool(one)] for one in alone]
+    alone = runner.evaluate(
+        params, [], [], [Full()], data=[write(tmp_path / "one.jsonl", rows[:1])], out=tmp_path / "alone"
+    )
+    [record] = [json.loads(line) for line in (tmp_path / "alone" / samples.SAMPLES_FILE).read_bytes().splitlines()]
+    assert json.loads(lines[0])["outputs"] == record["outputs"]  # padded to the width of the longest, and by itself
+    assert json.loads(lines[0])["hits"] == [bool(alone[0]["found"])]
 
     ran: list[int] = []
     original = runner.run_case
@@ -128,7 +123,10 @@ def test_calls_without_anything_to_do_are_refused(params: Params, change: dict[s
         runner.evaluate(params, [], [], [Full()], **change)
 
 
-def test_the_command_line_takes_data(params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_data(
+    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_case", made_up_case)
     save(params, tmp_path / "model")
     path = write(tmp_path / "mine.jsonl", [ROW, ROW | {"context": TEXT * 8}])
     args = ["eval", str(tmp_path / "model"), "--data", str(path), "--policies", "full", "--dtype", "float32"]

@@ -12,7 +12,7 @@ from tiny_text import byte_tokenizer
 from jshadow import cli, save
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
-from jshadow.evaluation import results, runner
+from jshadow.evaluation import cases, results, runner
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import (
@@ -31,11 +31,8 @@ from jshadow.policies import (
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
-
-
 LENGTH = 420
-
-
+pytestmark = pytest.mark.usefixtures("made_up")  # where no model is asked
 POLICIES = [StreamingLLM(), H2O(), SnapKV(), InfLLM(), KIVI(), ShadowKV()]
 
 
@@ -46,7 +43,7 @@ def params() -> Params:
 
 
 @pytest.fixture(scope="module")
-def rows(params: Params) -> list[dict[str, Any]]:
+def rows(params: Params, made_up: None) -> list[dict[str, Any]]:
     """Rows of two tasks and two shares. Some policies cannot reach the smaller share."""
     return runner.evaluate(
         params, ["agreement", "needle_noise"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put"
@@ -76,36 +73,24 @@ def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], param
     assert full[0]["offloaded_device_bytes"] == used["device_bytes"]
 
 
-def test_a_smaller_share_agrees_less(rows: list[dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_a_smaller_share_agrees_less(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     """The divergence from full attention grows. Full attention itself has none."""
-    kl = {
-        (row["name"], row["share"]): row["kl"] for row in rows if row["task"] == "agreement" and not row["infeasible"]
-    }
+    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    rows = runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put")
+    kl = {(row["name"], row["share"]): row["kl"] for row in rows if not row["infeasible"]}
     assert kl["full", None] == pytest.approx(0, abs=1e-6)
     assert all(value > 1e-6 for (name, _), value in kl.items() if name != "full")
     assert kl["h2o", 0.06] > kl["h2o", 0.5]
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_line_a_policy(
     params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(params, tmp_path / "model")
-    call = [
-        "eval",
-        str(tmp_path / "model"),
-        "--tasks",
-        "needle_multiturn",
-        "--lengths",
-        "1000",
-        "--samples",
-        "1",
-        "--policies",
-        "streaming_llm,omnikv",
-        "--shares",
-        "0.5,0.02",
-        "--dtype",
-        "float32",
-    ]
+    call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1"]
+    call += ["--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]
     picture = tmp_path / "turns.svg"
     assert cli.main([*call, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
@@ -179,7 +164,9 @@ def test_a_prefill_of_the_policy_s_own_is_told(params: Params) -> None:
         runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1, prefill=VerticalSlash())
 
 
-def test_a_budget_that_takes_no_memory_stays(params: Params) -> None:
+@pytest.mark.slow
+def test_a_budget_that_takes_no_memory_stays(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_case", cases.run_case)
     rows = runner.evaluate(
         params, ["agreement"], [LENGTH], [Quest(budget=256), Quest()], samples=1, shares=[0.5], fetch="device_put"
     )

@@ -2,8 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny_text import byte_tokenizer
@@ -21,8 +21,6 @@ from jshadow.policies import (
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
-
-
 LENGTH = 420
 
 
@@ -35,14 +33,11 @@ def params() -> Params:
 LEARNER = LESS(heavy=8, recent=8, state_rank=2, hidden=8)
 
 
-@pytest.fixture(scope="module")
-def learned(params: Params) -> Any:
-    return LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
-
-
+@pytest.mark.slow
 def test_learned_arrays_reach_their_policy_alone(
-    params: Params, learned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    learned = LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
     policies = [LEARNER, StreamingLLM(sinks=2, window=14)]
     plain = runner.evaluate(params, ["agreement"], [LENGTH], policies, samples=1, out=tmp_path / "out")
     taught = runner.evaluate(
@@ -86,7 +81,9 @@ def test_learned_arrays_reach_their_policy_alone(
     [([Quest()], (), "got those of less"), ([LESS()], (), "the fit of less"), ([LESS()], (0.5,), "the fit of less")],
 )
 def test_learned_arrays_that_nobody_can_use_are_refused(
-    params: Params, learned: Any, policies: list[Policy], shares: tuple[float, ...], told: str
+    params: Params, policies: list[Policy], shares: tuple[float, ...], told: str
 ) -> None:
+    shapes = LEARNER.fitted_shapes(CONFIG)
+    learned = jax.tree.map(lambda shape: np.zeros(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
     with pytest.raises(ConfigError, match=told):
         runner.evaluate(params, ["agreement"], [LENGTH], policies, samples=1, shares=shares, fitted={"less": learned})

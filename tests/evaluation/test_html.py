@@ -64,13 +64,20 @@ def read(path: Path) -> Reader:
 ROWS = [*NEEDLES, *AGREEMENT, *TURNS]
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Reader:
-    html.write_report(ROWS, tmp_path / "r.html", command=["jshadow", "eval", "a model", "--tasks", "needle_noise"])
-    return read(tmp_path / "r.html")
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of all rows, which is only read."""
+    path = tmp_path_factory.mktemp("report") / "r.html"
+    html.write_report(ROWS, path, command=["jshadow", "eval", "a model", "--tasks", "needle_noise"])
+    return path
 
 
-def test_nothing_comes_from_elsewhere(page: Reader, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def page(file: Path) -> Reader:
+    return read(file)
+
+
+def test_nothing_comes_from_elsewhere(page: Reader, file: Path) -> None:
     for tag, attributes in page.elements:
         assert tag not in ("link", "iframe", "object", "embed", "base")
         for name, value in attributes.items():
@@ -79,7 +86,7 @@ def test_nothing_comes_from_elsewhere(page: Reader, tmp_path: Path) -> None:
             if name == "src":
                 assert tag == "img"
                 assert value.startswith("data:image/svg+xml;base64,")  # type: ignore[union-attr]
-    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
     assert not re.search(r"@import|url\(|https?://", text)
     [policy] = [a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'")  # type: ignore[union-attr]
@@ -130,9 +137,8 @@ def test_machine_versions_and_command_are_told(page: Reader) -> None:
     assert "cores" in told["processor"]
 
 
-def test_light_and_dark(tmp_path: Path) -> None:
-    html.write_report(ROWS[:1], tmp_path / "r.html")
-    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+def test_light_and_dark(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text
     assert "color-scheme: light dark" in text
 
@@ -176,7 +182,9 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         html.write_results(ROWS[:1], tmp_path / "file")
 
 
-def test_results_of_a_real_evaluation(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("made_up")
+def test_results_of_an_evaluation(tmp_path: Path) -> None:
     config = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
     made = init_params(config, seed=1)
     params = Params(made.weights, made.config, byte_tokenizer())

@@ -56,6 +56,8 @@ def test_the_harness_finds_the_model_by_its_name(params, tmp_path):
     assert json.dumps(info)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_the_evaluation_imports_without_the_harness():
     code = "import sys; sys.modules['lm_eval'] = None; import jshadow.evaluation.runner, jshadow.cli"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -114,6 +116,7 @@ def tiny_tasks(tmp_path, monkeypatch) -> dict[str, Any]:
     return write_tasks(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_tasks_run_through_the_harness(params, tiny_tasks):
     model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
@@ -166,6 +169,8 @@ def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
         assert numbers == pytest.approx({name: results[1][task][name] for name in numbers}, abs=1e-3, rel=1e-4), task
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_the_command_of_the_harness(params, tmp_path):
     """A run from a shell with its results in a file, and a typed error with exit status 2."""
     write_tasks(tmp_path)

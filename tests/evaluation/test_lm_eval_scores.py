@@ -1,4 +1,4 @@
-"""Log-likelihoods of the adapter of lm-evaluation-harness, against full logits and against single steps."""
+"""The adapter of lm-evaluation-harness: log-likelihoods against full logits and single steps, and generations."""
 
 import dataclasses
 import logging
@@ -17,12 +17,15 @@ from lm_eval_requests import (
     step_by_step,
     tiny_model,
 )
+from tiny_text import byte_tokenizer
 
-from jshadow import Full, save_fitted
+from jshadow import Full, generate, save_fitted
 from jshadow.engine import decode
+from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.evaluation import likelihood, likelihood_steps
 from jshadow.evaluation.lm_eval import JshadowLM
+from jshadow.evaluation.lm_eval_settings import parse_generation
 from jshadow.policies import Loki
 
 
@@ -41,6 +44,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch"), [("full", 1), ("shadowkv", 3), ("streaming_llm", 2)])
 def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
     model = JshadowLM(params, policy=POLICIES[name], capacity=256, batch_size=batch)
@@ -58,20 +62,21 @@ def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
             assert (wanted, top) == (pytest.approx(plain, abs=1e-4), its)
 
 
-def test_policies_score_differently_and_greedy_ones_are_told(params):
+@pytest.mark.parametrize("other", ["streaming_llm", pytest.param("shadowkv", marks=pytest.mark.slow)])
+def test_policies_score_differently_and_greedy_ones_are_told(params, other):
     """A policy that drops tokens gives different scores, so the tests above do not compare constants."""
-    made = {name: JshadowLM(params, policy=policy, capacity=256) for name, policy in POLICIES.items()}
-    ids, continuation = params.tokenizer.encode(TALE), greedy_ids(params, TALE, 4)
+    ids, continuation = params.tokenizer.encode(TALE), greedy_ids(TALE)[:4]
+    asked = [(None, ids, continuation), (None, ids, [*continuation[:-1], (continuation[-1] + 1) % 256])]
     scores = {}
-    for name, model in made.items():
-        asked = [(None, ids, continuation), (None, ids, [*continuation[:-1], (continuation[-1] + 1) % 256])]
-        (score, greedy), (_, other) = model._loglikelihood_tokens(asked, disable_tqdm=True)
-        scores[name] = score
+    for name in ("full", other):
+        model = JshadowLM(params, policy=POLICIES[name], capacity=256, batch_size=4)
+        (scores[name], greedy), (_, wrong) = model._loglikelihood_tokens(asked, disable_tqdm=True)
         assert greedy or name != "full"
-        assert not other or name != "full"
-    assert len({round(score, 3) for score in scores.values()}) == len(POLICIES)
+        assert not wrong or name != "full"
+    assert scores["full"] != pytest.approx(scores[other], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_offloaded_scores_are_the_resident_ones(params):
     asked = requests((TALE + "one", " two three"), ("Short", "er"))
     resident, offloaded = (
@@ -82,6 +87,7 @@ def test_offloaded_scores_are_the_resident_ones(params):
     assert [greedy for _, greedy in offloaded] == [greedy for _, greedy in resident]
 
 
+@pytest.mark.slow
 def test_learned_arrays_come_from_a_file(params, tmp_path):
     loki = Loki(budget=12, columns=3, recent=4, calibration="offline")
     arrays = loki.fit(params, np.random.default_rng(0).integers(0, 256, (1, 200)))
@@ -103,7 +109,7 @@ def test_learned_arrays_come_from_a_file(params, tmp_path):
 @pytest.mark.parametrize("context_tokens", [1, 20])
 def test_rolling_loglikelihoods_score_each_token_once(params, context_tokens):
     size, text = 48, TALE + "And so on."
-    model = JshadowLM(params, policy="full", capacity=size, rolling_context=context_tokens, batch_size=2)
+    model = JshadowLM(params, policy="full", capacity=size, rolling_context=context_tokens, batch_size=4)
     got = model.loglikelihood_rolling(requests((text,), ("",), ("Short.",)), disable_tqdm=True)
     ids, total, done = params.tokenizer.encode(text), 0.0, 0
     while done < len(ids):
@@ -133,6 +139,7 @@ def test_equal_contexts_are_prefilled_once(params, monkeypatch):
     assert seen == [4]  # three contexts, padded to a power of two
 
 
+@pytest.mark.slow
 def test_near_lengths_share_compiled_programs(params):
     model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
     model.loglikelihood(requests((TALE + "one", " two three"), ("Short", "er")), disable_tqdm=True)
@@ -184,3 +191,75 @@ def test_bad_settings_are_typed_errors(params):
         JshadowLM(dataclasses.replace(params, tokenizer=None))
     with pytest.raises(PromptError, match="continuation of request 1"):
         JshadowLM(params).loglikelihood(requests(("a", "b"), ("a", "")))
+
+
+# Generations
+
+
+@pytest.mark.slow
+def test_generations_are_those_of_generate(params):
+    model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
+    contexts = [TALE, "Rain", TALE[1:]]
+    wanted = [generate(params, one, SHADOWKV, max_new_tokens=12, capacity=256) for one in contexts]
+    assert not any(one.report.fallback for one in wanted)
+    got = model.generate_until(requests(*[(one, {"max_gen_toks": 12}) for one in contexts]), disable_tqdm=True)
+    assert got == [one.text for one in wanted]
+
+
+def test_until_strings_end_a_generation_and_are_cut_off(params):
+    model = JshadowLM(params, policy="full", capacity=256, batch_size=4)
+    said = greedy_ids(TALE)
+    assert END not in said
+    text = params.tokenizer.decode(said)
+    readable = [char for char in text if char != "\ufffd"]
+    assert readable, "the tiny model must say at least one whole character"
+    stop = readable[-1]
+    settings = [{"max_gen_toks": 16}, {"max_gen_toks": 16, "until": [stop]}, {"max_gen_toks": 16, "until": stop}]
+    whole, cut, same = model.generate_until(requests(*[(TALE, one) for one in settings]), disable_tqdm=True)
+    assert whole == text
+    assert cut == same == text[: text.index(stop)]
+
+
+def test_a_special_token_among_until_ends_a_generation(params):
+    """Decoded text has no special tokens, so such a stop string is compared as a token."""
+    tokenizer = byte_tokenizer()
+    said = greedy_ids(TALE)[:8]
+    target = tokenizer.convert_ids_to_tokens(said[4])
+    tokenizer.add_special_tokens({"additional_special_tokens": [target]})
+    model = JshadowLM(dataclasses.replace(params, tokenizer=tokenizer), policy="full", capacity=256)
+    ids = params.tokenizer.encode(TALE)
+    model.tok_encode = lambda *_, **__: ids  # the text itself may contain that byte
+    got = model.generate_until(requests((TALE, {"max_gen_toks": 8, "until": [target]})), disable_tqdm=True)
+    assert got == [params.tokenizer.decode(said[: said.index(said[4])])]
+
+
+def test_sampling_does_not_depend_on_the_batch(params):
+    settings = {"max_gen_toks": 10, "do_sample": True, "temperature": 1.5, "top_p": 0.95}
+    asked = requests(*[(text, settings) for text in (TALE, TALE[1:], TALE, TALE[2:])])
+    alone = JshadowLM(params, policy="full", capacity=256, seed=3).generate_until(asked, disable_tqdm=True)
+    together = JshadowLM(params, policy="full", capacity=256, seed=3, batch_size=4)
+    assert together.generate_until(asked, disable_tqdm=True) == alone
+    assert alone[0] != alone[2]  # equal requests draw different numbers
+    other = JshadowLM(params, policy="full", capacity=256, seed=4, batch_size=4)
+    assert other.generate_until(asked, disable_tqdm=True) != alone
+
+
+def test_generation_settings():
+    assert parse_generation({}, 256) == (Sampler(), 256, ())
+    assert parse_generation({"do_sample": False, "temperature": 1, "until": "\n"}, 256) == (Sampler(), 256, ("\n",))
+    assert parse_generation({"do_sample": True, "max_tokens": "7"}, 256) == (Sampler(1.0), 7, ())
+    assert parse_generation({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "num_beams": 1}, 9) == (
+        Sampler(0.7, top_k=5, top_p=0.9),
+        9,
+        (),
+    )
+    for bad, name in (
+        ({"beam_width": 3}, "beam_width"),
+        ({"num_beams": 4}, "num_beams"),
+        ({"max_gen_toks": 0}, "max_gen_toks"),
+        ({"max_gen_toks": 3, "max_tokens": 3}, "once"),
+        ({"do_sample": True, "temperature": 0}, "temperature"),
+        ({"temperature": 0.5, "top_p": 2}, "top_p"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            parse_generation(bad, 256)

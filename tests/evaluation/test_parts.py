@@ -1,4 +1,7 @@
-"""Evaluations in parts: how samples are dealt, what is merged, and which parts are refused."""
+"""Evaluations in parts: how samples are dealt, what is merged, and which parts are refused.
+
+The records of the samples are made up, but for one run of the tiny model.
+"""
 
 import dataclasses
 import itertools
@@ -13,7 +16,7 @@ import pytest
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import ConfigError
-from jshadow.evaluation import runner, tasks
+from jshadow.evaluation import cases, runner, tasks
 from jshadow.evaluation.parts import Part, deal, parse_part
 from jshadow.evaluation.parts.merge import merge_parts
 from jshadow.evaluation.parts.record import PART_FILE
@@ -22,6 +25,7 @@ from jshadow.evaluation.samples import SAMPLES_FILE
 from jshadow.evaluation.settings import EvalSettings
 from jshadow.weights.params import init_params
 
+pytestmark = pytest.mark.usefixtures("made_up")
 TASKS: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "lengths": [240, 300], "policies": [byte_models.SHADOW]}
 PARTS = 3
 PARAMS = byte_models.PARAMS
@@ -38,14 +42,14 @@ def run_part(index: int, out: Path, *, count: int = PARTS, command: tuple[str, .
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def whole(made_up: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The directory and the rows of one run."""
     out = tmp_path_factory.mktemp("whole")
     return out, runner.evaluate(PARAMS, **TASKS, samples=2, out=out)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(made_up: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with three parts, which is only read."""
     out = tmp_path_factory.mktemp("parts")
     words = ("jshadow", "eval", "a model", "--part", "2/3", "--out", str(out))
@@ -105,6 +109,17 @@ def test_three_parts_are_one_run(whole: Any, parts: Path, tmp_path: Path) -> Non
     assert all({240, 300} == set(lengths) for lengths in by_length)
     merged = (tmp_path / "merged" / SAMPLES_FILE).read_text().splitlines()
     assert sorted(merged) == sorted((out / SAMPLES_FILE).read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_parts_of_a_model_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    asked = {"tasks": ["agreement", "needle_docs"], "lengths": [240]}
+    rows = runner.evaluate(PARAMS, **TASKS | asked, samples=2)
+    for index in (2, 1):
+        run_part(index, tmp_path, count=2, **asked)
+    assert merge_parts([tmp_path]) == plain(rows)
+    assert rows[1]["kl"] > 0
 
 
 def test_one_run_takes_up_what_was_merged(

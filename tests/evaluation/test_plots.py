@@ -1,4 +1,7 @@
-"""Pictures: which rows are drawn, one look for each method, and files that depend only on the numbers."""
+"""Pictures: which rows are drawn, one look for each method, and files that depend only on the numbers.
+
+A file is written completely or not at all.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +52,7 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert style.look_of("probe") == style.look_of("probe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_same_numbers_are_the_same_bytes(name: str, suffix: str, tmp_path: Path) -> None:
@@ -265,3 +269,39 @@ def test_a_panel_too_many_is_none(tmp_path: Path) -> None:
     assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
     assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
     assert results.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("path", "tasks", "told"),
+    [
+        ("turns.gif", ["needle_multiturn"], "ends with one of"),
+        ("nowhere/turns.svg", ["needle_multiturn"], "directory that exists"),
+        ("turns.svg", ["needle_noise"], "needs a task of several turns"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused_first(tmp_path: Path, path: str, tasks: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plots.check_plot(tmp_path / path, tasks, {"needle_multiturn": 4})
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    row = {
+        "task": "needle_multiturn",
+        "length": 9,
+        "policy": "full",
+        "name": "full",
+        "samples": 1,
+        "turns": [100.0, 50.0],
+        "served_device_bytes": 5,
+        "served_full_bytes": 10,
+    }
+    target = tmp_path / "turns.png"
+    target.mkdir()  # a directory cannot be replaced by a file
+    with pytest.raises(ConfigError, match="can be written"):
+        plots.plot_turns([row], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["turns.png"]
+    plots.plot_turns([row], tmp_path / "turns.pdf")
+    assert (tmp_path / "turns.pdf").read_bytes().startswith(b"%PDF")

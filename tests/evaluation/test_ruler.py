@@ -29,6 +29,7 @@ from jshadow.weights.params import Params, init_params, load_tokenizer
 CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 1024, eos_ids=(256,))
 TOKENIZER = byte_tokenizer()
 LENGTH = 700
+pytestmark = pytest.mark.usefixtures("made_up")  # the model is asked in test_tasks.py
 
 
 def forget_package() -> None:

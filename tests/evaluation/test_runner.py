@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_cases import made_up_case
 from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
@@ -19,11 +20,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
-
-
 POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
-
-
 LENGTH = 420
 
 
@@ -33,11 +30,18 @@ def params() -> Params:
     return Params(made.weights, made.config, TOKENIZERS["merging"])
 
 
+@pytest.fixture
+def made_up_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test, no model runs."""
+    monkeypatch.setattr(runner, "run_case", made_up_case)
+
+
 def evaluate(params: Params, out: Path | None = None, **changes: Any) -> list[dict[str, Any]]:
     options = {"tasks": ["needle_docs"], "lengths": [LENGTH], "policies": [POLICY], "samples": 2} | changes
     return runner.evaluate(params, **options, out=out)
 
 
+@pytest.mark.usefixtures("made_up_here")
 def test_every_table_has_full_attention_and_a_control(params: Params) -> None:
     rows = evaluate(params, tasks=["needle_noise", "needle_docs"])
     assert [row["name"] for row in rows] == ["full", "shadowkv", "streaming_llm"] * 2
@@ -50,6 +54,7 @@ def test_every_table_has_full_attention_and_a_control(params: Params) -> None:
     assert all(row["samples"] == 2 and 0 <= row["score"] <= 100 for row in rows)
 
 
+@pytest.mark.usefixtures("made_up_here")
 def test_bytes_are_those_of_a_real_state(params: Params) -> None:
     row = evaluate(params, samples=1, fetch="device_put")[1]
     prompt = np.array([tasks.make("needle_docs", params.tokenizer, LENGTH, 0.5, 0).prompt], np.int32)
@@ -70,6 +75,7 @@ def test_agreement_of_full_attention_with_itself_is_perfect(params: Params) -> N
     assert all(row["control_of"] is None for row in rows)
 
 
+@pytest.mark.slow
 def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> None:
     policies = [Full(), ShadowKV.lossless(2048, CONFIG)]
     rows = evaluate(params, tasks=["needle_multiturn"], policies=policies, lengths=[700])
@@ -104,6 +110,7 @@ def by_hand(params: Params, case: tasks.Case) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
     params: Params, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +133,7 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
     return sorted(map(json.loads, lines), key=lambda one: (one["task"], one["sample"], one["policy"]))
 
 
+@pytest.mark.slow
 def test_samples_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
     """Five samples in batches of three: the second one is filled up. A task of several turns runs one at a time."""
     options: dict[str, Any] = {"tasks": ["needle_docs", "needle_multiturn"], "samples": 5, "lengths": [LENGTH + 280]}
@@ -137,6 +145,7 @@ def test_samples_that_run_together_have_the_same_records(params: Params, tmp_pat
         evaluate(params, together=0)
 
 
+@pytest.mark.slow
 def test_agreement_cases_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
     """Full attention runs again for a policy that is added later, because its logits are not stored."""
     added = StreamingLLM(window=30)
@@ -156,11 +165,10 @@ def test_a_killed_run_goes_on_where_it_stopped(
     params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    original = runner.run_case
 
     def counted(setup: Setup, plan: TaskPlan, index: int, policies: list) -> Any:
         ran.append(len(policies))
-        return original(setup, plan, index, policies)
+        return made_up_case(setup, plan, index, policies)
 
     monkeypatch.setattr(runner, "run_case", counted)
     both = ["needle_docs", "agreement"]
@@ -285,9 +293,9 @@ def test_an_out_that_is_a_file_is_refused(params: Params, tmp_path: Path) -> Non
 
 
 def test_the_perplexity_of_an_agreement_is_that_of_its_text(params: Params) -> None:
-    case = tasks.sample_of("agreement", params.tokenizer, 300, 0, 1, 0)[0]
-    [row] = runner.evaluate(params, ["agreement"], [300], [Full()], samples=1)
+    case = tasks.sample_of("agreement", params.tokenizer, LENGTH, 0, 1, 0)[0]
+    [row] = evaluate(params, tasks=["agreement"], policies=[Full()], samples=1)
     ids = np.array([[*case.prompt, *case.forced]], np.int32)
     logits, _ = decode.prefill(params, ids, np.array([ids.shape[1]]), Full(), capacity=ids.shape[1], logits="all")
-    wanted = metrics.perplexity(np.asarray(logits)[0, 299:-1], np.array(case.forced))
+    wanted = metrics.perplexity(np.asarray(logits)[0, LENGTH - 1 : -1], np.array(case.forced))
     assert row["ppl"] == pytest.approx(wanted, rel=1e-4)

@@ -21,8 +21,6 @@ from jshadow.policies.shadowkv import TransformCode
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
-
-
 LENGTH = 420
 
 
@@ -38,6 +36,7 @@ SWEEPS = {
 }
 
 
+@pytest.mark.usefixtures("made_up")
 def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
     """A policy that belongs to two sweeps runs once, and its row names both."""
     made = runner.evaluate(

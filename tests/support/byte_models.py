@@ -20,12 +20,6 @@ CONFIG = ModelConfig(
     norm_eps=1e-5,
     context=512,
 )
-
-
 BARE = init_params(CONFIG, seed=3)
-
-
 PARAMS = dataclasses.replace(BARE, tokenizer=byte_tokenizer())
-
-
 SHADOW = jshadow.ShadowKV(rank=12, budget=64, outlier_chunks=2)

@@ -19,8 +19,6 @@ SMOLLM2 = ModelConfig(
     rope=RopeConfig(theta=1e5),
     tie_embeddings=True,
 )
-
-
 LLAMA_31_8B = ModelConfig(
     model_type="llama",
     vocab_size=128256,
@@ -34,11 +32,7 @@ LLAMA_31_8B = ModelConfig(
     context=131072,
     rope=RopeConfig(theta=5e5),
 )
-
-
 PAPERS_SHARE = ShadowKV(rank=32, budget=256)
-
-
 WIDE = ModelConfig(
     model_type="llama",
     vocab_size=257,
@@ -51,8 +45,6 @@ WIDE = ModelConfig(
     norm_eps=1e-5,
     context=65536,
 )
-
-
 LLAMA_SHAPE = dataclasses.replace(
     WIDE, model_dim=1024, ffn_dim=512, q_heads=32, kv_heads=8, head_dim=128
 )  # Llama-3.1-8B's attention in a narrower model

@@ -10,8 +10,6 @@ BASE: dict[str, Any] = {
     "infeasible": None,
     "served_full_bytes": 40_000_000,
 }
-
-
 DEPTHS = [0.125, 0.375, 0.625, 0.875]
 
 
@@ -53,8 +51,6 @@ NEEDLES = [
         infeasible="too small",
     ),
 ]
-
-
 AGREEMENT = [
     row(name, task="agreement", top1=90.0, top1_stderr=1.0, kl=kl, kl_stderr=0.01, score=90.0, depths=None)
     for name, kl in (("full", 0.0), ("shadowkv", 0.03), ("snapkv", 0.2))

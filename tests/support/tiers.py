@@ -14,19 +14,9 @@ import zlib
 QUICK_POLICIES = ("full", "quest", "shadowkv")
 # Every registered policy meets these in `make test`; variants of policies do not.
 QUICK_LAWS = (
-    "test_nominal_is_at_or_under_its_share",
-    "test_there_and_back",
-    "test_what_is_put_around_is_checked",
 )
 # Only `make test-all` runs these.
 WHOLE_TESTS = (
-    "test_against_the_oracle",
-    "test_a_fresh_process_finds_a_document_and_answers_alike",
-    "test_a_policy_that_attends_by_fetch_mode",
-    "test_later_tokens_in_other_codes",
-    "test_packed_rows_come_alike_in_every_fetch_mode",
-    "test_they_keep_every_law",
-    "test_two_processes_read_a_library_in_parts",
 )
 # Of these, `make test` runs the cases whose ids stand here.
 FEW_CASES = {
@@ -35,21 +25,6 @@ FEW_CASES = {
 
 # Of these, `make test` runs one case of so many: the first, and each that comes so many places later.
 ONE_OF = {
-    "test_a_capacity_without_a_whole_chunk": 3,
-    "test_a_policy_keeps_its_code_at_a_share": 3,
-    "test_appended_tokens": 4,
-    "test_calls_in_a_row": 9,
-    "test_chosen_chunks": 6,
-    "test_host_rows_are_the_oracle_s": 3,
-    "test_it_runs_on_a_tiny_model": 9,
-    "test_keys": 3,
-    "test_keys_and_values": 6,
-    "test_landmarks_and_scores_are_the_oracle_s": 4,
-    "test_scores": 6,
-    "test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum": 4,
-    "test_the_kernel_reads_from_the_host_what_it_must_and_once": 3,
-    "test_the_kernel_reads_the_landmarks_of_chosen_chunks_once_and_nothing_beyond": 3,
-    "test_the_kernel_touches_nothing_beyond_its_arrays": 4,
 }
 
 

@@ -1,0 +1,29 @@
+"""Records of an evaluation without a model: each policy answers a part of the questions, always the same ones."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jshadow.evaluation import results
+from jshadow.evaluation.cases import judged
+from jshadow.evaluation.settings import Setup, TaskPlan
+from jshadow.policies import Full, Policy
+
+
+def made_up_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
+    """Yield the records that `run_case` yields, with figures that follow from sample and policy."""
+    case = plan.cases[index]
+    for policy in policies:
+        number = zlib.crc32(f"{setup.params.digest} {case.prompt} {results.label(policy)}".encode())
+        figures = {"attended_tokens": 10 + number % 89 / 8, "hit_rate": None if number % 3 else 0.5}
+        if case.forced:
+            kl = 0.0 if policy == Full() else number % 997 / 1000
+            record: dict[str, Any] = {"hits": [], "outputs": [], "score": 100 - 50 * kl, "kl": kl, "ppl": 2 + kl}
+        else:
+            # The answer after every second bit that is set, and a wrong number for the others.
+            texts = [
+                f"It is {' and '.join(sample.answers)}." if number >> place & 1 else "It is 1 or 2."
+                for place, sample in enumerate(case.samples)
+            ]
+            record = judged(case, texts) | ({"apart": True} if case.questions else {})
+        yield record | figures
