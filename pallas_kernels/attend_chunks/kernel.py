@@ -23,24 +23,21 @@ from pallas_kernels.tiles import LEAST, LOG2_E, MASKED, blocks, can_do, dot, gro
 from pallas_kernels.unpack import exp2, scaled_numbers
 
 
-def attend_chunks_kernel(  # type: ignore[no-untyped-def]
-    q, values, keys, out, total, top, *, scale, form, early, interpret
-):
+def attend_chunks_kernel(q, values, keys, *results, scale, form, early, interpret):  # type: ignore[no-untyped-def]
     """One program: attend to `form.tokens` tokens of one KV head.
 
     Args:
         q: the query rows of each KV head [B, h_kv, R, d].
         values: the refs of HostRows.
         keys: the refs of ChosenKeys.
-        out: sums of weighted values, float32 [B, h_kv, programs, R, d].
-        total: sums of weights, float32 [B, h_kv, programs, R].
-        top: largest scores times log2(e), float32 [B, h_kv, programs, R].
+        results: three refs of float32: sums of weighted values [B, h_kv, programs, R, d], sums of weights, and largest
+            scores times log2(e), both [B, h_kv, programs, R].
         scale: factor of the scores.
         form: the form of the kernel.
         early: whether the values are loaded before the keys are rebuilt.
         interpret: as in `pallas_kernels.unpack`.
     """
-    j, h, b = (pl.program_id(axis) for axis in range(3))
+    (out, total, top), (j, h, b) = results, (pl.program_id(axis) for axis in range(3))
     count, dim, row = form.tokens, keys.dim, iota(0, LEAST)
     asked = row < q.shape[2]
     tokens = tokens_of(keys, b, h, j * count, count, by_chunks=form.by_chunks)

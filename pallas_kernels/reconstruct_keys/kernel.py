@@ -175,10 +175,8 @@ def rotated_tiles(
     for start, width in spans(dim - 2 * half):
         column = iota(2 * half + start, width)[None]
         columns.append((column, inside_of(column, 2 * half + start + width, dim)))
-    if keys.profile is None:
-        tiles = factor_tiles(keys, tokens, columns, b, h, form)
-    else:
-        tiles = code_tiles(keys, tokens, columns, b, h, form, interpret)
+    work = Work(keys, tokens, columns, b, h, form, interpret)
+    tiles = factor_tiles(work) if keys.profile is None else code_tiles(work)
     tiles = tuple(tile.reshape(*tokens.position.shape, -1) for tile in tiles)
     for (start, width), tile in zip(pairs, tiles, strict=False):
         column = iota(start, width)[None]
@@ -228,70 +226,77 @@ def load_some(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array | None) ->
 # Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
 
 
-def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form) -> Tiles:
-    """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
-    rank, count = keys.right.shape[2], tokens.position.size
+class Work(NamedTuple):
+    """What a program rebuilds, before RoPE.
+
+    Attributes:
+        keys: the kernel's refs, as ChosenKeys.
+        tokens: the tokens of the program.
+        columns: the columns of each tile of keys.
+        b: index in the batch.
+        h: index of the KV head.
+        form: the form of the kernel.
+        interpret: as in `pallas_kernels.unpack`.
+    """
+
+    keys: Any
+    tokens: Tokens
+    columns: Columns
+    b: jax.Array
+    h: jax.Array
+    form: Form
+    interpret: bool
+
+
+def factor_tiles(work: Work) -> Tiles:
+    """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `work.columns`."""
 
     def step(block: Block, out: Tiles) -> Tiles:
         r, inside = block.elements, block.inside(block.elements)
-        rows = load_left(keys, tokens, r, inside, b)
-        return add_products(keys, rows, r, inside, columns, b, h, out)
+        return add_products(work, load_left(work.keys, work.tokens, r, inside, work.b), r, inside, out)
 
-    zeros = tuple(jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns)
-    return summed_up(rank, form, step, zeros)
+    shapes = [(work.tokens.position.size, column.shape[1]) for column, _ in work.columns]
+    return summed_up(
+        work.keys.right.shape[2], work.form, step, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    )
 
 
-def code_tiles(
-    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, form: Form, interpret: bool
-) -> Tiles:
-    """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    means = [load_some(keys.mean, (b, h, column), exists).astype(jnp.float32) for column, exists in columns]
-    tiles = tuple(jnp.broadcast_to(mean, (tokens.position.size, mean.shape[1])) for mean in means)
+def code_tiles(work: Work) -> Tiles:
+    """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each entry."""
+    keys, count = work.keys, work.tokens.position.size
+    means = [
+        load_some(keys.mean, (work.b, work.h, column), exists).astype(jnp.float32) for column, exists in work.columns
+    ]
+    tiles = tuple(jnp.broadcast_to(mean, (count, mean.shape[1])) for mean in means)
     for part in parts_of(keys.profile):
-        step = functools.partial(add_codes, keys, tokens, columns, b, h, form, interpret, part)
-        tiles = summed_up(part.size, form, step, tiles)
+        tiles = summed_up(part.size, work.form, functools.partial(add_codes, work, part), tiles)
     return tiles
 
 
-def add_codes(
-    keys: Any,
-    tokens: Tokens,
-    columns: Columns,
-    b: jax.Array,
-    h: jax.Array,
-    form: Form,
-    interpret: bool,
-    part: Part,
-    block: Block,
-    out: Tiles,
-) -> Tiles:
+def add_codes(work: Work, part: Part, block: Block, out: Tiles) -> Tiles:
     """Add the products of the codes in a block of the bytes of a part of the profile, and `right`, to the tiles."""
-    byte, places = block.elements, 8 // part.bits
-    packed = load_left(keys, tokens, part.byte + byte, block.inside(byte), b)
-    numbers = [middle_numbers(packed, place, part.bits, keys.right.dtype, interpret) for place in range(places)]
-    if form.joined:
+    byte, places, kind = block.elements, 8 // part.bits, work.keys.right.dtype
+    packed = load_left(work.keys, work.tokens, part.byte + byte, block.inside(byte), work.b)
+    numbers = [middle_numbers(packed, place, part.bits, kind, work.interpret) for place in range(places)]
+    if work.form.joined:
         index = iota(0, places * block.width)
         byte = block.first + lax.div(index, jnp.int32(places))
         r = part.column + lax.rem(index, jnp.int32(places)) * part.size + byte
-        return add_products(keys, joined(numbers), r, block.inside(byte), columns, b, h, out)
+        return add_products(work, joined(numbers), r, block.inside(byte), out)
     for place, number in enumerate(numbers):
         r = part.column + place * part.size + byte
-        out = add_products(keys, number, r, block.inside(byte), columns, b, h, out)
+        out = add_products(work, number, r, block.inside(byte), out)
     return out
 
 
-def add_products(
-    keys: Any,
-    numbers: jax.Array,
-    r: jax.Array,
-    inside: jax.Array | None,
-    columns: Columns,
-    b: jax.Array,
-    h: jax.Array,
-    out: Tiles,
-) -> Tiles:
+def add_products(work: Work, numbers: jax.Array, r: jax.Array, inside: jax.Array | None, out: Tiles) -> Tiles:
     """Add the products of numbers [tokens, n] and the rows `r` [n] of `right` that are `inside` to the tiles."""
-    rights = [load_right(keys, r, inside, one, b, h) for one in columns]
+    rights = []
+    for column, exists in work.columns:
+        mask = both(None if inside is None else inside[:, None], exists)
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (r.size, column.size))
+        rights.append(load_some(work.keys.right, (work.b, work.h, r[:, None], column), mask))
     return tuple(tile + dot(numbers, right) for tile, right in zip(out, rights, strict=True))
 
 
@@ -325,22 +330,6 @@ def summed_up(size: int, form: Form, step: Callable[..., Tiles], tiles: Tiles) -
         end = first + start + block
         tiles = step(Block(first + start, block, None if end <= size else size), tiles)
     return tiles
-
-
-def load_right(
-    keys: Any,
-    r: jax.Array,
-    inside: jax.Array | None,
-    columns: tuple[jax.Array, jax.Array | None],
-    b: jax.Array,
-    h: jax.Array,
-) -> jax.Array:
-    """Load the rows `r` [m] of `right` that are `inside`, in the columns of one tile of n keys, [m, n]."""
-    column, exists = columns
-    mask = both(None if inside is None else inside[:, None], exists)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (r.size, column.size))
-    return load_some(keys.right, (b, h, r[:, None], column), mask)
 
 
 def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array | None, b: jax.Array) -> jax.Array:
