@@ -213,6 +213,7 @@ def test_packed_bytes_are_the_planner_s():
         assert row in PAGES["key_codes.md"]
 
 
+@pytest.mark.slow
 def test_the_plans_are_the_planner_s(capsys, monkeypatch):
     """planning.md: the table of SmolLM2's bytes, and the rows of the GPU plan. server.md: the rows of its plan."""
     from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2

@@ -60,6 +60,7 @@ def test_every_script_is_run_and_short():
         assert len(path.read_text().splitlines()) < MOST_LINES, path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_it_runs_on_a_tiny_model(name, checkpoint, tmp_path, monkeypatch, capsys):
     arguments, expected = TINY_RUNS[name]

@@ -109,6 +109,8 @@ def test_models_know_no_policy():
             assert not any(name.startswith("jshadow.policies") for name in imports(path))
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_the_package_imports_without_torch_or_transformers():
     """And without optax, which only a training needs."""
     code = "import sys, jshadow; print([m for m in ('torch', 'transformers', 'gguf', 'optax') if m in sys.modules])"

@@ -1,8 +1,9 @@
-"""The notebooks: source and .ipynb agree, stored outputs are small, and every one runs on the real small model."""
+"""The notebooks: source and .ipynb agree, what is stored is small and sound, and all run on the real small model."""
 
 import ast
 import base64
 import os
+import re
 from pathlib import Path
 
 import jupytext
@@ -10,11 +11,26 @@ import nbformat
 import pytest
 from conftest import REPO
 from nbclient import NotebookClient
+from plugins import strangers
+
+from jshadow.evaluation.laws import subject_of
+from jshadow.policies import find_policy
 
 FOLDER = REPO / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
-SECONDS = 600  # the limit of one notebook; all of them together should take less
+SECONDS = 600  # the limit of all notebooks together
 MOST_BYTES, MOST_PICTURE_BYTES = 1_500_000, 100_000  # of the whole folder, of one picture in a notebook
+
+ERRORS = {"02_svd_rank": "±", "03_chunk_size_and_outliers": "±", "04_methods_side_by_side": "±"}
+BARS = ("06_add_a_policy", "07_batch_decode")
+# What runs first. A notebook sees nothing of the ones before it, but the model is loaded once.
+FIRST = "import functools, jshadow; jshadow.load = functools.cache(jshadow.load)"
+# Where fewer samples show as well that the cells run.
+FEWER = {
+    "LENGTH, SAMPLES = 1024, 3": "LENGTH, SAMPLES = 512, 2",
+    "samples=4,": "samples=2,",
+    "SAMPLES, PROMPT, FORCED = 4, 640, 32": "SAMPLES, PROMPT, FORCED = 2, 640, 16",
+}
 
 
 def stem(path: Path) -> str:
@@ -79,20 +95,67 @@ def test_the_folder_is_small():
     assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) <= MOST_PICTURE_BYTES
 
 
+def stored(name):
+    """The text that a notebook printed when it was stored."""
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_means_have_their_standard_errors(name):
+    figures = re.findall(r"\d\.\d+ (\S)", "\n".join(line for line in stored(name).splitlines() if "±" in line))
+    assert ERRORS[name] in figures
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_pictures_have_error_bars(name):
+    assert "yerr=" in (FOLDER / f"{name}.py").read_text()
+
+
+def test_every_method_uses_its_share():
+    rows = re.findall(r"^(\w+) +(\d+) % +([\d.]+) %", stored("04_methods_side_by_side"), flags=re.MULTILINE)
+    assert {name for name, _, _ in rows} == {"full", "snapkv", "quest", "shadowkv"}
+    for name, share, used in rows:
+        assert 0.95 * int(share) <= float(used) <= int(share), name
+
+
+def test_the_class_of_the_recipe_is_a_policy_by_itself(tmp_path):
+    """The cells of its imports and of the class make a module. The notebook runs the laws on it."""
+    cells = [cell.source for cell in jupytext.read(FOLDER / "06_add_a_policy.py").cells if cell.cell_type == "code"]
+    [imports] = [cell for cell in cells if "from jshadow.policies import (" in cell]
+    [body] = [cell for cell in cells if "class SmallNorms" in cell]
+    (tmp_path / "small_norms_recipe.py").write_text(f"{imports}\n\n\n{body}\n")
+    with strangers(tmp_path):
+        policy = find_policy("small_norms_recipe:SmallNorms")
+        assert policy.name == "small_norms"
+        assert subject_of(policy).small == policy(kept=14, recent=4)
+
+
 @pytest.mark.real
+@pytest.mark.process
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.xdist_group("notebooks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("source", SOURCES, ids=stem)
-def test_notebooks_run(source, smollm2_dir, monkeypatch):
-    """From the folder that they lie in, with this checkout's jshadow. Each prints something and draws something."""
+def test_notebooks_run(smollm2_dir, monkeypatch):
+    """One after the other in one kernel, from the folder that they lie in, with this checkout's jshadow.
+
+    Each prints something and draws something.
+    """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
+    whole, parts = nbformat.v4.new_notebook(), {}
+    whole.cells.append(nbformat.v4.new_code_cell(FIRST))
+    used = set()
+    for source in SOURCES:
+        code = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code"]
+        for many, few in FEWER.items():
+            used |= {many for text in code if many in text}
+            code = [text.replace(many, few) for text in code]
+        parts[source.stem] = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in code])
+        whole.cells += [nbformat.v4.new_code_cell("%reset -f"), *parts[source.stem].cells]
+    assert used == FEWER.keys()
     resources = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources).execute()
-    assert pictures(notebook), "a notebook shows a picture"
-    assert printed(notebook)
+    NotebookClient(whole, timeout=SECONDS, kernel_name="python3", resources=resources).execute()
+    for name, part in parts.items():
+        assert pictures(part), f"{name} shows a picture"
+        assert printed(part), name

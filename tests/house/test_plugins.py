@@ -185,6 +185,7 @@ def test_a_step_that_ignores_who_takes_part(folder, capsys):
     assert (kept["law"], kept["status"], kept["broken"]) == (names[1], "ok", [])
 
 
+@pytest.mark.slow
 def test_a_policy_that_attends_by_fetch_mode(folder, capsys):
     assert laws(folder, BY_MODE, "--law", "fetch_modes_agree") == 1
     shown = capsys.readouterr().out
@@ -254,6 +255,8 @@ def test_built_in_policies_are_in_the_order_of_their_names(folder):
     assert list(POLICIES)[-1] == "a_stranger"
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_new_file_of_the_package_touches_no_other(tmp_path):
     """In a copy of the package with one more file: it is listed in its place, has cases of laws and a look."""
     shutil.copytree(REPO / "jshadow", tmp_path / "jshadow", ignore=shutil.ignore_patterns("__pycache__"))

@@ -59,6 +59,7 @@ def test_the_page_has_two_small_whole_files():
         assert imported == {"dataclasses", "jax.numpy", "jshadow.policies"}, "from public modules"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_they_keep_every_law(name, folder):
     outcomes = list(run_laws(subject_of(find_policy(PLACES[name]))))
@@ -68,6 +69,8 @@ def test_they_keep_every_law(name, folder):
     assert f"{len(LAWS) - 2} laws kept, 2 not claimed, 0 broken" in PAGE
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_the_command_works_from_the_folder(folder):
     env = os.environ | {"PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "jshadow", "laws", "key_norms:KeyNorms", "--law", "consumed_state_says_so"]
@@ -76,26 +79,37 @@ def test_the_command_works_from_the_folder(folder):
     assert re.match(r"ok +consumed_state_says_so \(1 case, [\d.]+ s\)\nkey_norms: 1 law kept", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_page_s_snippet_runs(folder, capsys):
     [snippet] = SNIPPETS
     exec(compile(snippet, "docs/add_a_policy.md", "exec"), {"KeyNorms": find_policy(PLACES["key_norms"])})
     assert capsys.readouterr().out.startswith("ok A row gives")
 
 
-@pytest.mark.parametrize(("name", "setting"), [("key_norms", "kept=40"), ("page_maxima", "budget=32")])
-def test_generate_and_plan(name, setting, checkpoint, folder, capsys):
+CHOSEN = pytest.mark.parametrize(("name", "setting"), [("key_norms", "kept=40"), ("page_maxima", "budget=32")])
+
+
+@CHOSEN
+def test_plan_and_the_table_of_policies_take_them(name, setting, checkpoint, folder, capsys):
     chosen = ["--policy", PLACES[name], "--set", setting, "--json"]
-    model = [checkpoint, "--prompt", "a document " * 12, "--max-new-tokens", "3", "--dtype", "float32"]
-    assert main(["generate", *model, *chosen]) == 0
-    [result] = json.loads(capsys.readouterr().out)["results"]
-    assert result["report"]["policy"]["name"] == name
-    assert len(result["tokens"]) == 3
     assert main(["plan", checkpoint, "--context", "300", *chosen]) == 0
     [plan, *_] = json.loads(capsys.readouterr().out)["plans"]
     assert plan["chosen"]["policy"]["name"] == name
     assert main(["policies", "--model", checkpoint, "--context", "300", "--policies", f"{PLACES[name]}:{setting}"]) == 0
 
 
+@pytest.mark.slow
+@CHOSEN
+def test_generate_takes_them(name, setting, checkpoint, folder, capsys):
+    chosen = ["--policy", PLACES[name], "--set", setting, "--json"]
+    model = [checkpoint, "--prompt", "a document " * 12, "--max-new-tokens", "3", "--dtype", "float32"]
+    assert main(["generate", *model, *chosen]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert result["report"]["policy"]["name"] == name
+    assert len(result["tokens"]) == 3
+
+
+@pytest.mark.slow
 def test_eval_draws_them(checkpoint, folder, capsys):
     """Both are in the results at their share, and in the picture in colors of their own."""
     arguments = ["eval", checkpoint, "--tasks", "agreement", "--lengths", "200", "--samples", "1", "--dtype", "float32"]
@@ -111,6 +125,7 @@ def test_eval_draws_them(checkpoint, folder, capsys):
     assert (folder / "results" / "memory_kl.png").exists()
 
 
+@pytest.mark.slow
 def test_bench(folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))  # small ceilings
     arguments = ["bench", "layer", "--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]

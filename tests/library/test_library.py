@@ -157,10 +157,10 @@ def test_at_most_a_few_states_wait_in_memory(opened, text):
 
 def test_an_answer_is_that_of_generate(opened, text, params):
     library, question = opened(), [1, 2, 3]
-    stored = library.add(text(30))
+    stored = library.add(text(30))  # 20 tokens, which leave room for 20
     reply = library.ask(stored.key, question, max_new_tokens=4, store=True)
     assert library.prompt(stored.key, question) == [*text(30), *question]
-    state = library.load(stored.key).with_room(7)
+    state = library.load(stored.key).with_room(20)
     assert reply.tokens == generate(params, question, state=state, max_new_tokens=4).tokens
     again = opened()
     assert again.ask(stored.key, question, max_new_tokens=4).tokens == reply.tokens
@@ -170,7 +170,7 @@ def test_an_answer_is_that_of_generate(opened, text, params):
     for name in mine.keys() - cache_fills(library.load(reply.key)).keys():  # a cache is empty after loading
         assert np.array_equal(bare(mine[name]), bare(theirs[name])), name
     next_turn = again.ask(reply.key, [4], max_new_tokens=2)
-    assert next_turn.tokens == generate(params, [4], state=reply.state.with_room(3), max_new_tokens=2).tokens
+    assert next_turn.tokens == generate(params, [4], state=reply.state.with_room(13), max_new_tokens=2).tokens
 
 
 def test_what_is_stored_does_not_change_with_the_state(opened, text, params):
@@ -178,7 +178,7 @@ def test_what_is_stored_does_not_change_with_the_state(opened, text, params):
     state = library.load(library.add(text(31)).key)
     kept, other = state.fork(), opened("other", limits={"disk": 0})
     key = other.store(text(31), state, durable=False)
-    generate(params, [1, 2, 3], state=state.with_room(7), max_new_tokens=4)
+    generate(params, [1, 2, 3], state=state.with_room(20), max_new_tokens=4)
     assert equal(other.load(key), kept)
 
 

@@ -74,6 +74,8 @@ def test_a_missing_file_is_told_by_every_part(files, tmp_path):
             paths_of_part([*files, tmp_path / "none.txt"], f"{index}/2")
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_read_a_library_in_parts(files, tmp_path, capsys):
     """At the same time. A third part of six documents that has none is done at once."""
     model, place = str(tmp_path / "model"), str(tmp_path / "store")

@@ -110,6 +110,8 @@ def both(workers, tmp_path):
     return workers
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_add_at_the_same_time(both, opened, params):
     """The same documents in the same order, and others, by turns."""
     shared = [100, 101, 102, 103]
@@ -131,6 +133,8 @@ def test_two_processes_add_at_the_same_time(both, opened, params):
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)  # and nothing half-written
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_fresh_process_finds_a_document_and_answers_alike(both, opened):
     library = opened()
     key = library.add(ids_of(1)).key
@@ -142,6 +146,8 @@ def test_a_fresh_process_finds_a_document_and_answers_alike(both, opened):
     assert both[0].do(add=[1]) == [key]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_one_process_removes_while_another_loads(both, opened):
     """Each load gives the exact state, or a typed error."""
     library = opened()

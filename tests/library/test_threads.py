@@ -72,7 +72,7 @@ def test_a_state_is_written_aside(opened, text, state_of, pool, monkeypatch, par
         assert not future.done()
         assert [stored.key for stored in library.documents()] == [kept]
         assert library.longest([*text(1), 5]).tokens == 20
-        generate(params, [1, 2, 3], state=state.with_room(7), max_new_tokens=4)
+        generate(params, [1, 2, 3], state=state.with_room(20), max_new_tokens=4)
         found = pool.submit(library.load, library.longest(text(1)).key).result(WAIT)  # from memory
         assert equal(found, expected)
         assert pool.submit(library.load, kept).result(WAIT)

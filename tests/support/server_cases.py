@@ -1,24 +1,19 @@
 """Servers for tests: one inside the test's process over a tiny model, and one as a process of its own."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 
-from byte_models import PARAMS as BARE
-from byte_models import SHADOW
+from serving_cases import CLASSES, PARAMS, SHADOW, THREADED
 
 from jshadow.library import Library
-from jshadow.serving import Engine, EngineOptions, Limits, RowClass
+from jshadow.serving import Engine, Limits
 from jshadow.serving.http.options import ServerOptions
 from jshadow.serving.http.service import Service
 
-PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(256,)))  # answers may end
-CLASSES = (RowClass(48, 16, 4), RowClass(320, 64, 4))
-SETTINGS = EngineOptions(prefill_chunk=32, penalties=True, bias_limit=8, grammar=True, logprobs=True)
 NAME = "tiny"
 
 
@@ -29,7 +24,7 @@ def tiny_service(folder=None, *, waiting=64, classes=CLASSES, **options):
     if folder is not None:
         library = Library(folder, PARAMS, SHADOW, capacity=classes[-1].capacity)
     limits = Limits(waiting=waiting)
-    engine = Engine(PARAMS, SHADOW, classes=classes, library=library, limits=limits, options=SETTINGS)
+    engine = Engine(PARAMS, SHADOW, classes=classes, library=library, limits=limits, options=THREADED)
     try:
         service = Service(engine, library, ServerOptions(NAME, **options))
         service.ready = True

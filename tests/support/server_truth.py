@@ -4,14 +4,13 @@ import json
 
 import numpy as np
 import row_oracle
-from byte_models import SHADOW
-from server_cases import CLASSES, PARAMS
+from serving_cases import CLASSES, END, PARAMS, SHADOW
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
+from jshadow.serving.classes import effective_policy
 
-END = 256  # the end token
 BYTES = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 BYTE_OF = [BYTES[symbol] for symbol in PARAMS.tokenizer.convert_ids_to_tokens(range(END))]
 
@@ -26,9 +25,14 @@ def offline(ids, new, stop=None):
 
 
 def logits_along(ids, tokens, new):
-    """The logits for each of the tokens that follow a prompt, float32 [len(tokens), V]."""
+    """The logits for each of the tokens that follow a prompt, float32 [len(tokens), V].
+
+    The prompt is padded to one of two lengths, so that all tests share compiled programs.
+    """
     capacity = capacity_of(len(ids), new)
-    logits, state = jshadow.prefill(PARAMS, np.asarray([ids]), np.asarray([len(ids)]), SHADOW, capacity=capacity)
+    policy, _ = effective_policy(PARAMS.config, SHADOW, capacity)
+    padded = np.pad([ids], ((0, 0), (0, (CLASSES[0].prompt if len(ids) <= CLASSES[0].prompt else 128) - len(ids))))
+    logits, state = jshadow.prefill(PARAMS, padded, np.asarray([len(ids)]), policy, capacity=capacity)
     rows = [np.asarray(logits)[0]]
     for token in tokens[:-1]:
         logits, state = jshadow.decode_step(PARAMS, np.asarray([token]), state)

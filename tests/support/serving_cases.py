@@ -1,17 +1,31 @@
-"""What the tests of the serving engine share: two classes over a tiny model, so that all files share programs."""
+"""What the tests of serving share: one model, two classes of rows, and options. So all files share compiled programs.
+
+Rows of the short class are dense.
+
+The engine's tests call `run_once` themselves. The servers of server_cases.py have the same engine in a thread. Prompts
+in the class of long ones have 65 to 128 tokens where `generate` answers them too, because it rounds their lengths up
+to 64 or 128.
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from byte_models import PARAMS, SHADOW
+from byte_models import PARAMS as BARE
+from byte_models import SHADOW
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Engine, EngineOptions, Request, RowClass
 
-CLASSES = (RowClass(12, 8, 3), RowClass(112, 16, 3))
-SYNC = EngineOptions(threaded=False, prefill_chunk=32)
+END = 256  # the end token
+PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(END,)))  # answers may end
+CLASSES = (RowClass(32, 16, 4), RowClass(320, 64, 4))
+PLAIN = EngineOptions(prefill_chunk=32, turn_chunk=16)
+THREADED = dataclasses.replace(PLAIN, penalties=True, bias_limit=8, grammar=True, logprobs=True)
+SYNC = dataclasses.replace(THREADED, threaded=False)
 WARM = RowSettings(Sampler(1.2, top_k=40, top_p=0.95), seed=11)
 
 
@@ -40,7 +54,7 @@ def random_requests(count, seed):
     sizes = [CLASSES[int(rng.integers(2))] for _ in range(count)]
     return [
         Request(
-            prompt_of(int(rng.integers(1, one.prompt + 1)), index),
+            prompt_of(int(rng.integers(1, min(one.prompt, 128) + 1)), index),
             int(rng.integers(1, one.room + 1)),
             RowSettings(Sampler(float(rng.uniform(0.3, 2)), int(rng.integers(1, 50))), int(rng.integers(1 << 40)))
             if rng.random() < 0.5
@@ -71,10 +85,12 @@ def poison(group, slot):
     """Fill a row of a group with NaN, and with numbers that are no index."""
 
     def fill(leaf):
-        if leaf.dtype == bool:
-            return leaf.at[slot].set(True)
-        bad = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).max // 2
-        return leaf.at[slot].set(jnp.asarray(bad, leaf.dtype))
+        array = np.array(leaf)
+        if array.dtype == bool:
+            array[slot] = True
+        else:
+            array[slot] = np.nan if jnp.issubdtype(array.dtype, jnp.floating) else np.iinfo(array.dtype).max // 2
+        return jax.device_put(array, leaf.sharding)
 
     if group.pool is not None:
         state, rows = group.pool

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jshadow.cache import host_memory, place
@@ -26,7 +27,6 @@ from jshadow.engine.prefill.second_pass import SecondWork
 from jshadow.engine.prefill.units import LayerWork, prompt_read, run_unit
 from jshadow.engine.types import PrefillKeywords, Tokens, WholeLogits
 from jshadow.errors import StateMismatch
-from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Policy
@@ -83,7 +83,10 @@ def begin(job: PrefillJob) -> PartialPrefill:
     )
     requests = job.requests
     schedule = Schedule(plans, compressions, len(job.lengths), pieces, (0, 0) if requests is None else requests.sizes)
-    ids = fit_tokens(jnp.asarray(job.tokens), count * size)
+    # NumPy pads the tokens, so that this compiles no program for each length.
+    padded = np.zeros((len(job.tokens), count * size), job.tokens.dtype)
+    padded[:, :width] = job.tokens
+    ids = jnp.asarray(padded)
     x = run_together(embed_prompt, job.params.weights, ids, config=config)
     second = None
     if requests is not None:

@@ -11,8 +11,8 @@ import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 
-MESSAGES = [{"role": "user", "content": "Where is the harbor?"}]
-PROMPT = "<user>Where is the harbor?\n<assistant>"
+MESSAGES = [{"role": "user", "content": "Where is it?"}]
+PROMPT = "<user>Where is it?\n<assistant>"
 IDS = PARAMS.tokenizer.encode(PROMPT)
 DOCUMENT = "".join(map(chr, np.random.default_rng(2).integers(33, 127, 120)))
 
@@ -179,11 +179,11 @@ def test_reasoning_and_tools_as_the_template_marks_them(client, monkeypatch):
     turns = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "On the left shelf."},
     ]
     told = client.post("/tokenize", json={"messages": turns, "tools": [tool]}).json()["tokens"]
     text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
-    assert text == "[f]<user>Where is the harbor?<assistant>!f<tool>5<assistant><think>"
+    assert text == "[f]<user>Where is it?<assistant>!f<tool>On the left shelf.<assistant><think>"
     body = {"messages": turns, "tools": [tool], "temperature": 0}
     answer = chat(client, **body)
     want = offline(told, 8).text

@@ -97,6 +97,7 @@ def tiny_process(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
     with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)
@@ -108,6 +109,7 @@ def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_server_that_compiles_still_ends_with_0(tmp_path):
     with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)

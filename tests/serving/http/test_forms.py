@@ -12,8 +12,8 @@ from server_truth import events_of
 from jshadow.serving import RowClass
 from jshadow.serving.http.app import make_app
 
-CLASSES = (RowClass(48, 208, 4),)
-MESSAGES = [{"role": "user", "content": "Where is the harbor?"}]
+CLASSES = (RowClass(32, 208, 4),)
+MESSAGES = [{"role": "user", "content": "Where is it?"}]
 PLACE = {
     "type": "object",
     "properties": {"town": {"$ref": "#/$defs/Town"}, "depth": {"type": "integer", "minimum": 3, "maximum": 40}},
@@ -74,8 +74,11 @@ def test_answers_fit_200_schemas(client):
 
 def test_other_forms(client):
     bias = {"125": 20}  # towards "}", so that the object ends
-    anything = choice_of(client, response_format={"type": "json_object"}, seed=1, logit_bias=bias)
-    assert isinstance(json.loads(anything["message"]["content"]), dict)
+    answers = (
+        choice_of(client, response_format={"type": "json_object"}, seed=seed, logit_bias=bias) for seed in range(9)
+    )
+    whole = next(answer for answer in answers if answer["finish_reason"] == "stop")
+    assert isinstance(json.loads(whole["message"]["content"]), dict)
     form = {"type": "regex", "regex": r'(ab/|"x\n){3}[0-9]\.'}
     for seed in range(3):
         choice = choice_of(client, response_format=form, seed=seed)

@@ -11,9 +11,9 @@ from raw_http import ask, completion
 from server_cases import tiny_service
 from socket_cases import idle, listening, until
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-PARTS, AT_ONCE = 12, 24
+COUNT, PARTS, AT_ONCE = 1200, 12, 24
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def metric(service, name):
     }
 
 
-def test_memory_is_flat_and_no_row_is_lost_under_3000_requests(clients):
+def test_memory_is_flat_and_no_row_is_lost_under_many_requests(clients):
     """The figures of memory are medians of thirds of the run. The first third warms up."""
     with tiny_service(waiting=64) as service, listening(service) as server:
         asyncio.run(ask(server.address, completion()))  # compiles
@@ -40,7 +40,7 @@ def test_memory_is_flat_and_no_row_is_lost_under_3000_requests(clients):
         first = service.engine.report().counts.finished
         sizes, found = [], []
         for part in range(PARTS):
-            count = 3000 // PARTS
+            count = COUNT // PARTS
             found.append(clients("mixed", server.address, range(part * count, (part + 1) * count), AT_ONCE))
             until(lambda: idle(service))
             sizes.append(held_bytes())
@@ -52,23 +52,23 @@ def test_memory_is_flat_and_no_row_is_lost_under_3000_requests(clients):
         assert report.rows_in_use == report.waiting == 0
         assert not counts.failed
         total = sum(found, start=type(found[0])())
-        assert total.total() == 3000
+        assert total.total() == COUNT
         assert {status for _, status in total} <= {0, 200, 429}
         refused = metric(service, "jshadow:requests_refused_total").get((("status", "429"),), 0)
         ended = counts.finished - first + counts.cancelled
         # A client may leave before its request has arrived whole.
         left = sum(number for (_, status), number in total.items() if status == 0)
-        assert 3000 - left <= ended + refused <= 3000 + left
-        assert total["leave", 0] == total["slow", 200] == 600
+        assert COUNT - left <= ended + refused <= COUNT + left
+        assert total["leave", 0] == total["slow", 200] == COUNT // 5
 
 
-def test_10000_requests_over_1000_connections_are_all_answered(clients):
+def test_3000_requests_over_1000_connections_are_all_answered(clients):
     with tiny_service(waiting=64) as service, listening(service) as server:
         asyncio.run(ask(server.address, completion()))  # compiles
-        found = clients("flood", server.address, 10_000, 1000)
+        found = clients("flood", server.address, 3000, 1000)
         until(lambda: idle(service))
         print(found)
-        assert found.total() == 10_000
+        assert found.total() == 3000
         assert set(found) <= {(200, None), (429, "queue_full")}
         assert min(found.values()) > 100
         assert service.engine.report().counts.finished == found[200, None] + 1

@@ -144,11 +144,11 @@ def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatc
     with tiny_service(url) as service, TestClient(make_app(service)) as client:
         capacity = service.library.capacity
         with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
-            sea, sky, sun = (other.add(f"The {name} is calm. " * 9, title=name) for name in ("sea", "sky", "sun"))
+            sea, sky, sun = (other.add(f"The {name} is calm. " * 6, title=name) for name in ("sea", "sky", "sun"))
             answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
             assert (answer["filename"], answer["tier"]) == ("sea", "remote")
-            cloud = other.add("The cloud is calm. " * 9, title="cloud")
-            answer = client.post("/v1/files", files={"file": ("a.txt", b"The cloud is calm. " * 9)}).json()
+            cloud = other.add("The cloud is calm. " * 6, title="cloud")
+            answer = client.post("/v1/files", files={"file": ("a.txt", b"The cloud is calm. " * 6)}).json()
             assert (answer["id"], answer["filename"]) == (file_id_of(cloud), "cloud")
             assert service.engine.report().counts.units == 0  # it was not read again
             other.remove(sky.key)
@@ -163,7 +163,8 @@ def refuse(*_):
     raise CheckpointError("the store refuses")
 
 
-@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not HAS_WHEEL, reason="vllm-router has wheels for Linux on x86_64 and aarch64 only")
 def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
     model, keys, log = tmp_path / "tiny", tmp_path / "keys", tmp_path / "log"

@@ -2,11 +2,11 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_models import CONFIG, PARAMS
-from serving_cases import CLASSES, SYNC, engine_of, prompt_of, run
+from serving_cases import CLASSES, END, PARAMS, PLAIN, SYNC, engine_of, prompt_of, run
 
 import jshadow
 from jshadow.engine.decode import decode_step, prefill
@@ -15,43 +15,44 @@ from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError
 from jshadow.policies import Full, Loki
-from jshadow.serving import Engine, EngineOptions, Request
+from jshadow.serving import Engine, Request
 
-OPTIONS = dataclasses.replace(SYNC, penalties=True, bias_limit=2, grammar=True, logprobs=True)
+VOCABULARY = PARAMS.config.vocab_size
 WARM = Sampler(1.1)
 
 
 def even_then_odd(tokens):
     """Tokens of even and of odd ids in turn."""
-    return np.arange(CONFIG.vocab_size) % 2 == len(tokens) % 2
+    return np.arange(VOCABULARY) % 2 == len(tokens) % 2
 
 
 def even_then_odd_words(tokens):
     """The same as bit masks, with bits set past the vocabulary."""
     words = pack_mask(even_then_odd(tokens))
-    words[-1] |= np.uint32(0xFFFFFFFF << CONFIG.vocab_size % 32 & 0xFFFFFFFF)
+    words[-1] |= np.uint32(0xFFFFFFFF << VOCABULARY % 32 & 0xFFFFFFFF)
     return words
 
 
 def step_by_step(request):
-    """The tokens of one row with Full, drawn from the logits of single steps."""
+    """The tokens of one row of the short class, which is dense, drawn from the logits of single steps."""
     return [token for token, _ in steps(request)]
 
 
 def steps(request):
     """The tokens, and the logits [V] from which each was drawn."""
-    parts = OPTIONS.parts(PARAMS)
+    parts = SYNC.parts(PARAMS)
     row = row_of(request.settings, parts, prompt=request.prompt)
-    logits, state = prefill(PARAMS, [request.prompt], [len(request.prompt)], Full(), capacity=CLASSES[1].capacity)
+    padded = np.pad([request.prompt], ((0, 0), (0, CLASSES[0].prompt - len(request.prompt))))
+    logits, state = prefill(PARAMS, padded, [len(request.prompt)], Full(), capacity=CLASSES[0].capacity)
     tokens = []
     while True:
         if request.allowed is not None:
             mask = request.allowed(tokens)
             row = row.replace(allowed=jnp.asarray((pack_mask(mask) if mask.dtype == bool else mask)[None]))
-        token, row = draw(row, logits)
-        tokens.append(int(token[0]))
+        token, row = draw(*jax.device_put((row, logits), jax.devices()[0]))
+        tokens.append(int(np.asarray(token)[0]))
         yield tokens[-1], np.asarray(logits[0])
-        if len(tokens) == request.max_new_tokens:
+        if len(tokens) == request.max_new_tokens or tokens[-1] == END:
             return
         logits, state = decode_step(PARAMS, token, state)
 
@@ -67,7 +68,7 @@ REQUESTS = [
 
 
 def test_each_row_has_its_own_settings():
-    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    engine = engine_of()
     wanted = [step_by_step(request) for request in REQUESTS]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # so each setting has an effect
     answers = [engine.submit(request) for request in REQUESTS]
@@ -82,17 +83,14 @@ def test_each_row_has_its_own_settings():
     ("allowed", "match"),
     [
         (lambda tokens: np.ones(3, bool), r"got bool \[3\]"),
-        (
-            lambda tokens: np.arange(CONFIG.vocab_size) >= 0 if not tokens else np.zeros(CONFIG.vocab_size, bool),
-            "with 0",
-        ),
+        (lambda tokens: np.arange(VOCABULARY) >= 0 if not tokens else np.zeros(VOCABULARY, bool), "with 0"),
         (lambda tokens: np.ones(3, np.uint32), r"or uint32 \[9\] with at least one token, got uint32 \[3\]"),
         (lambda tokens: np.array([0] * 8 + [2], np.uint32), "with 0 that are not zero"),  # token 257 of 257
         (lambda tokens: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_a_bad_grammar_fails_its_own_request(allowed, match):
-    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    engine = engine_of()
     bad, good = engine.submit(Request(prompt_of(20), 5, allowed=allowed)), engine.submit(Request(prompt_of(20), 12))
     run(engine)
     with pytest.raises(ConfigError, match=match):
@@ -103,13 +101,13 @@ def test_a_bad_grammar_fails_its_own_request(allowed, match):
 
 def test_a_grammar_needs_an_engine_with_masks():
     with pytest.raises(ConfigError, match=r"options\.grammar"):
-        engine_of().submit(Request([3], 1, allowed=even_then_odd))
+        engine_of(options=PLAIN).submit(Request([3], 1, allowed=even_then_odd))
     with pytest.raises(ConfigError, match="allowed must be a function"):
         Request([3], allowed=[True])
 
 
 def test_logprobs_are_those_of_the_unchanged_logits():
-    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    engine = engine_of()
     warm = Request(prompt_of(20), 12, RowSettings(WARM, 5, logit_bias={7: 4.0}, repetition_penalty=1.7), logprobs=3)
     requests = [warm, REQUESTS[0], dataclasses.replace(REQUESTS[-1], logprobs=20), Request([3, 4], 1, logprobs=0)]
     answers = [engine.submit(request) for request in requests]
@@ -136,16 +134,17 @@ def test_the_number_of_logprobs_is_checked(logprobs):
 
 def test_logprobs_need_an_engine_with_them():
     with pytest.raises(ConfigError, match=r"options\.logprobs"):
-        engine_of().submit(Request([3], 1, logprobs=0))
+        engine_of(options=PLAIN).submit(Request([3], 1, logprobs=0))
 
 
+@pytest.mark.slow
 def test_a_policy_with_learned_arrays():
     policy = Loki(budget=16, columns=6, calibration="offline")
     fitted = policy.fit(PARAMS, np.asarray(prompt_of(90, 1)))
-    options = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, fitted=fitted)
+    options = dataclasses.replace(SYNC, fitted=fitted)
     engine = Engine(PARAMS, policy, classes=CLASSES[1:], options=options)
     assert engine.plans[0].fallback is None
-    requests = [Request(prompt_of(length, 3), 10) for length in (100, 60, 80)]
+    requests = [Request(prompt_of(length, 3), 10) for length in (100, 70, 80)]
     answers = [engine.submit(request) for request in requests]
     run(engine)
     for request, answer in zip(requests, answers, strict=True):
@@ -153,5 +152,9 @@ def test_a_policy_with_learned_arrays():
             PARAMS, request.prompt, policy, max_new_tokens=10, capacity=CLASSES[1].capacity, fitted=fitted
         )
         assert answer.result(0).tokens == want.tokens
+
+
+def test_arrays_of_another_policy_are_refused():
+    options = dataclasses.replace(SYNC, fitted={"x": np.ones(2)})
     with pytest.raises(ConfigError, match="fitted"):
         Engine(PARAMS, Full(), classes=CLASSES[1:], options=options)

@@ -1,21 +1,22 @@
 """The bytes of the plan are those of the engine's own arrays, in each memory, with and without a document."""
 
+import dataclasses
 import gc
 
 import jax
 import pytest
-from byte_models import CONFIG, PARAMS, SHADOW
-from serving_cases import SYNC, prompt_of, run
+from serving_cases import CLASSES, END, PARAMS, SHADOW, SYNC, prompt_of, run
 
 import jshadow
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
-from jshadow.serving import Engine, EngineOptions, Limits, Request, RowClass
+from jshadow.serving import Engine, Limits, Request, RowClass
 from jshadow.serving.admission import held_bytes, needed_bytes
 
 FETCH = "device_put"  # both memories are used
 ONE = RowClass(104, 24, 10)
 DOCUMENT = prompt_of(90, 5)
-OPTIONS = EngineOptions(fetch=FETCH, threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=8)
+OPTIONS = dataclasses.replace(SYNC, fetch=FETCH)
 MEMORIES = ("device", "pinned_host")
 
 
@@ -33,7 +34,7 @@ def live():
 
 def planned(documents):
     sizes = SessionClass(ONE.prompt, ONE.room, ONE.rows, groups=1, documents=documents)
-    plan = session_plan(CONFIG, SHADOW, [sizes], MemoryLimits(), dtype="float32", fetch=FETCH, backend="cpu")
+    plan = session_plan(PARAMS.config, SHADOW, [sizes], MemoryLimits(), dtype="float32", fetch=FETCH, backend="cpu")
     return plan.classes[0]
 
 
@@ -48,6 +49,7 @@ def all_read(engine, prompts):
     return group, [array for array in live() if array.unsafe_buffer_pointer() not in known], answers
 
 
+@pytest.mark.slow
 def test_rows_of_their_own():
     engine = Engine(PARAMS, SHADOW, classes=[ONE], options=OPTIONS)
     group, fresh, answers = all_read(engine, [prompt_of(60 + row, row) for row in range(10)])
@@ -65,6 +67,7 @@ def library(tmp_path):
         yield library
 
 
+@pytest.mark.slow
 def test_ten_sessions_hold_the_prompt_half_of_their_document_once(library):
     before = live()
     known = {array.unsafe_buffer_pointer() for array in before}
@@ -94,18 +97,28 @@ def test_ten_sessions_hold_the_prompt_half_of_their_document_once(library):
     assert all(answer.done for answer in answers)
 
 
-def test_the_bytes_of_a_document_are_admitted(library):
-    """With the bytes of one group alone, a second group on the document waits. With fewer, the request is refused."""
-    library.add(DOCUMENT)
-    probe = Engine(PARAMS, SHADOW, classes=[ONE], library=library, options=OPTIONS)
-    group, _, _ = all_read(probe, [[*DOCUMENT, row] for row in range(3, 13)])
-    device, host = needed_bytes([group.plan])
-    needs = [needed_bytes([plan]) for plan in (group.plan, *probe.plans)]
-    limits = [max(sizes) for sizes in zip(*needs, strict=True)]
-    engine = Engine(
-        PARAMS, SHADOW, classes=[ONE], library=library, options=OPTIONS, limits=Limits(limits[0], limits[1])
-    )
-    answers = [engine.submit(Request([*DOCUMENT, row], 6)) for row in range(3, 15)]
-    while engine.run_once():
-        assert len(engine._loop.groups) <= max(limits[0] // device, limits[1] // host)
-    assert all(len(answer.result(0).tokens) == 6 for answer in answers)
+@pytest.mark.parametrize(
+    ("one", "fetch"),
+    [(CLASSES[1], "resident"), pytest.param(ONE, FETCH, marks=pytest.mark.slow)],
+    ids=["resident", FETCH],
+)
+def test_the_bytes_of_a_document_are_admitted(tmp_path, one, fetch):
+    """A third group, for which the bytes do not suffice, waits."""
+    with jshadow.Library(tmp_path, PARAMS, SHADOW, capacity=one.capacity, fetch=fetch) as library:
+        library.add(DOCUMENT)
+        settings = {"classes": [one], "library": library, "options": dataclasses.replace(SYNC, fetch=fetch)}
+        probe = Engine(PARAMS, SHADOW, **settings)
+        group, _, _ = all_read(probe, [[*DOCUMENT, row] for row in range(3, 3 + one.rows)])
+        assert (group.plan.bytes.shared_host > 0) == (fetch == FETCH)
+        engine = Engine(PARAMS, SHADOW, **settings)
+        endless = RowSettings(logit_bias={END: -100.0})
+        answers = [
+            engine.submit(Request([*DOCUMENT, row], one.room - 1, endless)) for row in range(3, 5 + 2 * one.rows)
+        ]
+        device, host = needed_bytes([group.plan] * 2)
+        engine.admission.limits = Limits(device, host or None)  # a row that reads its document needs more
+        seen = set()
+        while engine.run_once():
+            seen.add(len(engine._loop.groups))
+        assert max(seen) == 2
+        assert [len(answer.result(0).tokens) for answer in answers] == [one.room - 1] * len(answers)

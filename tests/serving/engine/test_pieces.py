@@ -3,12 +3,11 @@
 import threading
 
 import pytest
-from serving_cases import SYNC, WARM, answers_of, engine_of, offline, prompt_of, random_requests, run
+from serving_cases import THREADED, WARM, answers_of, engine_of, offline, prompt_of, random_requests, run
 
 from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError, ServingError
-from jshadow.serving import EngineOptions, Request
+from jshadow.serving import Request
 
 
 def test_stop_strings_and_pieces_of_text():
@@ -35,9 +34,8 @@ def test_stop_strings_and_pieces_of_text():
 
 def test_threads_submit_and_read_at_once():
     """The engine runs in its own thread; four others submit, stream and cancel."""
-    options = EngineOptions(prefill_chunk=SYNC.prefill_chunk)
     requests, got = random_requests(12, seed=2), {}
-    with engine_of(options=options) as threaded:
+    with engine_of(options=THREADED) as threaded:
 
         def client(part):
             for place in part:
@@ -65,14 +63,14 @@ def test_threads_submit_and_read_at_once():
 
 def test_requests_with_one_prompt_read_it_once():
     engine, prompt = engine_of(), prompt_of(70, 4)
-    settings = [RowSettings(Sampler(1.2), seed) for seed in range(4)]
-    requests = [Request(prompt, new, one) for new, one in zip((9, 5, 1, 9), settings, strict=True)]
-    longer, other = Request(prompt, 12, settings[1]), Request(prompt_of(70, 5), 5)
+    settings = [RowSettings(WARM.sampler, seed) for seed in range(5)]
+    requests = [Request(prompt, new, one) for new, one in zip((25, 19, 1, 25, 18), settings, strict=True)]
+    longer, other = Request(prompt, 28, settings[1]), Request(prompt_of(70, 5), 5)
     parts = engine.report().counts.units
     answers = [engine.submit(request) for request in (*requests, longer, other)]
     run(engine)
     assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
-    # Three rows are enough for four answers: that of one token is complete at once. The longer one reads for itself.
+    # Four rows are enough for five answers: that of one token is complete at once. The longer one reads for itself.
     assert engine.report().counts.units - parts == 3 * units_of(engine, prompt)
 
 

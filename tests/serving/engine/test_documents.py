@@ -7,20 +7,17 @@ import time
 import jax
 import numpy as np
 import pytest
-from byte_models import PARAMS, SHADOW
-from serving_cases import CLASSES, SYNC, engine_of, offline, poison, prompt_of, run
+from serving_cases import CLASSES, PARAMS, SHADOW, SYNC, WARM, answers_of, engine_of, offline, poison, prompt_of, run
 
 import jshadow
-from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError, StateMismatch
 from jshadow.policies import Full
-from jshadow.serving import Engine, EngineOptions, Request
+from jshadow.serving import Engine, Request
 from jshadow.serving.groups import Group
 
 DOCUMENT = prompt_of(96, 5)
-OPTIONS = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=4)
+PIECE = SYNC.turn_chunk
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +28,34 @@ def library(tmp_path_factory):
 
 
 def on_stored(library, request, count=96):
-    """The tokens of `generate` on the stored state of the first `count` tokens of a prompt."""
-    key = library.longest(request.prompt[:count]).key
-    settings = request.settings
+    """The tokens of `generate` on the stored state of the first `count` tokens of a prompt.
+
+    A long question is read in other pieces than those of the engine.
+    """
+    key, question = library.longest(request.prompt[:count]).key, request.prompt[count:]
+    settings, state = request.settings, library.load(key).with_room(CLASSES[1].room)
+    if len(question) > PIECE:
+        first = len(question) - PIECE
+        padded = np.pad([question[:first]], ((0, 0), (0, PIECE - first)))
+        state, question = jshadow.extend(PARAMS, padded, [first], state)[1], question[first:]
     return jshadow.generate(
         PARAMS,
-        request.prompt[count:],
+        question,
         max_new_tokens=request.max_new_tokens,
         sampler=settings.sampler,
         seed=settings.seed,
-        state=library.load(key).with_room(16),
+        state=state,
     ).tokens
 
 
 def test_questions_on_a_document_share_its_prompt_half(library):
-    engine = engine_of(library=library, options=OPTIONS)
-    warm = RowSettings(Sampler(1.3), seed=3)
+    engine = engine_of(library=library)
+    warm = RowSettings(WARM.sampler, seed=3)
     questions = [
-        Request([*DOCUMENT, *prompt_of(length, 7)], 16 - length, settings)
-        for length, settings in [(1, RowSettings()), (9, RowSettings()), (4, warm), (5, RowSettings()), (4, warm)]
+        Request([*DOCUMENT, *prompt_of(length, 7)], 30 - length, settings)
+        for length, settings in [(1, RowSettings()), (20, RowSettings()), (4, warm), (5, RowSettings()), (4, warm)]
     ]
-    plain = Request(prompt_of(50, 8), 6)
+    plain = Request(prompt_of(80, 8), 6)
     answers = [engine.submit(request) for request in [*questions, plain]]
     shared = set()
     while engine.run_once():
@@ -71,7 +75,7 @@ def test_questions_on_a_document_share_its_prompt_half(library):
 
 def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, monkeypatch):
     """All free rows are filled with NaN whenever one is freed, and one active row is."""
-    engine, release = engine_of(library=library, options=OPTIONS), Group.release
+    engine, release = engine_of(library=library), Group.release
 
     def release_and_poison(group, slot):
         release(group, slot)
@@ -79,7 +83,7 @@ def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library,
             poison(group, free)
 
     monkeypatch.setattr(Group, "release", release_and_poison)
-    news = (9, 3, 12, 5, 8, 4, 10)
+    news = (9, 3, 12, 5, 8, 4, 10, 7)
     requests = [Request([*DOCUMENT, *prompt_of(2, row)], new) for row, new in enumerate(news)]
     answers = [engine.submit(request) for request in requests]
     bad = answers[2]
@@ -96,27 +100,27 @@ def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library,
 
 def test_states_are_stored_when_asked(library):
     """The state at the end of the answer, the last token included, is where the next turn begins."""
-    engine = engine_of(library=library, options=OPTIONS)
-    first = Request(prompt_of(60, 9), 5, store=True)
+    engine = engine_of(library=library)
+    first = Request(prompt_of(70, 9), 5, store=True)
     answer = engine.submit(first)
     run(engine)
     result = answer.result(0)
     assert result.report.not_stored is None
     held = [*first.prompt, *result.tokens]
-    assert [library.longest(ids).tokens for ids in (first.prompt, held)] == [60, 65]
+    assert [library.longest(ids).tokens for ids in (first.prompt, held)] == [70, 75]
     turn = Request([*held, *prompt_of(3, 1)], 6, store=True)
     follow = engine.submit(turn)
     run(engine)
-    assert follow.result(0).report.stored_tokens == 65
-    assert follow.result(0).tokens == on_stored(library, turn, 65)
-    assert library.longest([*turn.prompt, *follow.result(0).tokens]).tokens == 65 + 3 + 6
+    assert follow.result(0).report.stored_tokens == 75
+    assert follow.result(0).tokens == on_stored(library, turn, 75)
+    assert library.longest([*turn.prompt, *follow.result(0).tokens]).tokens == 75 + 3 + 6
     one = Request([*held, 5], 1, store=True)  # its only token is the first one, which no step feeds
     tokens = answers(engine, one)
-    assert library.longest([*one.prompt, *tokens]).tokens == 67
+    assert library.longest([*one.prompt, *tokens]).tokens == 77
 
 
 def test_a_titled_request_stores_its_prompt_alone(library):
-    engine = engine_of(library=library, options=OPTIONS)
+    engine = engine_of(library=library)
     before = {stored.key for stored in library.documents()}
     answer = engine.submit(Request(prompt_of(61, 2), 1, store=True, title="Harbor"))
     run(engine)
@@ -134,24 +138,24 @@ def answers(engine, request):
 
 
 def test_a_state_that_cannot_be_stored_is_told(library, monkeypatch):
-    engine = engine_of(library=library, options=OPTIONS)
+    engine = engine_of(library=library)
 
     def refuse(*_):
         raise CapacityError("the disk must have at most 1 byte, got 2")
 
     monkeypatch.setattr(library, "start_store", refuse)
-    answer = engine.submit(Request(prompt_of(40, 3), 2, store=True))
+    answer = engine.submit(Request(prompt_of(80, 3), 2, store=True))
     run(engine)
     assert answer.result(0).report.not_stored == "the disk must have at most 1 byte, got 2"
 
 
 def test_a_damaged_state_fails_its_request_and_a_slow_one_holds_up_nobody(library, monkeypatch):
-    engine = engine_of(library=library, options=OPTIONS)
+    engine = engine_of(library=library)
     futures = [concurrent.futures.Future() for _ in range(2)]
     waiting = iter(futures)
     monkeypatch.setattr(library, "prepare", lambda key: next(waiting))
     damaged, slow = (engine.submit(Request([*DOCUMENT, token], 2)) for token in (5, 6))
-    plain = Request(prompt_of(50, 8), 6)
+    plain = Request(prompt_of(80, 8), 6)
     assert answers(engine, plain) == offline(plain).tokens
     assert not slow.done
     futures[0].set_exception(CheckpointError("the file must have its digest, got another"))
@@ -164,39 +168,11 @@ def test_a_damaged_state_fails_its_request_and_a_slow_one_holds_up_nobody(librar
 
 def test_a_document_without_room_for_the_answer_is_read_anew(library):
     """The prompt and its answer fit no row of the document, but a row of a class."""
-    engine = engine_of(library=library, options=OPTIONS)
-    request = Request([*DOCUMENT, *prompt_of(14, 2)], 10)
-    assert answers(engine, request) == offline(request).tokens
+    engine = engine_of(library=library)
+    request = Request([*DOCUMENT, *prompt_of(60, 2)], 10)
+    [other] = answers_of(engine_of(), [request])
+    assert answers(engine, request) == other.tokens
     assert np.all([plan.document is None for plan in engine.plans])
-
-
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.slow)])
-def test_after_warm_up_questions_on_any_document_compile_nothing(tmp_path, count):
-    """On documents in memory, on disk, and on one that was added after the warm-up; in rows of both rooms."""
-    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
-    documents = [prompt_of(length, length) for length in (5, 30, 61, 100)]
-    with jshadow.Library(tmp_path, **settings) as before:
-        for document in documents[:3]:
-            before.add(document)
-    with jshadow.Library(tmp_path, **settings) as library:
-        library.load(library.longest(documents[0]).key)
-        library.add(documents[3])
-        jax.clear_caches()  # the programs that earlier tests compiled
-        engine = engine_of(library=library, options=OPTIONS)
-        engine.warm()
-        compiled, rng, answers = CompileClock.programs, np.random.default_rng(count), []
-        for index in range(count):
-            question = int(rng.integers(1, 10))
-            new, ids = int(rng.integers(1, 17 - question)), prompt_of(question, index)
-            settings = RowSettings(Sampler(float(rng.uniform(0.3, 2))), seed=int(rng.integers(-(1 << 40), 1 << 40)))
-            document = [*documents, []][index % 5]
-            answers.append(engine.submit(Request([*document, *ids], new, settings)))
-            if index % 3 == 0:
-                finish(engine)
-        finish(engine)
-        assert CompileClock.programs == compiled
-        stored = {answer.result(0).report.stored_tokens for answer in answers}
-        assert stored == {0, 5, 30, 61, 100}
 
 
 def finish(engine):
@@ -208,7 +184,7 @@ def finish(engine):
 @pytest.mark.parametrize("damage", ["deleted", "damaged", "of another library"])
 def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, damage, monkeypatch):
     settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
-    other = prompt_of(90, 6)
+    other = prompt_of(90, 6)  # its length is rounded up to that of DOCUMENT
     with jshadow.Library(tmp_path, **settings) as before:
         for document in (DOCUMENT, other):
             before.add(document)
@@ -231,8 +207,8 @@ def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, 
             return prepare(key)
 
         monkeypatch.setattr(library, "prepare", prepare_later)
-        engine = engine_of(library=library, options=OPTIONS)
-        requests = [Request([*DOCUMENT, 5], 3), Request([*other, 5], 3), Request([7, 8, 9], 3)]
+        engine = engine_of(library=library)
+        requests = [Request([*DOCUMENT, 5], 3), Request([*other, 5], 3), Request(prompt_of(70, 4), 3)]
         lost, *good = [engine.submit(request) for request in requests]
         finish(engine)
         with pytest.raises(StateMismatch if damage == "of another library" else CheckpointError):
@@ -245,16 +221,16 @@ def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, 
 
 def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
     """Of the classes that can hold a request, one with that capacity is picked, though a smaller one would do."""
-    engine = engine_of(library=library, options=OPTIONS)
+    engine = engine_of(library=library)
     short = Request(prompt_of(9, 4), 2, store=True)
     result = engine.submit(short)
     run(engine)
     assert result.result(0).report.not_stored is None
     assert library.longest([*short.prompt, *result.result(0).tokens]).tokens == 11
-    small = engine_of(library=library, options=OPTIONS, classes=CLASSES[:1])
-    with pytest.raises(CapacityError, match=r"capacity of the library, 128, got .* the capacity 20 "):
+    small = engine_of(library=library, classes=CLASSES[:1])
+    with pytest.raises(CapacityError, match=r"capacity of the library, 384, got .* the capacity 48 "):
         small.submit(short)
-    other = engine_of(library=library, options=dataclasses.replace(OPTIONS, fetch="device_put"))
+    other = engine_of(library=library, options=dataclasses.replace(SYNC, fetch="device_put"))
     with pytest.raises(ConfigError, match="fetch mode of the library, 'resident', got 'device_put'"):
         other.submit(short)
 
