@@ -3,10 +3,11 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import kernel_calls
 import kernel_truth
 import numpy as np
 import pytest
+from few import quick
 from kernel_cases import CHUNKS, PACKED, fetch_inputs, name, normal
 
 from pallas_kernels import ChosenKeys, HostRows, attend_chunks
@@ -40,15 +41,17 @@ def attended(case, scale):
     return out.reshape(case.batch, 1, 3 * case.kv_heads, case.dim)
 
 
-@pytest.mark.parametrize("case", ALL, ids=name)
+@pytest.mark.parametrize("case", quick([ALL[0], ALL[-1]], ALL), ids=name)
 def test_it_is_attention_over_the_rebuilt_keys(case):
     want, near = attended(case, case.dim**-0.5), 1e-5 if case.dtype == "float32" else 2e-2  # of the weights too
     for implementation in ("xla", "interpret"):
-        got = attend_chunks(*operands(case), scale=case.dim**-0.5, implementation=implementation)
+        given = fetch_inputs(case) | {"scale": case.dim**-0.5, "implementation": implementation}
+        got = kernel_calls.attend_chunks(operands(case)[0], **given)
         assert got.dtype == case.dtype
         np.testing.assert_allclose(kernel_truth.wide(got), want, rtol=near, atol=near * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("form", [Form(32, 4, joined=True), Form(64, 4, 32, 2, True, False, False)])
 def test_forms_change_the_speed_only(form, early):
@@ -62,9 +65,9 @@ def test_forms_change_the_speed_only(form, early):
 def test_what_it_cannot_do_is_told():
     q, values, keys = operands(ALL[1])
     with pytest.raises(ValueError, match=r"q must have shape \[2, 1, h_q, 64\], got \[2, 2, 3, 64\]"):
-        attend_chunks(jnp.concatenate([q, q], axis=1), values, keys, scale=1.0)
+        attend_chunks(np.concatenate([q, q], axis=1), values, keys, scale=1.0)
     with pytest.raises(NotImplementedError, match="up to 16 queries a head, got 18"):
-        attend_chunks(jnp.tile(q, (1, 1, 6, 1)), values, keys, scale=1.0, implementation="interpret")
-    none = dataclasses.replace(keys, ids=keys.ids[:, :, :0])
+        attend_chunks(np.tile(q, (1, 1, 6, 1)), values, keys, scale=1.0, implementation="interpret")
+    none = dataclasses.replace(keys, ids=np.asarray(keys.ids)[:, :, :0])
     with pytest.raises(ValueError, match="at least one chunk"):
         attend_chunks(q, values, none, scale=1.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from few import one_of
 from kernel_calls import fetch_reconstruct
 from kernel_cases import CHUNKS, TOLERANCE, fetch_inputs, misses, name, on_host
 from kernel_refs import watched  # noqa: F401, a fixture
@@ -15,7 +16,7 @@ import pallas_kernels
 from pallas_kernels import ChosenKeys, HostRows, in_host_memory
 
 
-@pytest.mark.parametrize("case", CHUNKS, ids=name)
+@pytest.mark.parametrize("case", one_of(6, CHUNKS), ids=name)
 def test_keys_and_values(case):
     inputs = fetch_inputs(case)
     want = kernel_truth.kept_or_rebuilt(**inputs)
@@ -40,7 +41,7 @@ def test_values_that_stay_may_be_anything_on_the_host(implementation):
         prompt[b, h][~np.isin(np.arange(27), wanted)] = np.nan
         tail[b, h][~np.isin(27 + np.arange(3), wanted)] = np.nan
     assert np.isnan(prompt).any()
-    given = inputs | {"values": on_host(jnp.asarray(prompt)), "values_tail": on_host(jnp.asarray(tail))}
+    given = inputs | {"values": on_host(prompt), "values_tail": on_host(tail)}
     _, values = jax.jit(lambda x: fetch_reconstruct(**x, implementation=implementation))(given)
     np.testing.assert_array_equal(values, want)
 
@@ -72,15 +73,18 @@ def test_values_on_the_device_will_do():
             np.testing.assert_array_equal(got, want)
 
 
+HALVES = ("left", "values")
+
+
 def test_everything_in_the_tail():
     inputs = fetch_inputs(CHUNKS[2])
-    ids = jnp.asarray(np.arange(28).reshape(2, 2, 7) % 2, jnp.int32)
-    inputs |= {"left": inputs["left"][:, :0], "values": inputs["values"][:, :, :0], "ids": ids}
+    ids, left, values = np.arange(28, dtype=np.int32).reshape(2, 2, 7) % 2, *(np.asarray(inputs[k]) for k in HALVES)
+    inputs |= {"left": left[:, :0], "values": values[:, :, :0], "ids": ids}
     _, values = fetch_reconstruct(**inputs)
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
 
 
-@pytest.mark.parametrize("case", [CHUNKS[0], CHUNKS[1], CHUNKS[2]], ids=name)
+@pytest.mark.parametrize("case", one_of(3, [CHUNKS[i] for i in (2, 0, 1)]), ids=name)
 def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  # noqa: F811
     inputs = fetch_inputs(case)
     keys, values = fetch_reconstruct(**inputs, implementation="interpret")

@@ -42,6 +42,23 @@ def fetch_reconstruct(
     return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept, implementation=implementation)
 
 
+@functools.partial(jax.jit, static_argnames=("value_bits", "value_dtype", "profile", "scale", "implementation"))
+def attend_chunks(
+    q: Any,
+    values: Any,
+    *,
+    scale: float,
+    values_tail: Any = None,
+    value_bits: int | None = None,
+    value_dtype: Any = None,
+    implementation: str = "auto",
+    **arguments: Any,
+) -> Any:
+    """Arguments are the query, the fields of HostRows, and those of ChosenKeys."""
+    rows = HostRows(values, values_tail, value_bits, value_dtype)
+    return pallas_kernels.attend_chunks(q, rows, ChosenKeys(**arguments), scale=scale, implementation=implementation)
+
+
 @functools.partial(jax.jit, static_argnames=("count", "size", "scale", "implementation"))
 def level_scores(
     q: Any, scores: Any, *, count: int, size: int, scale: float, implementation: str = "auto", **arguments: Any

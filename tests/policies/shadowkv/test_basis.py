@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from few import one_of
 from jax.extend.core import jaxprs_in_params
-from random_arrays import normal, wide
+from random_arrays import array, normal, wide
 
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, basis
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
@@ -56,12 +57,12 @@ def three_parts(x: jax.Array) -> list[jax.Array]:
     return parts
 
 
-@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("name", one_of(4, SPECTRA))
 def test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum(name, iterated):
     """Or a millionth of all variance more, which is the rounding error of the Gram matrix. Columns are orthonormal."""
     spectrum = SPECTRA[name]
     turn = np.linalg.qr(wide(normal(WIDTH, WIDTH, seed=7)))[0]
-    columns = wide(iterated(jnp.asarray(turn * spectrum @ turn.T, jnp.float32)[None])[0])
+    columns = wide(iterated(np.float32(turn * spectrum @ turn.T)[None]))[0]
     missed = turn - columns @ (columns.T @ turn)
     lost = (missed**2 * spectrum).sum()
     assert lost <= 1.01 * spectrum[COUNT:].sum() + 3e-6 * spectrum.sum()
@@ -87,10 +88,18 @@ def test_the_platform_and_the_width_choose_the_algorithm():
 
 def keys_of(seed: int) -> PromptKeys:
     """Keys in bfloat16 with a mean, in rows of different lengths. Padding is NaN, which must not be read."""
-    keys = (normal(2, 61, 2, 16, seed=seed) + 3 * normal(1, 1, 2, 16, seed=seed + 1)).astype(jnp.bfloat16)
-    lengths = jnp.array([61, 22])
-    keys = jnp.where((jnp.arange(61) < lengths[:, None])[..., None, None], keys, jnp.nan)
-    return PromptKeys(keys, lengths, 16, jnp.abs(normal(2, 2, 16, seed=seed + 2)) + 0.5)
+    shapes = (2, 61, 2, 16), (1, 1, 2, 16), (2, 2, 16)
+    keys, mean, sizes = (np.asarray(normal(*shape, seed=seed + i)) for i, shape in enumerate(shapes))
+    lengths = array([61, 22])
+    keys = np.where((np.arange(61) < np.array([[61], [22]]))[..., None, None], keys + 3 * mean, np.float32(np.nan))
+    return PromptKeys(array(keys, jnp.bfloat16), lengths, 16, array(np.abs(sizes) + np.float32(0.5)))
+
+
+def of_keys(function, keys, *rest):
+    """A function of keys, as one program."""
+    arrays = {name: x for name, x in vars(keys).items() if isinstance(x, jax.Array)}
+    fixed = {name: x for name, x in vars(keys).items() if name not in arrays}
+    return jax.jit(lambda arrays, *rest: function(PromptKeys(**arrays, **fixed), *rest))(arrays, *rest)
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -98,15 +107,19 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
     """The mean and the weights are applied to the Gram matrix and to the basis instead of the keys."""
     narrow = keys_of(5)
     if centered:
-        narrow = dataclasses.replace(narrow, mean=narrow.mean_key())
-    full = dataclasses.replace(narrow, k_pre=narrow.k_pre.astype(jnp.float32))
+        narrow = dataclasses.replace(narrow, mean=of_keys(PromptKeys.mean_key, narrow))
+    full = dataclasses.replace(narrow, k_pre=array(narrow.k_pre, np.float32))
     assert narrow.narrow
     assert not full.narrow
-    want, got = wide(full.gram()), wide(narrow.gram())
+    want, got = (wide(of_keys(PromptKeys.gram, keys)) for keys in (full, narrow))
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
     columns = normal(2, 32, 9, seed=4)
+
+    def coefficients(keys, index):
+        return keys.coefficients(columns)(index)[0]
+
     for index in range(narrow.blocks):
-        one, two = (wide(keys.coefficients(columns)(jnp.int32(index))[0]) for keys in (full, narrow))
+        one, two = (wide(of_keys(coefficients, keys, np.int32(index))) for keys in (full, narrow))
         np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
 
 
@@ -116,11 +129,11 @@ def test_a_large_mean_costs_little():
     turn = np.linalg.qr(wide(normal(width, width, seed=3)))[0]
     numbers = wide(normal(tokens, width, seed=1)) * 0.9 ** np.arange(width) @ turn.T
     mean = 50 * numbers.std() * (1 + np.arange(width) % 3) / 2
-    narrow = PromptKeys(jnp.asarray((numbers + mean).reshape(1, tokens, 2, 32), jnp.bfloat16), jnp.array([tokens]), 512)
-    narrow = dataclasses.replace(narrow, mean=narrow.mean_key())
+    narrow = PromptKeys(array((numbers + mean).reshape(1, tokens, 2, 32), jnp.bfloat16), array([tokens]), 512)
+    narrow = dataclasses.replace(narrow, mean=of_keys(PromptKeys.mean_key, narrow))
     centered = wide(narrow.k_pre).reshape(tokens, width) - wide(narrow.mean).reshape(width)
     least = np.linalg.svd(centered, compute_uv=False)[rank:]
-    columns = wide(basis.eigenvectors(narrow.gram(), rank)[0])
+    columns = wide(of_keys(lambda keys: basis.eigenvectors(keys.gram(), rank), narrow))[0]
     assert np.linalg.norm(centered - centered @ columns @ columns.T) ** 2 <= 1.01 * (least**2).sum()
 
 
@@ -145,7 +158,7 @@ def operations(function, *args) -> int:
 
 def test_the_operations_of_the_basis():
     """A GPU runs each product as six."""
-    counted = operations(functools.partial(basis.iterated, count=COUNT), jnp.zeros((1, WIDTH, WIDTH)))
+    counted = operations(functools.partial(basis.iterated, count=COUNT), np.zeros((1, WIDTH, WIDTH), np.float32))
     library = (basis.USUAL.iterations + 2) * basis.inverse_operations(basis.columns_of(WIDTH, COUNT))[1]
     assert basis.basis_operations(WIDTH, COUNT) == 6 * counted + library
     assert basis.basis_operations(64, 9) == 9 * 64**3

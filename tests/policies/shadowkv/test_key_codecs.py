@@ -1,4 +1,4 @@
-"""Key codecs against an independent oracle, on keys of unusual widths and rows of different lengths; their bytes."""
+"""Key codecs against independent oracles, on keys of unusual widths and rows of different lengths; their bytes."""
 
 import dataclasses
 import functools
@@ -6,31 +6,44 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import oracle_codec
 import oracle_head_codes
 import pytest
+from cases import TINY
 from codec_calls import every_chunk, fresh, run
 from few import one_of, quick, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_maths import apply_rope
-from random_arrays import array
+from oracle_shadowkv import query_weights as wanted
+from random_arrays import array, normal, wide
 
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import Rebuild
+from jshadow.errors import ConfigError
 from jshadow.models.config import RopeConfig
-from jshadow.ops.rope import inverse_frequencies
+from jshadow.ops import rope
+from jshadow.ops.rope import cos_sin, inverse_frequencies, rotate
+from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import ChannelCode, Choice, LowRank, RotationCode, TransformCode
 from jshadow.policies.shadowkv.key_codecs import (
     ChannelCodec,
     ExactCodec,
+    KeyCode,
     KeyCodec,
     LowRankCodec,
     RotationCodec,
     Sizes,
     TokenCodec,
     TransformCodec,
+    lowrank,
     midrise,
+    per_head,
+    rotation,
 )
+from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 
 # KV heads, their width, and a profile. No width is a power of two. Some columns have no bits, and some profiles lack
 # columns of some bits.
@@ -325,3 +338,305 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
     assert codec.read_bytes(sizes) == row_bytes
     heads = 1 if codec.joint else 2
     assert leaf_bytes(code.left) == 6 * CHUNK * heads * row_bytes
+
+
+compiled = jax.jit(lowrank.key_factors, static_argnums=2, static_argnames="block")
+
+
+def factors(keys, lengths, rank, **block):
+    """The factors in NumPy."""
+    return tuple(map(np.asarray, compiled(keys, lengths, rank, **block)))
+
+
+@pytest.mark.parametrize(("length", "rank"), [(61, 12), (61, 32), (27, 20), (5, 16), (1, 8)])
+def test_factors_are_the_truncated_svd(length, rank):
+    """In a padded batch, the factors equal a direct SVD of the real rows. A rank above the length is exact."""
+    keys = np.asarray(normal(2, 64, 2, 16, seed=length))
+    left, right = factors(keys, np.array([length, 64]), rank)
+    assert (left.shape, right.shape) == ((2, 64, rank), (2, 2, rank, 16))
+    for row, count in enumerate((length, 64)):
+        u, s, vt = np.linalg.svd(wide(keys[row, :count]).reshape(count, 32), full_matrices=False)
+        want = (u[:, :rank] * s[:rank]) @ vt[:rank]
+        got = np.einsum("sr,hrd->shd", wide(left[row]), wide(right[row])).reshape(64, 32)
+        np.testing.assert_allclose(got[:count], want, atol=2e-4)
+        assert not got[count:].any()
+    assert not np.asarray(left[0, :, length:]).any()  # columns beyond the number of tokens are zero
+
+
+def test_a_large_mean_does_not_spoil_the_factors():
+    """Key biases make the first singular value large, and the Gram matrix squares it."""
+    keys = np.asarray(normal(1, 61, 2, 16, seed=3)) + 30 * np.asarray(normal(1, 1, 2, 16, seed=4))
+    left, right = factors(keys, np.array([61]), 12)
+    u, s, vt = np.linalg.svd(wide(keys[0]).reshape(61, 32), full_matrices=False)
+    want = (u[:, :12] * s[:12]) @ vt[:12]
+    got = np.einsum("sr,hrd->shd", wide(left[0]), wide(right[0])).reshape(61, 32)
+    assert np.abs(got - want).max() / np.abs(want).max() < 1e-3
+
+
+@pytest.mark.parametrize("block", [7, 16, 61])
+def test_factors_do_not_depend_on_the_block(block):
+    """Each token is counted once, although the last block overlaps the previous one."""
+    keys, lengths = normal(2, 61, 2, 16, seed=8), np.array([61, 22])
+    want, got = factors(keys, lengths, 12), factors(keys, lengths, 12, block=block)
+    product = [np.einsum("bsr,bhrd->bshd", wide(left), wide(right)) for left, right in (want, got)]
+    np.testing.assert_allclose(product[0], product[1], atol=2e-5)
+
+
+def test_a_whole_basis_keeps_keys_that_no_token_had():
+    """At full rank the projection keeps every key, although the prompt has fewer tokens than key columns."""
+    _, right = factors(normal(1, 5, 2, 16, seed=9), np.array([5]), 32)
+    basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
+    np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
+
+
+def test_rebuilt_keys_are_the_rotated_product():
+    """Each head rebuilds its own set of chunks, at the positions of these chunks."""
+    keys, lengths = np.asarray(normal(2, 24, 2, 16)), np.array([24, 24])
+    ids = np.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
+    left, right = factors(keys, lengths, 32)
+    inverse = np.asarray(rope.inverse_frequencies(RopeConfig(), 16), np.float32)
+
+    @jax.jit
+    def rebuilt(left, right, ids):
+        return Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRankCodec(32), unit=4).keys(ids)
+
+    got = np.asarray(rebuilt(left, right, ids))
+    for b, h in np.ndindex(2, 2):
+        tokens = oracle.tokens_of(ids[b, h], 4)
+        want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]
+        np.testing.assert_allclose(wide(got[b, h]), want, atol=1e-4)
+
+
+HEAD_CODECS: dict[str, KeyCodec] = {
+    "rotation2": RotationCodec(2),
+    "rotation3": RotationCodec(3),
+    "channel2": ChannelCodec(2),
+    "channel4": ChannelCodec(4),
+}
+SIZES = [(1, 8), (2, 16), (3, 40)]  # KV heads and their width
+
+
+def random_keys(lengths: list[int], heads: int, dim: int, seed: int) -> np.ndarray:
+    """Keys [B, S, h, d] whose channels have other means and sizes, padded with numbers that must not be read."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((len(lengths), max(lengths) + 3, heads, dim))
+    keys = keys * rng.uniform(0.1, 5, (heads, dim)) + rng.uniform(-9, 9, (heads, dim))
+    for row, length in enumerate(lengths):
+        keys[row, length:] = 1e4
+    return keys.astype(np.float32)
+
+
+def rows_of(code: KeyCode, row: int, head: int, tokens: int) -> np.ndarray:
+    """The left rows of a head's tokens [tokens, w]."""
+    left = code.left[row, head]
+    return left.reshape(len(left) * 3, -1)[:tokens]
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_levels_are_those_of_lloyd(bits):
+    want = oracle_head_codes.lloyd_levels(bits)
+    np.testing.assert_allclose(rotation.levels(bits), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [4, 24, 80, 128])
+def test_the_rotation_is_the_oracle_s(dim):
+    turn = rotation.rotation(dim)
+    np.testing.assert_allclose(turn, oracle_head_codes.turn(dim), atol=1e-5)
+    np.testing.assert_allclose(turn @ turn.T, np.eye(dim), atol=1e-5)
+
+
+def coded(codec, keys, lengths, calls=run):
+    """The code of keys in 13 chunks of 3, in NumPy."""
+    return jax.tree.map(np.asarray, calls.encode(codec, keys, np.array(lengths), 13, 3))
+
+
+@pytest.mark.parametrize(
+    ("bits", "heads", "dim", "block"),
+    one_of(4, [(bits, *size, block) for size in SIZES for bits in (2, 3) for block in (5, 2048)]),
+)
+def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeypatch):
+    monkeypatch.setattr(per_head, "BLOCK", block)
+    lengths, levels = [37, 12], np.array(oracle_head_codes.lloyd_levels(bits))
+    keys = random_keys(lengths, heads, dim, seed=bits)
+    code = coded(RotationCodec(bits), keys, lengths, fresh())
+    for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
+        plain = keys[row, :length, head].astype(float)
+        norms = np.linalg.norm(plain, axis=1, keepdims=True)
+        turned = plain / norms @ oracle_head_codes.turn(dim) * np.sqrt(dim)
+        far = np.sort(np.abs(turned[..., None] - levels), axis=-1)
+        rows = rows_of(code, row, head, length)
+        codes, sure = oracle_head_codes.unpacked(rows[:, :-2], bits), far[..., 1] - far[..., 0] > 2e-3
+        np.testing.assert_array_equal(codes[sure], np.abs(turned[..., None] - levels).argmin(axis=-1)[sure])
+        assert sure.mean() > 0.97
+        lost = np.linalg.norm(oracle_head_codes.rotated_keys(rows, bits) - plain, axis=1) / norms[:, 0]
+        assert lost.mean() < {2: 0.4, 3: 0.25}[bits]  # sqrt(0.1175) and sqrt(0.0345) for Gaussian numbers
+        assert not code.left[row, head].reshape(39, -1)[length:].any()
+
+
+@pytest.mark.parametrize(
+    ("bits", "heads", "dim", "block"),
+    one_of(5, [(bits, *size, block) for size in SIZES for bits in (2, 4) for block in (5, 2048)]),
+)
+def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
+    """The ranges are those of the real tokens. Later keys beyond them are clipped."""
+    monkeypatch.setattr(per_head, "BLOCK", block)
+    lengths, codec, calls = [37, 12], ChannelCodec(bits), fresh()
+    keys = random_keys(lengths, heads, dim, seed=bits)
+    code = coded(codec, keys, lengths, calls)
+    later = np.asarray(calls.project(codec, keys[:, :1] * 100, code.right))
+    for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
+        plain = keys[row, :length, head].astype(float)
+        least, most = plain.min(axis=0), plain.max(axis=0)
+        step = (most - least) / (2**bits - 1)
+        np.testing.assert_allclose(code.right.least[row, head], least, rtol=1e-6)
+        np.testing.assert_allclose(code.right.step[row, head], step, rtol=1e-5)
+        rebuilt = oracle_head_codes.unpacked(rows_of(code, row, head, length), bits) * step + least
+        assert (np.abs(rebuilt - plain) <= step / 2 + 1e-4).all()
+        assert (np.abs(rebuilt - plain).max(axis=0) > step / 20).all()  # not the keys themselves
+        clipped = oracle_head_codes.unpacked(later[row, :, head], bits)[0] * step + least
+        np.testing.assert_allclose(clipped, np.clip(keys[row, 0, head] * 100.0, least, most), atol=step.max() / 2)
+        assert not code.left[row, head].reshape(39, -1)[length:].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", HEAD_CODECS)
+def test_awkward_keys(name, dtype):
+    """Keys of zeros, equal keys, one token and no token give finite keys, and one very long key harms no other head."""
+    codec = HEAD_CODECS[name]
+    keys = np.zeros((4, 9, 2, 8), np.float32)
+    keys[1] = np.linspace(-3, 3, 8)
+    keys[2, 0], keys[3] = 7.0, 1e30
+    lengths = np.array([9, 9, 1, 0])
+    code = run.encode(codec, array(keys, dtype), lengths, 3, 3)
+    got = np.asarray(run.decode(codec, code, every_chunk(4, 2, 3), 3))
+    assert np.isfinite(got).all()
+    assert not got[0].any()
+    assert not got[3].any()
+    if name.startswith("channel"):
+        np.testing.assert_allclose(got[1], keys[1].astype(dtype).astype(float).swapaxes(0, 1), rtol=1e-6)
+    keys[:, :, 1] *= 1e3
+    other = run.encode(codec, array(keys, dtype), lengths, 3, 3)
+    np.testing.assert_array_equal(np.asarray(other.left)[:, 0], np.asarray(code.left)[:, 0])
+
+
+def test_more_bits_lose_less():
+    keys = random_keys([200], 2, 16, seed=5)[:, :200]
+    lost = {}
+    for name, codec in HEAD_CODECS.items():
+        code = run.encode(codec, keys, np.array([200]), 50, 4)
+        got = np.asarray(run.decode(codec, code, every_chunk(1, 2, 50), 4))
+        lost[name] = float(((got.swapaxes(1, 2) - keys) ** 2).sum() / (keys**2).sum())
+    assert lost["rotation3"] < lost["rotation2"] / 2
+    assert lost["channel4"] < lost["channel2"] / 8
+
+
+BAD = {
+    "rotation_bits": (RotationCode(bits=4), 16, r"keys\.bits must be one of \(2, 3\), got 4"),
+    "channel_bits": (ChannelCode(bits=3), 16, r"keys\.bits must be one of \(2, 4\), got 3"),
+    "no_number": (ChannelCode(bits="2"), 16, r"keys\.bits must be one of \(2, 4\), got '2'"),  # type: ignore[arg-type]
+    "bool": (ChannelCode(bits=True), 16, r"keys\.bits must be one of \(2, 4\), got True"),
+    "width_of_2_bits": (RotationCode(bits=2), 18, "keys='rotation' with keys.bits=2 .* multiple of 4, got 18"),
+    "width_of_3_bits": (RotationCode(bits=3), 20, "keys='rotation' with keys.bits=3 .* multiple of 8, got 20"),
+    "channel_width": (ChannelCode(), 14, "keys='channel' with keys.bits=2 .* multiple of 4, got 14"),
+}
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+@pytest.mark.parametrize("case", BAD)
+def test_bits_and_widths_that_cannot_be_are_refused(case, kind):
+    keys, dim, message = BAD[case]
+    later = {"later_keys": "int4"} if kind is ShadowKVPlus else {}  # the default needs heads of other widths
+    with pytest.raises(ConfigError, match=message):
+        kind(keys=keys, **later).resolve(dataclasses.replace(TINY, head_dim=dim), 96)
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+@pytest.mark.parametrize("name", ["rotation", "channel"])
+def test_settings_that_these_codes_lack(name, kind):
+    with pytest.raises(ConfigError, match=f"rank must be None with keys='{name}'.* got 8"):
+        with_settings(kind(rank=8), {"keys": name}).resolve(TINY, 96)
+    with pytest.raises(ConfigError, match=rf"keys='{name}' has the settings \['bits'\], got 'weights'"):
+        with_settings(kind(), {"keys": name, "keys.weights": "queries"})
+    both = with_settings(kind(choice=Choice(outlier_rule="both")), {"keys": name, "keys.bits": 2})
+    assert both.resolve(TINY, 96).codec.bits == 2
+
+
+def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> np.ndarray:
+    """Queries [B, w, h, d] in which each number has its own scale."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((batch, count, heads, dim)) * rng.uniform(0.05, 3, (heads, dim))
+
+
+weights_of = jax.jit(query_weights, static_argnums=(2, 3))
+
+
+@jax.jit
+def turn(x, positions, inverse):
+    """RoPE at positions [S] of rows [B, S, h, d]."""
+    return rotate(x, *(part[:, None] for part in cos_sin(positions, inverse)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 12, 12), (3, 3, 10, 6), (6, 1, 16, 4)])
+def test_weights_are_the_oracle_s(heads, kv_heads, dim, rotated, dtype):
+    """Rows have more tokens than queries, as many, fewer, and one. In some cases not all numbers are rotated."""
+    lengths = [90, 16, 7, 1]
+    queries = queries_of(4, 16, heads, dim).astype(np.dtype(dtype))
+    got = np.asarray(weights_of(queries, np.array(lengths), kv_heads, rotated))
+    assert got.shape == (4, kv_heads, dim)
+    assert got.dtype == np.float32
+    for row, length in enumerate(lengths):
+        real = queries[row, -min(16, length) :].astype(np.float64)
+        np.testing.assert_allclose(got[row], wanted(real, kv_heads, rotated), rtol=1e-5)
+    half = rotated // 2
+    np.testing.assert_array_equal(got[..., :half], got[..., half:rotated])
+
+
+def test_no_query_weighs_nothing_more_than_another():
+    """The weights are finite and above 0 for an empty row, and for numbers that are 0 in all queries."""
+    queries, lengths = np.zeros((2, 4, 2, 6), np.float32), np.array([0, 9])
+    np.testing.assert_array_equal(weights_of(queries, lengths, 1, 6), np.full((2, 1, 6), 0.1, np.float32))
+    queries[..., 1] = 100
+    got = np.asarray(weights_of(queries, lengths, 1, 6))[1, 0]
+    np.testing.assert_allclose(got[[0, 2, 3, 5]], 0.1)
+    np.testing.assert_allclose(got[[1, 4]], np.sqrt(3.01), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [12, 8])
+def test_weights_are_those_before_rope(rotated):
+    """RoPE rotates a query within pairs of numbers, so the weights are the same before and after it."""
+    queries = np.float32(queries_of(1, 40, 4, 12))
+    inverse = np.float32(1.0 / 50 ** (np.arange(rotated // 2) / 4))
+    turned = np.asarray(turn(queries, np.arange(40) * 7, inverse))
+    assert np.abs(turned - queries).max() > 1
+    both = weights_of(np.concatenate([turned, queries]), np.array([40, 40]), 2, rotated)
+    np.testing.assert_allclose(*np.asarray(both), rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", [LowRankCodec(6), TransformCodec((2, 10, 12))], ids=["lowrank", "transform"])
+def test_less_is_lost_of_the_products(codec):
+    """If keys are large in all numbers and queries in few, weights reduce the error of the products by half."""
+    rng, dim, tokens = np.random.default_rng(2), 16, 512
+    size = np.tile(2.0 ** np.linspace(2, -2, dim // 2), 2)
+    keys = np.float32(rng.standard_normal((1, tokens, 2, dim)))
+    queries = np.float32(rng.standard_normal((1, 64, 4, dim)) * size)
+    lengths, inverse = np.array([tokens]), np.float32(1.0 / 100 ** (np.arange(dim // 2) / 8))
+
+    def lost(weights) -> float:
+        """The mean squared error of the products of queries after the prompt with all keys."""
+        code = run.encode(codec, keys, lengths, tokens // 8, 8, weights)
+        rebuilt = np.asarray(run.decode(codec, code, every_chunk(1, 2, tokens // 8), 8))
+        turned = np.asarray(turn(rebuilt.swapaxes(1, 2) - keys, np.arange(tokens), inverse))
+        asked = np.asarray(turn(queries, tokens + np.arange(64), inverse)).reshape(1, 64, 2, 2, dim)
+        return (np.einsum("bthgd,bshd->bhgts", asked, turned) ** 2).mean()
+
+    assert lost(weights_of(queries, lengths, 2, dim)) < 0.5 * lost(None)
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+def test_weights_that_do_not_exist_are_refused(kind):
+    for keys in (LowRank(weights="keys"), TransformCode(weights="keys")):
+        with pytest.raises(ConfigError, match=r"keys\.weights must be one of .*'none', 'queries'.* got 'keys'"):
+            kind(keys=keys).resolve(TINY, 96)
+    with pytest.raises(ConfigError, match=r"keys='exact' has the settings \[\], got 'weights'"):
+        with_settings(kind(), {"keys.weights": "queries", "keys": "exact"})

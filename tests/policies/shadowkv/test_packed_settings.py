@@ -1,6 +1,7 @@
 """ShadowKV with packed keys, landmarks and values: bytes, scores, host rows, refused settings, and fetch modes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import oracle_codec
 import pytest
 from cases import LENGTHS, PLUS, PROMPT, SMALL, STEPS, TINY, model, run_steps
+from few import one_of
 
 from jshadow.cache import accounting, offload
 from jshadow.engine import decode
@@ -26,6 +28,7 @@ from jshadow.policies.shadowkv.key_codecs import (
 from jshadow.policies.sizing import device_share
 
 LLAMA = ModelConfig("llama", 256, 2, 4096, 256, 32, 8, 128, 1e-5, 2**20)
+STORED = ((2, "int4"), (8, "int8"), (4, "model"), (1, "int8"))  # tokens of a landmark, and its dtype
 PACKED = dict(landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
 
 
@@ -76,18 +79,28 @@ def test_the_usual_profile_has_the_bits_of_the_usual_rank():
 # Landmarks and values
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "kind"), [(8, "int8"), (4, "model"), (2, "int4"), (1, "int8")])
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "parts"))
+def marks_and_scores(keys, q, candidates, *, kind, dtype, parts):
+    """The landmarks of four chunks of eight, the worst cosine of a chunk, and the scores by the stored landmarks."""
+    means, worst = landmarks.prompt_landmarks(keys, 4, 8, block=16, parts=parts)
+    stored, there = landmarks.store_landmarks(means, kind, dtype), jnp.repeat(candidates, parts, axis=2)[:, :, None]
+    logits = landmarks.landmark_logits(q, stored, there, 0.3)
+    return means, worst, selection.chunk_scores(logits, jnp.ones((1, 2), bool), selection.Scoring(0.3), parts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "dtype"),
+    one_of(4, [(*k, d) for k in STORED for d in ("bfloat16", "float32")]),
+)
 def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
     """33 tokens are four chunks of eight. The fourth is not a candidate in the second KV head."""
     rng, parts = np.random.default_rng(tokens), 8 // tokens
-    keys = jnp.asarray(rng.standard_normal((1, 33, 2, 12)), dtype)
-    q = jnp.asarray(2 * rng.standard_normal((1, 2, 6, 12)), dtype)
-    means, worst = landmarks.prompt_landmarks(keys, 4, 8, block=16, parts=parts)
-    stored = landmarks.store_landmarks(means, kind, dtype)
-    candidates = jnp.ones((1, 2, 4), bool).at[0, 1, 3].set(False)
-    logits = landmarks.landmark_logits(q, stored, jnp.repeat(candidates, parts, axis=2)[:, :, None], 0.3)
-    scores = selection.chunk_scores(logits, jnp.ones((1, 2), bool), selection.Scoring(0.3), parts)
+    keys = rng.standard_normal((1, 33, 2, 12)).astype(dtype)
+    q = (2 * rng.standard_normal((1, 2, 6, 12))).astype(dtype)
+    candidates = np.ones((1, 2, 4), bool)
+    candidates[0, 1, 3] = False
+    made = marks_and_scores(keys, q, candidates, kind=kind, dtype=dtype, parts=parts)
+    means, worst, scores = map(np.asarray, made)
     for head in range(2):
         rows = np.asarray(keys, np.float64)[0, :32, head].reshape(4, parts, tokens, 12)
         want = rows.mean(axis=2)
@@ -100,22 +113,29 @@ def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
             kept = oracle_codec.rounded_rows(kept, packing.ROW_BITS[kind], dtype)
         for t in range(2):
             group = np.asarray(q, np.float64)[0, t, 3 * head : 3 * head + 3]
-            want = oracle_codec.chunk_scores(group, kept, np.asarray(candidates)[0, head], 0.3)
+            want = oracle_codec.chunk_scores(group, kept, candidates[0, head], 0.3)
             np.testing.assert_allclose(scores[0, head, t], want, atol=1e-5)
+
+
+packed_rows = jax.jit(packing.quantize_chunks, static_argnums=(1, 2))
+unpacked_rows = jax.jit(packing.dequantize_chunks, static_argnums=(1, 2, 3, 4))
+quantized = jax.jit(packing.quantize_rows, static_argnums=(1, 2))
+dequantized = jax.jit(packing.dequantize_rows, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_host_rows_are_the_oracle_s(bits, dtype):
-    values = jnp.asarray(np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)), dtype).at[0, 0, 1, 2].set(0)
-    rows = packing.quantize_chunks(values, bits, dtype)
+    values = np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)).astype(dtype)
+    values[0, 0, 1, 2] = 0
+    rows = np.asarray(packed_rows(values, bits, dtype))
     assert rows.shape == (1, 1, 5, packing.row_words(4, 6, bits, dtype))
     assert rows.shape[3] == (32 if (bits, dtype) == (8, "float32") else 16)  # of 20, 16, 16 and 12 words
     want = oracle_codec.host_row_values(rows[0, 0], 4, 6, bits, dtype)
     wide = np.asarray(values, np.float64)[0, 0]
     np.testing.assert_allclose(want, oracle_codec.rounded_rows(wide, bits, dtype), atol=1e-6)
-    back = packing.dequantize_chunks(rows, 4, 6, bits, dtype)
-    np.testing.assert_array_equal(np.asarray(back[0, 0]), want.astype(back.dtype))
+    back = np.asarray(unpacked_rows(rows, 4, 6, bits, dtype))
+    np.testing.assert_array_equal(back[0, 0], want.astype(back.dtype))
     assert not want[1, 2].any()
     scale = np.abs(wide).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
     assert (np.abs(want - wide) <= scale * 0.51).all()
@@ -125,10 +145,11 @@ def test_host_rows_are_the_oracle_s(bits, dtype):
 def test_rows_past_their_scale_are_clipped(bits):
     """Numbers of a bfloat16 model may exceed the range of their float16 scales."""
     most = 2 ** (bits - 1) - 1
-    values = jnp.asarray([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]], jnp.bfloat16)
-    rows = packing.quantize_rows(values, bits, "bfloat16")
-    assert (rows.scale.dtype, float(rows.scale[0, 0])) == (jnp.float16, 65504.0)
-    back = np.asarray(packing.dequantize_rows(rows, bits, "float32"))
+    values = np.array([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]]).astype(jnp.bfloat16)
+    rows = quantized(values, bits, "bfloat16")
+    scale = np.asarray(rows.scale)
+    assert (scale.dtype, float(scale[0, 0])) == (np.float16, 65504.0)
+    back = np.asarray(dequantized(rows, bits, "float32"))
     np.testing.assert_array_equal(back[0], 65504.0 * most * np.array([1, -1, 1, 0]))
     assert (np.abs(back[1] - np.asarray(values, np.float32)[1]) <= 32_000).all()
     np.testing.assert_allclose(back, oracle_codec.rounded_rows(np.asarray(values, np.float64), bits, "bfloat16"))
@@ -215,6 +236,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_packed_rows_come_alike_in_every_fetch_mode(name):
     """All modes give the same logits. With `zero_copy`, only the bytes of missing chunks are moved and counted."""
@@ -251,7 +273,7 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", one_of(3, SHORT))
 def test_a_capacity_without_a_whole_chunk(name):
     """There is no chunk to select or to pack, because all tokens are in the window."""
     wanted, dense = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], capacity=39)
@@ -270,6 +292,7 @@ LATER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATER)
 def test_later_tokens_in_other_codes(name):
     """A turn gives the logits of single steps, and an offloaded state those of a resident one."""

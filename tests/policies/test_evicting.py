@@ -1,17 +1,33 @@
-"""SnapKV: pooling, the tokens of a prompt that are kept, and short prompts."""
+"""The methods that drop tokens: H2O, SnapKV and StreamingLLM."""
 
 import dataclasses
 
 import jax
 import numpy as np
+import oracle
 import pytest
-from cases import TINY
+from cases import LENGTHS, STEPS, TINY, model, random_tokens, run_steps
 from codec_calls import run
 from policy_inputs import prompt_of, spec_of
 
+from jshadow.engine import decode
+from jshadow.evaluation.laws import inputs
 from jshadow.planner.bytes import cache_specs
-from jshadow.policies import SnapKV
+from jshadow.policies import H2O, SnapKV, StreamingLLM
 from jshadow.policies.snapkv import pool
+
+
+def test_h2o_holds_its_budget_and_never_evicts_the_recent():
+    _, state = inputs.prefilled(H2O(heavy=5, recent=6))
+    for step in range(12):
+        _, state = decode.decode_step(model(), STEPS[:, step], state)
+        for layer in state.layers:
+            for rows, length in zip(np.asarray(layer.live.positions), LENGTHS, strict=True):
+                held = length + step + 1
+                for positions in rows:
+                    kept = positions[positions >= 0].tolist()
+                    assert len(kept) == len(set(kept)) == min(11, held)
+                    assert set(range(max(0, held - 5), held)) <= set(kept)  # the next token is the sixth recent one
 
 
 @pytest.mark.parametrize("pooling", ["max", "avg"])
@@ -45,3 +61,15 @@ def test_snapkv_keeps_short_prompts_whole(most, kept):
     one = prompt_of(TINY, 61, tail=5)
     rows = jax.tree.map(lambda x: np.broadcast_to(x, (4, *x.shape[1:])), one).replace(lengths=lengths)
     assert np.asarray(run.compress(policy, spec, rows).frozen.count).tolist() == kept
+
+
+def test_streaming_llm_is_stable_far_beyond_its_window():
+    """On a text of ten windows, with rebased positions, the logits stay equal to the oracle's."""
+    policy, prompt, steps = StreamingLLM(sinks=2, window=10), random_tokens(1, 20, seed=16), random_tokens(100, seed=17)
+    run = oracle.Oracle(model().weights, TINY, oracle.StreamingLLM(2, 10))
+    run.prefill(prompt[0].tolist())
+    want = np.stack([run.step(int(token)) for token in steps])
+    _, state = decode.prefill(model(), prompt, [20], policy, capacity=128)
+    got, state = run_steps(model(), state, steps[None])
+    np.testing.assert_allclose(got[0], want, atol=1e-4)
+    assert state.layers[0].live.cache.k.shape[2] == 12

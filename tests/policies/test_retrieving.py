@@ -1,0 +1,302 @@
+"""The methods that fetch a part of the prompt: Quest, Loki, InfiniGen, InfLLM, SpeCache, OmniKV, Offloaded."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, TINY, model, random_tokens, run_steps
+from policy_inputs import DEEP, prompt_of, spec_of
+
+from jshadow import Offloaded
+from jshadow.cache import place
+from jshadow.engine import decode
+from jshadow.errors import ConfigError
+from jshadow.evaluation.laws import inputs
+from jshadow.ops.attention import group_queries
+from jshadow.planner.bytes import cache_specs
+from jshadow.policies import DenseFirst, Full, InfiniGen, InfLLM, Loki, OmniKV, Pyramid, Quest, SpeCache
+from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
+from jshadow.policies.units import within_share
+
+
+@pytest.mark.parametrize("unit", [1, 3, 16])
+def test_quest_s_bound_holds_for_every_page(unit):
+    """No key of a page has a larger product with a query than the page's score."""
+    policy = Quest(unit=unit, budget=48, dense_layers=0)
+    spec = spec_of(policy)
+    rng = np.random.default_rng(unit)
+    keys = np.float32(rng.standard_normal((1, TINY.kv_heads, 11, unit, TINY.head_dim)))
+    q = np.float32(rng.standard_normal((1, TINY.kv_heads, TINY.group, 5, TINY.head_dim)))
+    there = np.ones((1, 11, unit), bool)
+    score = jax.jit(lambda *x: policy.score(spec, policy.summarize(spec, *x[:2], None), x[2], None))
+    scores = np.asarray(score(keys, there, q))
+    products = np.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
+    assert scores.shape == (1, TINY.kv_heads, 5, 11)
+    assert (scores >= products - 1e-4).all()
+    if unit == 1:  # the bound of a single key is its product with the query
+        np.testing.assert_allclose(scores, products, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_capacity_below_a_page_is_no_error():
+    for policy in (Quest(dense_layers=0), Quest()):
+        tokens, steps = random_tokens(1, 6, seed=33), random_tokens(1, 4, seed=34)
+        _, state = decode.prefill(model(), tokens, [6], policy, capacity=10)
+        _, full = decode.prefill(model(), tokens, [6], Full(), capacity=10)
+        got, want = (run_steps(model(), one, steps)[0] for one in (state, full))
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_top_p_attends_to_fewer_and_a_flat_context_to_more():
+    prompt = random_tokens(1, 90, seed=8)
+    attended = []
+    for share in (1.0, 0.9, 0.3):
+        policy = Quest(budget=64, unit=4, dense_layers=0, top_p=share)
+        _, state = decode.prefill(model(), prompt, [90], policy, capacity=128)
+        _, state = run_steps(model(), state, random_tokens(1, 4, seed=9))
+        attended.append(float(state.counters.attended[0]))
+    assert attended[0] > attended[1] > attended[2]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.5, 0.01])
+def test_the_share_of_a_softmax(share):
+    rng = np.random.default_rng(7)
+    weights = -np.sort(-rng.exponential(size=(3, 20)).astype(np.float32), axis=1)
+    kept = np.asarray(jax.jit(within_share, static_argnums=1)(weights, share))
+    for row, mask in zip(weights, kept, strict=True):
+        count = 20 if share == 1 else next(n for n in range(1, 21) if row[:n].sum() >= share * row.sum() - 1e-6)
+        assert mask.tolist() == [i < count for i in range(20)]
+
+
+def test_loki_with_all_columns_ranks_by_the_products():
+    policy = Loki(budget=10, columns=TINY.head_dim)
+    prompt = prompt_of(TINY, 60, seed=2)
+    q = np.float32(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)))
+    grouped = q.reshape(1, 1, TINY.kv_heads, TINY.group, TINY.head_dim)
+    want = np.einsum("bthgd,bshd->bhgts", grouped, prompt.k_post).max(axis=2)
+    for fetch in ("resident", "device_put"):  # the columns are read from the rows, or from stored summaries
+        spec = dataclasses.replace(spec_of(policy), fetch=fetch)
+        state, write = jax.jit(lambda prompt, spec=spec: policy.compress(spec, policy.init(spec), prompt))(prompt)
+        state = state.replace(host=place.place(policy.host_layout(spec), spec, write))
+
+        @jax.jit
+        def scored(state, q, spec=spec):
+            turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
+            return policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
+
+        np.testing.assert_allclose(np.asarray(scored(state, q))[..., :60], want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_loki_learns_from_a_text():
+    """The learned basis is orthonormal, states use it, and a prompt equal to the text has the same basis online."""
+    text = random_tokens(120, seed=9)
+    policy = Loki(budget=12, columns=5, calibration="offline")
+    fitted = policy.fit(model(), text)
+    components = np.asarray(fitted["components"])
+    assert components.shape == (TINY.num_layers, TINY.kv_heads, TINY.head_dim, TINY.head_dim)
+    np.testing.assert_allclose(
+        np.einsum("lhde,lhdf->lhef", components, components),
+        np.broadcast_to(np.eye(TINY.head_dim), components.shape),
+        atol=1e-4,
+    )
+    tokens = random_tokens(2, 50, seed=4)
+    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
+    for layer, basis in zip(state.layers, components, strict=True):
+        np.testing.assert_array_equal(layer.frozen.basis.turn, np.broadcast_to(basis, layer.frozen.basis.turn.shape))
+    # the online basis of a prompt that equals the text is the learned one
+    online, _ = decode.prefill(model(), text[None], [120], Loki(budget=12, columns=5), capacity=128)
+    offline, _ = decode.prefill(model(), text[None], [120], policy, capacity=128, fitted=fitted)
+    np.testing.assert_allclose(online, offline, atol=1e-4)
+    steps, _ = run_steps(model(), state, random_tokens(2, 3, seed=5))
+    assert np.isfinite(steps).all()
+    with pytest.raises(ConfigError, match=r"fitted must contain 'components', which Loki\.fit returns,.* got NoneType"):
+        decode.prefill(model(), tokens, [50, 31], policy, capacity=96)
+
+
+FEW_TOKENS = [20, 1, 3, 12, 20]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Loki(budget=4, columns=24), InfiniGen(budget=4, columns=24, dense_layers=1)])
+def test_a_prompt_shorter_than_the_subspace_does_not_depend_on_its_padding(policy):
+    """Directions in which the prompt has no component are arbitrary, so they must not be used to score."""
+    config = dataclasses.replace(TINY, num_layers=2, head_dim=64, kv_heads=1)
+    tokens, steps = random_tokens(5, 70, seed=31), random_tokens(5, 6, seed=32)
+    _, short = decode.prefill(model(config), tokens[:, :20], FEW_TOKENS, policy, capacity=96)
+    _, long = decode.prefill(model(config), tokens, [70, *FEW_TOKENS[1:]], policy, capacity=96)
+    one, other = (np.asarray(run_steps(model(config), state, steps)[0]) for state in (short, long))
+    np.testing.assert_allclose(one[1:], other[1:], atol=1e-4)
+    assert np.abs(one[0] - other[0]).max() > 1e-2  # another prompt
+
+
+def infllm_run(policy: InfLLM, tokens: int, steps: int):
+    """The state after a prompt and `steps` steps, and the pool's (held, used) after each step."""
+    prompt, after = random_tokens(1, tokens, seed=3), random_tokens(1, steps, seed=4)
+    _, state = decode.prefill(model(), prompt, [tokens], policy, capacity=160)
+    seen = []
+    for step in range(steps):
+        _, state = decode.decode_step(model(), after[:, step], state)
+        live = state.layers[1].live
+        seen.append((np.asarray(live.held[0]), np.asarray(live.used[0])))
+    return state, seen
+
+
+@pytest.mark.slow
+def test_the_pool_keeps_what_was_used_last():
+    """The pool equals a plain list: a used block moves to the end, and a new block drops the first one."""
+    policy = InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, cached=16, query_block=8)
+    _, seen = infllm_run(policy, 90, 30)
+    recent: list[int] = []
+    for step, (held, used) in enumerate(seen):
+        chosen = {int(place) for place, position in zip(held, used, strict=True) if position == 90 + step}
+        assert len(chosen) == 2
+        missing = chosen - set(recent)
+        kept = [place for place in recent if place not in chosen]  # the least recently used first
+        assert len(missing) <= 2
+        recent = kept[max(0, len(kept) + len(chosen) - 4) :] + sorted(chosen)
+        assert chosen <= set(held.tolist())
+        assert len(set(held.tolist()) - {-1}) == len(recent)
+    assert len({int(place) for held, _ in seen for place in held}) > 4  # more blocks than slots, so some were dropped
+
+
+@pytest.mark.slow
+def test_capped_fetches_move_less_and_attend_to_what_is_there():
+    full = InfLLM(window=10, sinks=3, budget=16, unit=4, representatives=2, cached=32, query_block=8)
+    capped = dataclasses.replace(full, fetched=4)
+    specs = [cache_specs(TINY, p.resolve(TINY, 160), 1, 160, 90, "float32", "device_put")[0] for p in (full, capped)]
+    whole, one = (spec.policy.moved(spec) for spec in specs)
+    assert (whole, one) == (4, 1)
+    state, seen = infllm_run(capped, 90, 12)
+    for step, (held, used) in enumerate(seen):
+        new = set(held.tolist()) - (set(seen[step - 1][0].tolist()) if step else {-1})
+        assert len(new - {-1}) <= 1
+        assert (used == 90 + step).sum() <= 4
+    parts = state.specs[1].policy.attended_parts(state.specs[1], state.layers[1], state.lengths)
+    assert float(parts["selected"][0]) == 4 * (seen[-1][1] == 101).sum()
+
+
+@pytest.mark.slow
+def test_the_window_has_a_block_to_itself_before_it_leaves():
+    """With a budget for all blocks, every token is in the sinks, in a block, in a leaving block or in the window."""
+    policy = InfLLM(window=7, sinks=2, budget=100, unit=5, representatives=1, query_block=4).resolve(TINY, 100)
+    spec = cache_specs(TINY, policy, 1, 100, 40, "float32", "resident")[0]
+    _, state = decode.prefill(model(), random_tokens(1, 40, seed=5), [40], policy, capacity=100)
+    for token in random_tokens(1, 30, seed=6)[0]:
+        _, state = decode.decode_step(model(), [token], state)
+        parts = policy.attended_parts(spec, state.layers[0], state.lengths)
+        assert sum(float(part[0]) for part in parts.values()) == float(state.lengths[0])
+
+
+def test_a_prefill_of_its_own_is_not_shared():
+    policy = InfLLM(window=16, unit=4, budget=8)
+    for other in (Full(), DenseFirst(policy, layers=1), Pyramid(policy, steepness=2.0)):
+        for both in ([policy, other], [other, policy]):
+            with pytest.raises(ConfigError, match="infllm attends to a prompt in its own way"):
+                decode.prefill_many(model(), random_tokens(1, 20), [20], both, capacity=40)
+    (one, _), (two, _) = decode.prefill_many(model(), random_tokens(1, 20), [20], [policy] * 2, capacity=40)
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.slow
+def test_specache_without_quantization_is_full_whatever_was_guessed():
+    """No token is quantized while the residual holds all, and the guess is never stored."""
+    tokens, steps = random_tokens(2, 40, seed=11), random_tokens(2, 6, seed=12)
+    _, state = decode.prefill(model(), tokens, [40, 23], SpeCache(group=8, residual=64, fetched=4), capacity=64)
+    _, full = decode.prefill(model(), tokens, [40, 23], Full(), capacity=64)
+    want, _ = run_steps(model(), full, steps)
+    rng = np.random.default_rng(13)
+    for step in range(6):
+        guess = jnp.asarray(rng.integers(0, TINY.vocab_size, 2), jnp.int32)
+        state = state.replace(shared=state.shared.replace(guess=guess))
+        logits, state = decode.decode_step(model(), steps[:, step], state)
+        np.testing.assert_allclose(logits, want[:, step], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fetch", ["resident", "device_put"])
+def test_specache_that_fetches_everything_is_full(fetch):
+    """Keys and values have one bit, and all of them are replaced by exact ones."""
+    tokens, steps = random_tokens(2, 50, seed=14), random_tokens(2, 9, seed=15)
+    policy = SpeCache(bits=1, group=8, residual=8, fetched=64)
+    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=64, fetch=fetch)
+    _, full = decode.prefill(model(), tokens, [50, 31], Full(), capacity=64)
+    got, want = (run_steps(model(), one, steps)[0] for one in (state, full))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    few = dataclasses.replace(policy, fetched=2)
+    _, state = decode.prefill(model(), tokens, [50, 31], few, capacity=64, fetch=fetch)
+    assert np.abs(run_steps(model(), state, steps)[0] - want).max() > 0.05
+
+
+def test_omnikv_s_plan_of_layers():
+    policy = OmniKV(filter_layers=(1, 4)).resolve(DEEP, 64)
+    kinds = [type(policy.for_layer(layer, DEEP)) for layer in range(8)]
+    assert kinds == [Full, OmniKVFilter, Full, OmniKVSparse, OmniKVFilter, Full, OmniKVSparse, OmniKVSparse]
+    assert [policy.for_layer(layer, DEEP).serves for layer in (1, 4)] == [(3,), (6, 7)]
+    for layers, filters in ((32, (2, 8, 18)), (48, (6, 11, 30)), (80, (4, 19, 41)), (30, (1, 7, 16))):
+        config = dataclasses.replace(TINY, num_layers=layers)
+        assert OmniKV().resolve(config, 64).filter_layers == filters
+    sliding = dataclasses.replace(DEEP, sliding_window=16, sliding_layers=(0, 2, 4, 6))
+    policy = OmniKV(filter_layers=(1,)).resolve(sliding, 64)
+    assert policy.for_layer(1, sliding).serves == (5, 7)
+
+
+def test_all_layers_filters_attend_to_everything():
+    every = OmniKV(budget=3, filter_layers=(0, 1, 2))
+    got, want = (inputs.teacher_forced(policy, "resident") for policy in (every, Full()))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+LENGTHS = [61, 27, 5]
+TOKENS = random_tokens(3, 61, seed=3)
+
+
+def run(policy, fetch, dtype="float32", turn=70):
+    """A prompt, a turn of more than 64 tokens, and two steps: the logits [B, T, V] of all, and the state."""
+    params = model(dtype=dtype)
+    logits, state = decode.prefill(params, TOKENS, LENGTHS, policy, capacity=192, fetch=fetch)
+    outs = [logits[:, None]]
+    more = random_tokens(3, turn, seed=4)
+    out, state = decode.extend(params, more, [turn, 3, 0], state, logits="all")
+    outs.append(out)
+    for seed in (5, 6):
+        out, state = decode.decode_step(params, random_tokens(3, 1, seed=seed)[:, 0], state)
+        outs.append(out[:, None])
+    return np.concatenate(outs, axis=1), state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [7, 1, 16, 500])
+def test_a_stream_is_full_attention(block):
+    """Blocks of any size, prompts that end inside a block, and turns longer than a short one."""
+    real = np.ones((3, 73), bool)
+    real[1, 4:71], real[2, 1:71] = False, False
+    want, _ = run(Full(), "resident")
+    got, state = run(Offloaded(block=block), "device_put")
+    np.testing.assert_allclose(got[real], want[real], atol=2e-5)
+    assert state.policy.block == min(block, 192)
+    rows = TINY.num_layers * 2 * TINY.kv_heads * TINY.head_dim * 4
+    blocks = -(-61 // state.policy.block)  # the longest prompt of the batch
+    passes = np.array([3, 3, 2])  # the turn, unless a row has no tokens in it, and two steps
+    moved = np.asarray(state.counters.fetched).astype(int) * 64
+    assert moved.tolist() == (passes * blocks * state.policy.block * rows).tolist()
+
+
+@pytest.mark.slow
+def test_all_tokens_are_those_of_full():
+    states = [run(policy, "resident", turn=8)[1] for policy in (Full(), Offloaded(block=16))]
+    parts = [*(state.specs for state in states), *(state.layers for state in states)]
+    for spec, other, full, streamed in zip(*parts, strict=True):
+        want = spec.policy.all_tokens(spec, full)
+        got = other.policy.all_tokens(other, streamed)
+        for row, length in enumerate(np.asarray(states[0].lengths)):
+            np.testing.assert_allclose(got.k[row, :, :length], want.k[row, :, :length], atol=1e-5)
+            np.testing.assert_allclose(got.v[row, :, :length], want.v[row, :, :length], atol=1e-5)
+
+
+def test_a_block_has_tokens():
+    with pytest.raises(ConfigError, match=r"offloaded\.block must be"):
+        decode.prefill(model(), TOKENS, LENGTHS, Offloaded(block=0), capacity=CAPACITY)
