@@ -410,10 +410,13 @@ class Variants:
         """Compile all cases of a section at once, and yield their tasks."""
         if self.world.dry:
             cases = cases[:4] + cases[4::6]
-        jobs = {case.name: functools.partial(self.compiled, case) for case in cases}
-        programs = side_by_side(jobs, self.world.workers)
+        # Cases that differ only in what is kept have the same program.
+        same = {case.name: case._replace(name="", share=0.0) for case in cases}
+        programs = side_by_side(
+            {case: functools.partial(self.compiled, case) for case in same.values()}, self.world.workers
+        )
         for case in cases:
-            yield Task(case.name, 1, functools.partial(self.measured, case, programs[case.name]))
+            yield Task(case.name, 1, functools.partial(self.measured, case, programs[same[case.name]]))
 
 
 def fetch_values(values: HostRows, kept: KeptRows, keys: ChosenKeys, form: Form, interpret: bool) -> jax.Array:
