@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps, setting
+from small_state import SMALL, small
 
-from jshadow import generate, load_state, save_state
+from jshadow import begin_prefill, generate
 from jshadow.engine import decode
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.planner.bytes import footprint, step_footprint
@@ -17,6 +18,7 @@ from jshadow.weights.params import init_params
 
 VOCAB = TINY.vocab_size
 GOOD = np.array([[1, 2, 3], [4, 5, 0]])
+slow = pytest.mark.slow
 
 
 def with_id(value):
@@ -46,10 +48,9 @@ def test_bad_prompts(tokens, lengths, message):
 
 
 def test_padding_is_never_looked_at():
-    padded = np.where(GOOD == 0, VOCAB + 7, GOOD)
-    logits, _ = decode.prefill(model(), padded, [3, 2], Full(), capacity=8)
-    want, _ = decode.prefill(model(), GOOD, [3, 2], Full(), capacity=8)
-    np.testing.assert_array_equal(logits, want)
+    padded = np.where(np.arange(PROMPT.shape[1]) < np.array(LENGTHS)[:, None], PROMPT, VOCAB + 7)
+    logits, _ = decode.prefill(model(), padded, LENGTHS, setting("full", "restricted"), capacity=CAPACITY)
+    np.testing.assert_array_equal(logits, prefilled("full", "restricted")[0])
 
 
 @pytest.mark.parametrize(
@@ -106,26 +107,30 @@ def test_bad_settings_name_the_field(policy, field):
 # A state that survives
 
 
-@pytest.mark.parametrize("name", ["full", "shadowkv", "streaming_llm", "probe"])
+@pytest.mark.parametrize(
+    "name", ["full", "shadowkv", *(pytest.param(name, marks=slow) for name in ("streaming_llm", "probe"))]
+)
 def test_no_room_left(name):
-    """Row 0 is full: it may not step, the other row may, and the refused calls have consumed nothing."""
-    tokens = random_tokens(2, 16, seed=9)
-    _, state = decode.prefill(model(), tokens, [16, 12], setting(name, "restricted"), capacity=16)
-    assert np.asarray(state.room()).tolist() == [0, 4]
+    """Row 0 is full: it may not step, the others may, and the refused calls have consumed nothing."""
+    _, state = prefilled(name, "restricted")
+    for _ in range(5):
+        assert np.asarray(state.room())[0] > 0
+        _, state = decode.extend(model(), STEPS[:, :7], [7, 0, 0], state)
+    assert np.asarray(state.room()).tolist() == [0, 69, 91]
     refused = (
-        lambda: decode.decode_step(model(), [1, 2], state),
-        lambda: decode.decode_steps(model(), [1, 2], state, 1),
-        lambda: decode.extend(model(), [[1], [2]], [1, 1], state),
-        lambda: decode.extend(model(), np.ones((2, 5), int), [0, 5], state),
+        (0, lambda: decode.decode_step(model(), [1, 2, 3], state)),
+        (0, lambda: decode.decode_steps(model(), [1, 2, 3], state, 1)),
+        (0, lambda: decode.extend(model(), STEPS[:, :1], [1, 1, 1], state)),
+        (1, lambda: decode.extend(model(), random_tokens(3, 70), [0, 70, 70], state)),
+        (0, lambda: decode.decode_step(model(), [1, 2, 3], state, active=[True, False, False])),
     )
-    for call in refused:
-        with pytest.raises(CapacityError, match=r"row [01] holds 1[62] tokens of capacity=16"):
+    for row, call in refused:
+        with pytest.raises(CapacityError, match=rf"row {row} holds {(96, 27)[row]} tokens of capacity=96"):
             call()
-    logits, state = decode.extend(model(), np.ones((2, 4), int), [0, 4], state)
+    logits, state = decode.extend(model(), STEPS[:, :7], [0, 7, 7], state)
     assert np.isfinite(logits).all()
-    assert np.asarray(state.room()).tolist() == [0, 0]
-    with pytest.raises(CapacityError, match="row 1 holds 16 tokens"):
-        decode.decode_step(model(), [1, 2], state, active=[False, True])
+    _, state = decode.decode_step(model(), [1, 2, 3], state, active=[False, True, True])
+    assert np.asarray(state.room()).tolist() == [0, 61, 83]
 
 
 def test_bad_steps_consume_nothing():
@@ -164,6 +169,7 @@ def test_bad_steps_consume_nothing():
 GUESSING = SpeCache(bits=1, group=8, residual=8, fetched=6)
 
 
+@slow
 @pytest.mark.parametrize(
     ("policy", "sliding"),
     [(GUESSING, (0, 1, 2)), (DenseFirst(GUESSING, layers=3), ()), (DenseFirst(GUESSING, layers=1), (1, 2))],
@@ -172,22 +178,10 @@ def test_a_turn_beside_a_guess_that_no_layer_uses(policy, sliding):
     """SpeCache's guess belongs to the whole policy, also where no layer is its own."""
     config = dataclasses.replace(TINY, sliding_window=8 if sliding else None, sliding_layers=sliding)
     _, state = decode.prefill(model(config), PROMPT, LENGTHS, policy, capacity=CAPACITY)
-    last, _ = decode.extend(model(config), STEPS[:, :5], [5, 3, 0], state.fork())
-    by_steps, _ = run_steps(model(config), state, STEPS[:, :5], np.arange(5) < np.array([5, 3, 0])[:, None])
-    np.testing.assert_allclose(last[0], by_steps[0, 4], atol=1e-4)
+    last, _ = decode.extend(model(config), STEPS[:, :7], [7, 3, 0], state.fork())
+    by_steps, _ = run_steps(model(config), state, STEPS[:, :7], np.arange(7) < np.array([7, 3, 0])[:, None])
+    np.testing.assert_allclose(last[0], by_steps[0, 6], atol=1e-4)
     np.testing.assert_allclose(last[1], by_steps[1, 2], atol=1e-4)
-
-
-def test_a_policy_that_falls_back_may_be_named_again(tmp_path):
-    """A chat passes its policy every turn, also where the capacity leaves it nothing to do."""
-    first = generate(model(), [1, 2, 3], ShadowKV(), max_new_tokens=2, capacity=20)
-    assert (first.state.policy, bool(first.report.fallback)) == (Full(), True)
-    second = generate(model(), [4], ShadowKV(), max_new_tokens=2, state=first.state.fork())
-    assert second.tokens == generate(model(), [4], max_new_tokens=2, state=first.state.fork()).tokens
-    save_state(tmp_path / "state", first.state, model())
-    assert load_state(tmp_path / "state", model(), ShadowKV()).policy == Full()
-    with pytest.raises(StateMismatch, match="policy must be the state's own"):
-        generate(model(), [4], StreamingLLM(sinks=1, window=2), max_new_tokens=2, state=first.state)
 
 
 def test_planned_prompts_must_fit():
@@ -197,37 +191,47 @@ def test_planned_prompts_must_fit():
                 plan(TINY, Full(), capacity=20, prompt=prompt)
 
 
-@pytest.mark.parametrize("fetch", ["resident", "device_put"])
+@pytest.mark.parametrize("fetch", ["device_put", pytest.param("resident", marks=slow)])
 def test_one_compiled_step_serves_all_tokens(fetch):
     """The first step after a prefill, later ones, a fork's, a taken and an inserted row's: one program."""
-    before = decode._step._cache_size()
-    policy = ShadowKV(rank=4, budget=8, chunk_size=4)  # of no other test: compiled here
-    _, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch)
+    before, state = decode._step._cache_size(), prefilled("shadowkv", "restricted", fetch)[1]
     _, state = run_steps(model(), state, STEPS[:, :3])
-    run_steps(model(), state.fork(), STEPS[:, 3:6])
-    run_steps(model(), state.take([2, 1, 0]), STEPS[:, 3:6])
-    run_steps(model(), state.insert(0, state.take([1])), STEPS[:, 3:6])
-    assert decode._step._cache_size() == before + 1
+    for one in (state.fork(), state.take([2, 1, 0]), state.insert(0, state.take([1]))):
+        run_steps(model(), one, STEPS[:, 3:6])
+    assert decode._step._cache_size() <= before + 1  # another test may have compiled it
 
 
-def test_the_state_carries_its_policy_and_mode():
-    _, state = decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, fetch="auto")
-    assert isinstance(state.policy, ShadowKV)
-    assert state.policy == ShadowKV().resolve(TINY, CAPACITY)  # None is ShadowKV(), resolved
-    assert (state.policy.rank, state.policy.budget) == (8, 256)
-    assert (state.capacity, state.fetch, state.batch) == (CAPACITY, "resident", len(LENGTHS))
+def test_a_prefill_carries_its_policy_and_mode():
+    """No policy is ShadowKV(), resolved."""
+    job = begin_prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, fetch="auto").job
+    assert list(job.policies) == [ShadowKV().resolve(TINY, CAPACITY)]
+    assert (job.policies[0].rank, job.policies[0].budget) == (8, 256)
+    assert {(spec.capacity, spec.fetch, spec.batch) for spec in job.plans[0]} == {(CAPACITY, "resident", len(LENGTHS))}
+    state = prefilled("shadowkv", "restricted", "device_put")[1]
+    assert (state.policy, state.fetch) == (setting("shadowkv", "restricted").resolve(TINY, CAPACITY), "device_put")
+    assert (state.capacity, state.batch) == (CAPACITY, len(LENGTHS))
 
 
-@pytest.mark.parametrize("policy", [ShadowKV(chunk_size=8, local_chunks=0), ShadowKVPlus(chunk_size=8, local_chunks=0)])
+@slow
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ShadowKV(rank=2, budget=8, chunk_size=8, local_chunks=0),
+        ShadowKVPlus(rank=2, budget=8, chunk_size=8, local_chunks=0),
+    ],
+    ids=lambda policy: policy.name,
+)
 def test_a_state_that_is_full_can_rest(policy):
     """Whole chunks up to the capacity leave the window nothing; a step in which no row takes part is legal there."""
-    _, state = decode.prefill(model(), random_tokens(2, 64), [64, 64], policy, capacity=64)
+    params, tokens = small()[0], random_tokens(2, 64, config=SMALL)
+    _, state = decode.prefill(params, tokens, [64, 64], policy, capacity=64)
+    assert state.policy.name == policy.name
     assert state.room().tolist() == [0, 0]
-    _, state = decode.decode_step(model(), [1, 2], state, active=[False, False])
-    _, state = decode.extend(model(), random_tokens(2, 3), [0, 0], state)
+    _, state = decode.decode_step(params, [1, 2], state, active=[False, False])
+    _, state = decode.extend(params, tokens[:, :3], [0, 0], state)
     assert state.lengths.tolist() == [64, 64]
     with pytest.raises(CapacityError, match="capacity=64"):
-        decode.decode_step(model(), [1, 2], state)
+        decode.decode_step(params, [1, 2], state)
 
 
 def test_lists_of_policies_and_modes_must_match():

@@ -27,11 +27,18 @@ TEXT = random_tokens(60, seed=5)
 LOKI = Loki(budget=9, columns=3, calibration="offline")
 
 
+POLICIES = {"loki": LOKI, "infinigen": InfiniGen(columns=4, calibration="offline"), "less": SMALL}
+
+
 @functools.cache
 def learned(name):
-    """A policy and what it learned."""
-    policy = {"loki": LOKI, "infinigen": InfiniGen(columns=4, calibration="offline"), "less": SMALL}[name]
-    return policy, fitted_for(TINY) if name == "less" else policy.fit(model(), TEXT)
+    """A policy and random arrays as if it had learned them."""
+    policy = POLICIES[name]
+    if name == "less":
+        return policy, fitted_for(TINY)
+    rng, shapes = np.random.default_rng(1), policy.fitted_shapes(TINY)
+    is_shape = {"is_leaf": lambda node: isinstance(node, tuple)}
+    return policy, jax.tree.map(lambda shape: rng.standard_normal(shape).astype(np.float32), shapes, **is_shape)
 
 
 def written(path: Path, name: str = "less") -> bytes:
@@ -41,17 +48,27 @@ def written(path: Path, name: str = "less") -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["loki", "infinigen", "less"])
-def test_arrays_come_back(name, tmp_path):
-    policy, fitted = learned(name)
-    assert written(tmp_path / "a", name) == written(tmp_path / "b", name)
+def test_what_a_fit_learned_comes_back_and_is_used(name, tmp_path):
+    policy = POLICIES[name]
+    fitted = learned("less")[1] if name == "less" else policy.fit(model(), TEXT)
+    jshadow.save_fitted(tmp_path / "a", fitted, policy, model())
+    back = jshadow.load_fitted(tmp_path / "a", model(), policy)
+    jax.tree.map(np.testing.assert_array_equal, back, fitted)
+    logits, _ = jshadow.prefill(model(), TEXT[None], [60], policy, capacity=96, fitted=back)
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_arrays_come_back(kind, tmp_path):
+    policy, fitted = learned(kind)
+    assert written(tmp_path / "a", kind) == written(tmp_path / "b", kind)
     back = jshadow.load_fitted(tmp_path / "a", model(), policy)
     jax.tree.map(np.testing.assert_array_equal, back, fitted)
     assert jax.tree.map(lambda leaf: leaf.shape, back) == policy.fitted_shapes(TINY)
     info = read_fitted_info(tmp_path / "a")
-    assert (info["policy"]["name"], info["about"], info["dtype"]) == (name, {"tokens": 60}, "float32")
-    logits, _ = jshadow.prefill(model(), TEXT[None], [60], policy, capacity=96, fitted=back)
-    assert np.isfinite(logits).all()
+    assert (info["policy"]["name"], info["about"], info["dtype"]) == (kind, {"tokens": 60}, "float32")
 
 
 def test_settings_that_decide_no_shape_may_differ(tmp_path):

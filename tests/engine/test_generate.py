@@ -1,201 +1,228 @@
 """generate and stream: batches, stops, states that go on, reports that add up, and no compilation between tokens."""
 
 import dataclasses
+import functools
 import gc
 import re
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_models import BARE, CONFIG, PARAMS, SHADOW
 
 import jshadow
+from jshadow.engine import token_steps
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.options import GenerateOptions
 from jshadow.engine.report import CompileClock
-from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
+from jshadow.engine.token_steps import TokenSteps
+from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
 from jshadow.weights.params import init_params
 
-PROMPTS = [np.random.default_rng(row).integers(0, 256, size).tolist() for row, size in enumerate((203, 57, 120))]
+# One world: a prompt of 203 tokens alone, or with two others, and one capacity. Prompts of 193 to 256 tokens share
+# programs.
+FULL, CAPACITY, LONG = jshadow.Full(), 256, 203
+PROMPTS = [np.random.default_rng(row).integers(0, 256, size).tolist() for row, size in enumerate((LONG, 57, 120))]
+TEXT = ("some text " * 21)[:LONG]
+TURN = PROMPTS[2][:27]
+WARM = jshadow.Sampler(temperature=1.0)
+policies = pytest.mark.parametrize("policy", [FULL, SHADOW], ids=["full", "shadowkv"])
+slow = pytest.mark.slow
 
 
-def test_a_batch_of_unequal_prompts_equals_its_rows_alone():
-    batch = jshadow.generate(BARE, PROMPTS, SHADOW, max_new_tokens=6)
-    assert [out.tokens for out in batch] == [
-        jshadow.generate(BARE, prompt, SHADOW, max_new_tokens=6).tokens for prompt in PROMPTS
-    ]
+def generate(prompt, policy=SHADOW, count=8, params=BARE, **options):
+    return jshadow.generate(params, prompt, policy, max_new_tokens=count, **{"capacity": CAPACITY} | options)
+
+
+alone = functools.cache(lambda policy=FULL, count=8, params=BARE: generate(PROMPTS[0], policy, count, params))
+batch = functools.cache(lambda: generate(PROMPTS))
+
+
+@pytest.mark.parametrize("row", [0, *(pytest.param(row, marks=slow) for row in (1, 2))])
+def test_a_batch_of_unequal_prompts_equals_its_rows_alone(row):
+    assert generate(PROMPTS[row]).tokens == batch()[row].tokens
 
 
 def test_stop_ids_end_a_row_and_leave_the_others():
-    free = jshadow.generate(BARE, PROMPTS, SHADOW, max_new_tokens=8)
-    stop = free[0].tokens[3]
-    outs = jshadow.generate(BARE, PROMPTS, SHADOW, max_new_tokens=8, stop=[stop])
-    for out, whole in zip(outs, free, strict=True):
+    stop = batch()[0].tokens[3]
+    for out, whole in zip(generate(PROMPTS, stop=[stop]), batch(), strict=True):
         end = whole.tokens.index(stop) + 1 if stop in whole.tokens else 8
         assert out.tokens == whole.tokens[:end]
 
 
 def test_the_models_own_end_tokens_stop():
-    free = jshadow.generate(PARAMS, PROMPTS[0], jshadow.Full(), max_new_tokens=8)
+    free = alone(params=PARAMS)
     ending = dataclasses.replace(PARAMS, config=dataclasses.replace(CONFIG, eos_ids=(free.tokens[2], 5)))
-    out = jshadow.generate(ending, PROMPTS[0], jshadow.Full(), max_new_tokens=8)
+    out = generate(PROMPTS[0], FULL, params=ending)
     first = free.tokens.index(free.tokens[2])
     assert out.tokens == free.tokens[: first + 1]
     assert out.text == PARAMS.tokenizer.decode(free.tokens[:first])
 
 
 def test_a_stop_string_cuts_text_and_stream():
-    free = jshadow.generate(PARAMS, "some text", jshadow.Full(), max_new_tokens=24)
+    free = generate(TEXT, FULL, 24, PARAMS)
     stop = free.text[3:6]
-    out = jshadow.generate(PARAMS, "some text", jshadow.Full(), max_new_tokens=24, stop=stop)
+    out = generate(TEXT, FULL, 24, PARAMS, stop=stop)
     assert out.text == free.text[: free.text.index(stop)]
-    pieces = list(jshadow.stream(PARAMS, "some text", jshadow.Full(), max_new_tokens=24, stop=stop))
+    pieces = list(jshadow.stream(PARAMS, TEXT, FULL, max_new_tokens=24, capacity=CAPACITY, stop=stop))
     assert "".join(pieces) == out.text
 
 
 def test_a_sampler_repeats_with_its_seed_only():
     sampler = jshadow.Sampler(temperature=1.5, top_k=50, top_p=0.95, min_p=0.01)
-
-    def run(seed):
-        return jshadow.generate(BARE, PROMPTS[1], jshadow.Full(), max_new_tokens=12, sampler=sampler, seed=seed).tokens
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-    assert run(1) != run(1 + 2**32)
+    one, again, *others = (
+        generate(PROMPTS[0], FULL, 12, sampler=sampler, seed=seed).tokens for seed in (1, 1, 2, 1 + 2**32)
+    )
+    assert one == again
+    assert one not in others
 
 
-@pytest.mark.parametrize("policy", [jshadow.Full(), SHADOW], ids=["full", "shadowkv"])
+@policies
 def test_nothing_compiles_from_token_to_token_nor_within_a_bucket(policy):
-    jshadow.generate(BARE, PROMPTS[0], policy, max_new_tokens=2)
-    before = CompileClock.programs
-    longer = jshadow.generate(BARE, PROMPTS[0][:-9], policy, max_new_tokens=20)
+    alone(policy)
+    other, before = init_params(dataclasses.replace(CONFIG), seed=4), CompileClock.programs
+    longer = generate(PROMPTS[0][:-9], policy, 20)
+    generate(PROMPTS[0], policy, params=other)  # equal models share their programs
     assert CompileClock.programs == before
     assert longer.report.compile_seconds < 0.05  # looking a traced program up again is no compilation
 
 
-def test_equal_models_share_their_programs():
-    jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=2)
-    other = init_params(dataclasses.replace(CONFIG), seed=4)
-    before = CompileClock.programs
-    jshadow.generate(other, PROMPTS[0], SHADOW, max_new_tokens=2)
-    assert CompileClock.programs == before
-
-
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])
 def test_the_report_adds_up(fetch):
-    steps, layers, heads, dim, capacity = 7, 2, 2, 16, 256
-    out = jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=steps + 1, capacity=capacity, fetch=fetch)
-    report, chunks = out.report, 203 // 8 - 4
-    assert (report.prompt_tokens, report.generated_tokens, report.fetch) == (203, 8, fetch)
-    assert report.policy == SHADOW.resolve(CONFIG, capacity)
-    window = np.mean([203 + step - chunks * 8 for step in range(1, steps + 1)])
+    """The nominal budget is 64; really attended: selected, outliers, the end of the prompt, and what was generated."""
+    steps, layers, heads, dim = 7, 2, 2, 16
+    report, chunks = generate(PROMPTS[0], count=steps + 1, fetch=fetch).report, LONG // 8 - 4
+    assert (report.prompt_tokens, report.generated_tokens, report.fetch) == (LONG, 8, fetch)
+    assert report.policy == SHADOW.resolve(CONFIG, CAPACITY)
+    window = np.mean([LONG + step - chunks * 8 for step in range(1, steps + 1)])
     assert report.attended_tokens == pytest.approx(window + 2 * 8 + 64)
+    assert report.attended_parts == {
+        "selected": 64.0,
+        "outliers": 16.0,
+        "window": float(LONG - chunks * 8),
+        "generated": 7.0,
+    }
+    assert sum(report.attended_parts.values()) == report.attended_tokens + 3  # the mean is over seven steps
     assert 0 < report.hit_rate < 1
-    host = (capacity // 8 - 4) * 8 * heads * dim * 4 * layers
+    host = (CAPACITY // 8 - 4) * 8 * heads * dim * 4 * layers
     assert report.host_bytes == (host if fetch == "device_put" else 0)
     assert report.bytes_fetched == (steps * layers * heads * 64 * dim * 4 if fetch == "device_put" else 0)
-    assert report.full_bytes == 2 * capacity * heads * dim * 4 * layers
-    dense = jshadow.generate(BARE, PROMPTS[0], jshadow.Full(), max_new_tokens=2, capacity=capacity).report
-    assert dense.device_bytes == dense.full_bytes == report.full_bytes
-    assert dense.hit_rate is None
-    assert dense.attended_tokens == 204
+    assert report.full_bytes == 2 * CAPACITY * heads * dim * 4 * layers
     assert report.fallback is None
     assert report.prefill_seconds > 0
     assert report.decode_tokens_per_second > 0
+    assert (report.device_kind, report.dtype) == (jax.devices()[0].device_kind, "float32")
     assert report.to_json()["policy"]["name"] == "shadowkv"
 
 
-def test_a_short_prompt_falls_back_and_says_so():
+def test_the_report_of_full_attention():
+    report = alone().report
+    assert report.device_bytes == report.full_bytes == 2 * CAPACITY * 2 * 16 * 4 * 2
+    assert report.hit_rate is None
+    assert report.attended_tokens == LONG + 4  # the mean over seven steps
+    assert report.large_cache is None
+
+
+def test_the_report_says_why_a_cache_is_large():
+    """With a prompt of 57 tokens beside it, every row has a window of nearly the whole capacity."""
+    report = batch()[0].report
+    assert report.device_bytes > report.full_bytes
+    times = report.device_bytes / report.full_bytes
+    start = (
+        f"shadowkv takes {times:.2f} times the device bytes of full attention at capacity=256; its largest parts are "
+    )
+    part = r"[\w ]+ \([\d,]+ bytes\)"
+    assert re.fullmatch(f"{re.escape(start)}{part} and {part}", report.large_cache)
+    assert "rows that an offloading fetch mode keeps on the host" in report.large_cache
+
+
+def test_a_short_prompt_falls_back_and_says_so(tmp_path):
     out = jshadow.generate(BARE, PROMPTS[1][:20], max_new_tokens=4)
-    assert out.report.policy == jshadow.Full()
+    assert (out.report.policy, out.state.policy) == (FULL, FULL)
     assert "nothing to select at capacity=64" in out.report.fallback
-    assert out.tokens == jshadow.generate(BARE, PROMPTS[1][:20], jshadow.Full(), max_new_tokens=4).tokens
+    assert out.tokens == jshadow.generate(BARE, PROMPTS[1][:20], FULL, max_new_tokens=4).tokens
+    # A chat passes its policy every turn, also where the capacity leaves it nothing to do.
+    turns = [
+        jshadow.generate(BARE, [4], policy, max_new_tokens=2, state=out.state.fork()).tokens
+        for policy in (None, jshadow.ShadowKV())
+    ]
+    assert turns[0] == turns[1]
+    jshadow.save_state(tmp_path / "state", out.state, BARE)
+    assert jshadow.load_state(tmp_path / "state", BARE, jshadow.ShadowKV()).policy == FULL
+    with pytest.raises(StateMismatch, match="policy must be the state's own"):
+        jshadow.generate(BARE, [4], jshadow.StreamingLLM(sinks=1, window=2), max_new_tokens=2, state=out.state)
 
 
-@pytest.mark.parametrize("policy", [jshadow.Full(), SHADOW], ids=["full", "shadowkv"])
+# States that go on
+
+
+@policies
 def test_a_state_goes_on_where_the_answer_ended(policy):
-    first = jshadow.generate(BARE, PROMPTS[0], policy, max_new_tokens=5, capacity=320)
+    first = generate(PROMPTS[0], policy, 5)
     held = first.state
     assert held.lengths.tolist() == [208]
     kept = held.fork()
-    turn = PROMPTS[2][:13]
-    second = jshadow.generate(BARE, turn, state=held, max_new_tokens=6)
-    logits, state = jshadow.extend(BARE, np.array([turn]), np.array([13]), kept)
+    second = jshadow.generate(BARE, TURN, state=held, max_new_tokens=6)
+    logits, state = jshadow.extend(BARE, np.array([TURN + [0] * 5]), np.array([27]), kept)
     tokens = [int(np.argmax(logits))]
     for _ in range(5):
         logits, state = jshadow.decode_step(BARE, np.array(tokens[-1:]), state)
         tokens.append(int(np.argmax(logits)))
     assert second.tokens == tokens
-    if policy == jshadow.Full():
-        whole = jshadow.generate(BARE, PROMPTS[0] + first.tokens + turn, policy, max_new_tokens=6)
-        assert second.tokens == whole.tokens
+    if policy == FULL:
+        assert second.tokens == generate(PROMPTS[0] + first.tokens + TURN, policy, 6).tokens
     with pytest.raises(StateMismatch, match="consumed"):
-        jshadow.generate(BARE, turn, state=held, max_new_tokens=2)
+        jshadow.generate(BARE, TURN, state=held, max_new_tokens=2)
 
 
 def test_no_new_tokens_is_a_prefill_to_be_asked():
     """One document, two questions: what a fork answers is what the document with the question answers."""
-    out = jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=0, capacity=320)
+    out = generate(PROMPTS[0], FULL, 0)
     assert (out.tokens, out.report.generated_tokens, out.report.attended_parts) == ([], 0, {})
-    state = out.state
-    assert state.lengths.tolist() == [203]
-    answers = [jshadow.generate(BARE, turn, state=state.fork(), max_new_tokens=4) for turn in (PROMPTS[1][:7], [5])]
-    for turn, answer in zip((PROMPTS[1][:7], [5]), answers, strict=True):
-        logits, held = jshadow.prefill(BARE, [PROMPTS[0]], [203], SHADOW, capacity=320)
-        logits, held = jshadow.extend(BARE, [turn], [len(turn)], held)
-        assert answer.tokens[0] == int(logits.argmax())
+    assert out.state.lengths.tolist() == [LONG]
+    for turn in (TURN, TURN[:17]):
+        answer = jshadow.generate(BARE, turn, state=out.state.fork(), max_new_tokens=4)
+        assert answer.tokens == generate(PROMPTS[0] + turn, FULL, 4).tokens
 
 
 @pytest.mark.parametrize("answer", ["fine", "fine\n"], ids=["open", "closed"])
 def test_the_next_turn_of_a_chat_is_the_whole_chat(answer):
     """The end of the answer (a newline here) is added where the state lacks it, and only there."""
-    ask, turn = [{"role": "user", "content": "one two three " * 12}], [{"role": "user", "content": "and four?"}]
-    first = jshadow.generate(PARAMS, ask, jshadow.Full(), max_new_tokens=0, capacity=400)
+    ask, turn = [{"role": "user", "content": TEXT[:-18]}], [{"role": "user", "content": "and four?"}]
+    first = generate(ask, FULL, 0, PARAMS)
     ids = PARAMS.tokenizer.encode(answer)
-    _, state = jshadow.extend(PARAMS, [ids], [len(ids)], first.state)
+    _, state = jshadow.extend(PARAMS, [ids + [0] * (32 - len(ids))], [len(ids)], first.state)
     second = jshadow.generate(PARAMS, turn, state=state, max_new_tokens=6)
-    chat = [*ask, {"role": "assistant", "content": "fine"}, *turn]
-    whole = jshadow.generate(PARAMS, chat, jshadow.Full(), max_new_tokens=6, capacity=400)
+    whole = generate([*ask, {"role": "assistant", "content": "fine"}, *turn], FULL, 6, PARAMS)
     assert second.tokens == whole.tokens
     assert first.report.prompt_tokens + len(ids) + second.report.prompt_tokens == whole.report.prompt_tokens
 
 
-def test_the_report_says_what_a_budget_means():
-    """Nominal budget 64; really attended: selected, outliers, the end of the prompt, and what was generated."""
-    report = jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=5, capacity=320).report
-    chunks = 203 // SHADOW.chunk_size - SHADOW.local_chunks
-    assert report.attended_parts == {
-        "selected": float(min(SHADOW.budget, (chunks - SHADOW.outlier_chunks) * SHADOW.chunk_size)),
-        "outliers": float(SHADOW.outlier_chunks * SHADOW.chunk_size),
-        "window": float(203 - chunks * SHADOW.chunk_size),
-        "generated": 4.0,
-    }
-    assert sum(report.attended_parts.values()) == report.attended_tokens + 1.5  # the mean is over four steps
-
-
-def test_the_report_names_the_device_and_says_why_a_cache_is_large():
-    """At 256 tokens this policy has more device bytes than full attention."""
-    policy = dataclasses.replace(SHADOW, rank=32, budget=8)
-    large = jshadow.generate(BARE, PROMPTS[0], policy, max_new_tokens=2, capacity=256).report
-    assert (large.device_kind, large.dtype) == (jax.devices()[0].device_kind, "float32")
-    assert large.device_bytes > large.full_bytes
-    times = large.device_bytes / large.full_bytes
-    start = (
-        f"shadowkv takes {times:.2f} times the device bytes of full attention at capacity=256; its largest parts are "
-    )
-    part = r"[\w ]+ \([\d,]+ bytes\)"
-    assert re.fullmatch(f"{re.escape(start)}{part} and {part}", large.large_cache)
-    assert "rows that an offloading fetch mode keeps on the host" in large.large_cache
-    small = jshadow.generate(BARE, PROMPTS[0], jshadow.Full(), max_new_tokens=2, capacity=256).report
-    assert small.large_cache is None
-
-
 def test_rows_of_a_batch_have_states_of_their_own():
-    outs = jshadow.generate(BARE, PROMPTS, SHADOW, max_new_tokens=4, capacity=256)
-    assert [out.state.lengths.tolist() for out in outs] == [[207], [61], [124]]
+    assert [out.state.lengths.tolist() for out in batch()] == [[LONG + 8], [65], [128]]
+
+
+@slow
+def test_generate_continues_shared_rows():
+    document = generate(PROMPTS[0], count=0, fetch="device_put").state
+    turns = [[9, 8], [4]]
+    both = jshadow.generate(BARE, turns, state=document.share(2), max_new_tokens=4)
+    for turn, answer in zip(turns, both, strict=True):
+        own = jshadow.generate(BARE, turn, state=document.fork(), max_new_tokens=4)
+        assert answer.tokens == own.tokens
+        assert answer.report.attended_parts == own.report.attended_parts
+
+
+def test_shared_rows_are_not_verified():
+    document = generate(PROMPTS[0], count=0, fetch="device_put").state
+    with pytest.raises(StateMismatch, match="verify needs a prompt half for each row, got 2"):
+        jshadow.generate(BARE, [[9, 8], [4]], state=document.share(2), verify=True, max_new_tokens=4)
 
 
 def test_a_closed_stream_frees_its_state():
-    run = jshadow.stream(PARAMS, PROMPTS[0], SHADOW, max_new_tokens=40)
+    run = jshadow.stream(PARAMS, PROMPTS[0], SHADOW, max_new_tokens=40, capacity=CAPACITY)
     next(run)
     frame = run.gi_frame.f_locals["loop"]
     leaf = weakref.ref(frame.state.layers[0].frozen.landmarks)
@@ -203,6 +230,9 @@ def test_a_closed_stream_frees_its_state():
     run.close()
     gc.collect()
     assert leaf() is None
+
+
+# What is refused
 
 
 BAD = {
@@ -223,6 +253,9 @@ BAD = {
     "not_a_state": (StateMismatch, "state must be a KVState.*got 'mine'", {"state": "mine"}),
     "empty_stop": (ConfigError, "stop", {"stop": ""}),
     "rank": (ConfigError, r"shadowkv.rank must be an integer in \[1, 32\], got 33", {"policy": jshadow.ShadowKV(33)}),
+    "attention_by_name": (ConfigError, "prefill must be a PrefillAttention", {"prefill": "vertical_slash"}),
+    "attention_by_class": (ConfigError, "prefill must be a PrefillAttention", {"prefill": jshadow.VerticalSlash}),
+    "attention_by_number": (ConfigError, "prefill must be a PrefillAttention", {"prefill": 3}),
 }
 
 
@@ -249,17 +282,158 @@ def test_what_cannot_be_streamed():
         jshadow.stream(BARE, [1, 2, 3])
 
 
-def test_a_foreign_state_is_refused():
-    state = jshadow.generate(BARE, PROMPTS[1], jshadow.Full(), max_new_tokens=2).state
-    with pytest.raises(StateMismatch, match="policy"):
-        jshadow.generate(BARE, PROMPTS[1][:4], SHADOW, state=state, max_new_tokens=2)
-    with pytest.raises(StateMismatch, match="capacity"):
-        jshadow.generate(BARE, PROMPTS[1][:4], state=state, capacity=300, max_new_tokens=2)
-    with pytest.raises(StateMismatch, match="fetch must be the state's own 'resident'"):
-        jshadow.generate(BARE, PROMPTS[1][:4], state=state, fetch="device_put", max_new_tokens=2)
-    with pytest.raises(ConfigError, match="fetch must offload"):
-        jshadow.generate(BARE, PROMPTS[1][:4], state=state, verify=True, max_new_tokens=2)
-    with pytest.raises(StateMismatch, match="rows"):
-        jshadow.generate(BARE, PROMPTS[:2], state=state, max_new_tokens=2)
-    with pytest.raises(CapacityError, match="room"):
-        jshadow.generate(BARE, PROMPTS[0], state=state, max_new_tokens=2)
+FOREIGN = {
+    "policy": (StateMismatch, "policy", TURN, {"policy": SHADOW}),
+    "capacity": (StateMismatch, "capacity", TURN, {"capacity": 300}),
+    "fetch": (StateMismatch, "fetch must be the state's own 'resident'", TURN, {"fetch": "device_put"}),
+    "verify": (ConfigError, "fetch must offload", TURN, {"verify": True}),
+    "rows": (StateMismatch, "rows", PROMPTS[:2], {}),
+    "room": (CapacityError, "room", PROMPTS[0], {}),
+    "prefill": (ConfigError, "prefill must be None with a state", TURN, {"prefill": jshadow.VerticalSlash()}),
+    "fitted": (ConfigError, "fitted must be left out with a state", TURN, {"fitted": {}}),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_foreign_state_is_refused(case):
+    error, told, prompt, arguments = FOREIGN[case]
+    with pytest.raises(error, match=told):
+        jshadow.generate(BARE, prompt, state=alone().state, max_new_tokens=2, **arguments)
+
+
+# Steps that the device runs before the host has read the tokens
+
+
+def without_running_ahead(monkeypatch):
+    """Make each step wait until the host has read the tokens of the step before."""
+    step = TokenSteps.next
+    monkeypatch.setattr(TokenSteps, "next", lambda steps, *args, ahead: step(steps, *args, ahead=False))
+
+
+@pytest.mark.parametrize("sampler", [None, pytest.param(WARM, marks=slow)], ids=["greedy", "sampled"])
+def test_running_ahead_changes_nothing(monkeypatch, sampler):
+    free = generate(PROMPTS, sampler=sampler)
+    # The rows end in different steps: one at its first token, one at its fourth, and one at the limit or before.
+    stop = [free[0].tokens[0], free[1].tokens[3]]
+    ahead = generate(PROMPTS, sampler=sampler, stop=stop)
+    assert len({len(out.tokens) for out in ahead}) > 1
+    without_running_ahead(monkeypatch)
+    for mine, want in zip(ahead, generate(PROMPTS, sampler=sampler, stop=stop), strict=True):
+        assert mine.tokens == want.tokens
+        assert mine.report.attended_tokens == want.report.attended_tokens
+        assert mine.report.hit_rate == want.report.hit_rate
+        for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(want.state), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_is_dispatched_before_the_token_is_read(monkeypatch):
+    order, dispatch, read = [], TokenSteps._dispatch, GenerationLoop.read_tokens
+
+    def dispatched(steps, *args):
+        order.append("dispatch")
+        return dispatch(steps, *args)
+
+    def reads(loop, *args):
+        order.append("read")
+        return read(loop, *args)
+
+    monkeypatch.setattr(TokenSteps, "_dispatch", dispatched)
+    monkeypatch.setattr(GenerationLoop, "read_tokens", reads)
+    generate(PROMPTS[0], FULL, 4)
+    assert order == ["read", "dispatch", "dispatch", "read", "dispatch", "read", "read"]
+    order.clear()
+    generate(TEXT, FULL, 3, PARAMS, stop="never")  # the host alone finds a stop string
+    assert order == ["read", "dispatch", "read", "dispatch", "read"]
+
+
+# What the state holds where a text stopped
+
+
+def scripted(monkeypatch, texts):
+    """Make the model answer each row with the given text, whatever its logits are."""
+    answers = [PARAMS.tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+    sample = GenerationLoop.read_tokens
+
+    def read(loop, values, index, active):
+        sample(loop, values, index, active)
+        return np.array([answer[min(index, len(answer) - 1)] for answer in answers], np.int32)
+
+    monkeypatch.setattr(GenerationLoop, "read_tokens", read)
+    without_running_ahead(monkeypatch)  # the device does not know the script
+
+
+def test_generation_ends_at_a_special_token_given_as_text(monkeypatch):
+    scripted(monkeypatch, [[*PARAMS.tokenizer.encode("ab"), 256, 99, 99]])
+    out = generate(TEXT, FULL, 5, PARAMS, stop="<|end|>")
+    assert (out.text, len(out.tokens), out.tokens[-1]) == ("ab", 3, 256)
+    assert out.state.lengths.tolist() == [LONG + 3]
+
+
+@policies
+def test_the_state_ends_where_the_text_ends(monkeypatch, policy):
+    scripted(monkeypatch, ["ab\n\nEND and more"])
+    out = generate(TEXT, policy, 16, PARAMS, stop="\nEND")
+    assert out.text == PARAMS.tokenizer.decode(out.tokens) == "ab\n"
+    assert out.report.generated_tokens == 7
+    state = out.state
+    assert state.lengths.tolist() == [LONG + 3]
+    assert out.state is state
+    monkeypatch.undo()
+    held = generate(TEXT, policy, 0, PARAMS).state
+    for token in out.tokens:
+        _, held = jshadow.decode_step(PARAMS, [token], held)
+    want = jshadow.generate(PARAMS, TURN, state=held, max_new_tokens=5)
+    assert jshadow.generate(PARAMS, TURN, state=state, max_new_tokens=5).tokens == want.tokens
+
+
+def test_each_row_of_a_batch_ends_where_its_text_ends(monkeypatch):
+    prompts = [TEXT, TEXT[:57], TEXT[:120]]
+    for answers, texts in (
+        (["aENDxxxx", "ENENDxxx", "abcdefgh"], ["a", "EN", "abcdefgh"]),
+        (["abcdefEN", "END.....", "xxxxxEND"], ["abcdefEN", "", "xxxxx"]),
+    ):
+        with monkeypatch.context() as patch:
+            scripted(patch, answers)
+            outs = generate(prompts, SHADOW, 8, PARAMS, stop="END")
+        assert [out.text for out in outs] == texts
+        for out, prompt in zip(outs, prompts, strict=True):
+            assert PARAMS.tokenizer.decode(out.tokens) == out.text
+            assert out.state.lengths.tolist() == [len(prompt) + len(out.tokens)]
+            assert out.state.last.tolist() == (out.tokens or PARAMS.tokenizer.encode(prompt))[-1:]
+
+
+def test_a_state_is_forked_only_while_a_stop_string_may_begin(monkeypatch):
+    forks, fork = [], jshadow.KVState.fork
+    monkeypatch.setattr(jshadow.KVState, "fork", lambda state: forks.append(1) or fork(state))
+    scripted(monkeypatch, ["abEcdeENfgh"])
+    generate(TEXT, FULL, 11, PARAMS, stop="END")
+    assert len(forks) == 2
+    forks.clear()
+    list(jshadow.stream(PARAMS, TEXT, FULL, max_new_tokens=11, capacity=CAPACITY, stop="END"))
+    generate(TEXT, FULL, 11, PARAMS)
+    assert not forks  # a stream returns no state
+
+
+# Logits that are not numbers
+
+
+@pytest.mark.parametrize("sampler", [None, pytest.param(WARM, marks=slow)], ids=["greedy", "sampled"])
+def test_logits_that_are_nan_are_an_error(monkeypatch, sampler):
+    once = token_steps.sample_once
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            token_steps,
+            "sample_once",
+            lambda logits, *args, **options: once(logits.at[1].set(jnp.nan), *args, **options),
+        )
+        with pytest.raises(NumericalError, match=r"NaN in row 1 at step 0, .* follow the prompt"):
+            generate(PROMPTS, sampler=sampler)
+    options = GenerateOptions(policy=SHADOW, sampler=sampler, max_new_tokens=8, capacity=CAPACITY)
+    loop = GenerationLoop(BARE, PROMPTS, options)
+    tokens = iter(loop)
+    for _ in PROMPTS:
+        next(tokens)
+    broken = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), BARE.weights)
+    loop.steps.params = dataclasses.replace(BARE, weights=broken)
+    with pytest.raises(NumericalError, match=r"NaN in row 0 at step 1, .* follow 1 generated"):
+        next(tokens)

@@ -1,26 +1,35 @@
-"""Prefill in pieces: the same state whatever the piece, within a bound of device memory that a function tells."""
+"""Prefill in pieces: the same state whatever the piece, paused anywhere, within a bound of memory that is told."""
 
 import dataclasses
 import gc
+import itertools
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ALL, CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, model, policies_of
+from cases import CAPACITY, FEW, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, model, modes_of, prefilled, setting
+from family_cases import family_config
 from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
 
 import jshadow
+from jshadow import VerticalSlash, begin_prefill
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
+from jshadow.engine.blas_threads import LIMITING
+from jshadow.engine.prefill import layer as prefill_layer
+from jshadow.engine.prefill import partial as partial_prefill
+from jshadow.engine.prefill.job import PrefillJob
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.prefill.layer_run import LayerPlan
-from jshadow.errors import ConfigError
+from jshadow.engine.prefill.units import Unit, units_of
+from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
 from jshadow.planner.bytes import abstract_state, cache_specs, prefill_peak
@@ -28,25 +37,29 @@ from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.weights.params import init_params
 
-PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two nearly whole halves, and one piece
+SHADOW = setting("shadowkv", "restricted")
+PIECE = 16  # 61 tokens: an uneven cut
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("name", "prefill_chunk"),
     [
-        (name, size)
-        for name in POLICY_CASES
-        for size in (PIECES[:-1] if ALL else PIECES[1:3] if name in policies_of() else PIECES[:1])
+        ("shadowkv", PIECE),
+        *(pytest.param(name, PIECE, marks=slow) for name in FEW if name != "shadowkv"),
+        *(pytest.param(name, 7, marks=slow) for name in ("full", "shadowkv", "probe")),
+        *(pytest.param(name, 1, marks=slow) for name in POLICY_CASES),
     ],
 )
 def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
     turns.prefill_pieces_are_one_prefill(case_of(name, piece=prefill_chunk))
 
 
-@pytest.mark.parametrize("logits", ["all", "last"])
+@pytest.mark.parametrize("logits", ["all", pytest.param("last", marks=slow)])
 def test_logits_of_a_prompt_in_pieces(logits):
-    whole = decode.prefill(model(), PROMPT, LENGTHS, Full(), capacity=CAPACITY, logits=logits)[0]
-    cut = decode.prefill(model(), PROMPT, LENGTHS, Full(), capacity=CAPACITY, logits=logits, prefill_chunk=9)[0]
+    options = {"capacity": CAPACITY, "logits": logits}
+    whole = decode.prefill(model(), PROMPT, LENGTHS, Full(), **options)[0]
+    cut = decode.prefill(model(), PROMPT, LENGTHS, Full(), prefill_chunk=PIECE, **options)[0]
     assert cut.shape == whole.shape
     np.testing.assert_allclose(cut, whole, atol=1e-4)
 
@@ -59,68 +72,297 @@ def test_a_piece_must_have_tokens():
 
 def test_a_ragged_batch_is_in_the_bound():
     """The shortest prompt decides the windows of all rows."""
-    prompt = np.zeros((2, 90), np.int32)
-    _, state = decode.prefill(model(), prompt, [90, 5], ShadowKV(rank=8), capacity=CAPACITY)
-    settings = dict(batch=2, tokens=90, capacity=CAPACITY, dtype="float32", fetch="resident")
+    state = prefilled("shadowkv", "restricted")[1]
+    settings = dict(batch=3, tokens=max(LENGTHS), capacity=CAPACITY, dtype="float32", fetch="resident")
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
-    assert prefill_peak(TINY, ShadowKV(rank=8), shortest=5, **settings)["state"] == held
-    assert prefill_peak(TINY, ShadowKV(rank=8), **settings)["state"] < held
+    assert prefill_peak(TINY, SHADOW, shortest=min(LENGTHS), **settings)["state"] == held
+    assert prefill_peak(TINY, SHADOW, **settings)["state"] < held
     for name in ("tokens", "prefill_chunk"):
         with pytest.raises(ConfigError, match=name):
             prefill_peak(TINY, ShadowKV(), **settings | {name: 0})
 
 
-@pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(61, 2048, (1, 61)), (2112, 2048, (2, 1056)), (7, 2, (4, 2))])
-def test_pieces_are_even_and_cover_the_prompt(tokens, chunk, pieces):
-    assert pieces_of(tokens, chunk) == pieces
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "multiple", "pieces"),
+    [
+        *((61, 2048, 1, (1, 61)), (2112, 2048, 1, (2, 1056)), (7, 2, 1, (4, 2)), (61, 2048, 16, (1, 64))),
+        *((2112, 2048, 512, (2, 1536)), (7, 2, 4, (2, 4)), (4096, 2048, 512, (2, 2048))),
+    ],
+)
+def test_pieces_are_even_cover_the_prompt_and_may_have_to_be_multiples(tokens, chunk, multiple, pieces):
+    assert pieces_of(tokens, chunk, multiple) == pieces
+    if multiple == 1:
+        assert pieces_of(tokens, chunk) == pieces
+
+
+def attended(q, k, v, scale, seen):
+    """Attention and log-sum-exp in float64. q: [B, T, h_q, d], keys [B, S, h_kv, d], seen [T, S]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = np.where(seen, np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshd->bthd", weights / total, v), (np.log(total) + top)[..., 0]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunk", "multiple", "pieces"),
-    [(61, 2048, 16, (1, 64)), (2112, 2048, 512, (2, 1536)), (7, 2, 4, (2, 4)), (4096, 2048, 512, (2, 2048))],
+    ("tokens", "size", "group", "dim"),
+    [(482, 241, 4, 80), pytest.param(700, 100, 2, 16, marks=slow), pytest.param(113, 113, 1, 64, marks=slow)],
 )
-def test_pieces_may_have_to_be_multiples(tokens, chunk, multiple, pieces):
-    assert pieces_of(tokens, chunk, multiple) == pieces
-
-
-@pytest.mark.parametrize(("tokens", "size", "group", "dim"), [(700, 100, 2, 16), (482, 241, 4, 80), (113, 113, 1, 64)])
 def test_attention_of_a_piece(tokens, size, group, dim):
     """Whatever lies after the piece is not looked at."""
-    keys = jax.random.split(jax.random.key(tokens), 3)
-    q, k, v = (
-        jax.random.normal(key, (2, tokens, heads, dim)) for key, heads in zip(keys, (2 * group, 2, 2), strict=True)
-    )
-    want, want_lse = causal_attention(q, k, v, 0.2)
+    rng, run = np.random.default_rng(tokens), jax.jit(causal_attention, static_argnums=3)
+    q, k, v = (rng.standard_normal((2, tokens, heads, dim), np.float32) for heads in (2 * group, 2, 2))
     for first in range(0, tokens, size):
-        piece = q[:, first : first + size]
-        out, lse = causal_attention(piece, k.at[:, first + size :].set(1e4), v, 0.2, first)
-        np.testing.assert_allclose(out, want[:, first : first + size], atol=1e-5)
-        np.testing.assert_allclose(lse, want_lse[:, :, first : first + size], atol=1e-5)
+        piece, place = q[:, first : first + size], np.arange(tokens)
+        behind = k.copy()
+        behind[:, first + size :] = 1e4
+        out, lse = run(piece, behind, v, 0.2, np.int32(first))
+        want, want_lse = attended(piece, k, v, 0.2, place <= place[first : first + size, None])
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
 def test_a_long_turn_is_attended_in_blocks():
     """600 queries at once, some rows for all of them and some for each: the scores never exist all at once."""
-    keys = jax.random.split(jax.random.key(1), 3)
-    q = jax.random.normal(keys[0], (1, 600, 4, 16))
-    shared, own = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys[1:], ((1, 2, 40, 16), (1, 2, 600, 3, 16)), strict=False)
+    rng = np.random.default_rng(1)
+    q, shared, own = (
+        rng.standard_normal(shape, np.float32) for shape in ((1, 600, 4, 16), (1, 2, 40, 16), (1, 2, 600, 3, 16))
     )
-    causal = jnp.arange(40) <= jnp.arange(600)[:, None]
-    pieces = [Piece(shared, shared, causal[None, None]), Piece(own, -own, jnp.ones((1, 1, 1, 3), bool))]
-    whole = jax.jit(lambda q: attend(q, pieces, 0.25))
-    parts = [
-        attend(q[:, at : at + 1], [piece.of_queries(at, at + 1) for piece in pieces], 0.25) for at in (0, 255, 256, 599)
-    ]
-    out = whole(q)
-    for at, part in zip((0, 255, 256, 599), parts, strict=True):
-        np.testing.assert_allclose(out[:, at : at + 1], part, atol=1e-5)
-    text = whole.lower(q).as_text()
+    causal = np.arange(40) <= np.arange(600)[:, None]
+
+    def whole(q, shared, own):
+        rows = jnp.ones((1, 1, 1, 3), bool)
+        return attend(q, [Piece(shared, shared, causal[None, None]), Piece(own, -own, rows)], 0.25)
+
+    lowered = jax.jit(whole).lower(q, shared, own)
+    out = np.asarray(lowered.compile()(q, shared, own))
+    for at in (0, 255, 256, 599):
+        near = own[:, :, at].swapaxes(1, 2)
+        keys, values = (
+            np.concatenate([shared.swapaxes(1, 2), sign * near], axis=1) for sign in (np.float32(1), np.float32(-1))
+        )
+        seen = np.append(causal[at], [True] * 3)[None]
+        np.testing.assert_allclose(
+            out[:, at : at + 1], attended(q[:, at : at + 1], keys, values, 0.25, seen)[0], atol=1e-5
+        )
+    text = lowered.as_text()
     assert "tensor<1x2x512x40xf32>" in text  # 256 queries of a group of two
     assert "tensor<1x2x1200x40xf32>" not in text
 
 
+# Paused anywhere
+
+
+def assert_same(got, want):
+    """Two results of a prefill are equal to the bit."""
+    leaves, others = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for leaf, other in zip(leaves, others, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+
+
+def pause_everywhere(params, tokens, lengths, policy, **options):
+    """The result of a prefill that is paused after each unit, with another prefill beside it, and its progress."""
+    partial, seen = begin_prefill(params, tokens, lengths, policy, **options), []
+    while not partial.done:
+        seen.append(partial.progress)
+        # Other prompts on the device in between.
+        jshadow.advance_prefill(params, begin_prefill(params, tokens[::-1], lengths[::-1], policy, **options))
+        partial = jshadow.advance_prefill(params, partial, policy)
+    seen.append(partial.progress)
+    return jshadow.finish_prefill(params, partial), seen
+
+
+@pytest.mark.parametrize("name", ["shadowkv", *(pytest.param(name, marks=slow) for name in FEW if name != "shadowkv")])
+def test_paused_at_every_unit_the_state_is_equal_to_the_bit(name):
+    policy = setting(name, "restricted")
+    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch=modes_of(name)[0])
+    want = jshadow.prefill(model(), PROMPT, LENGTHS, policy, **settings)
+    got, seen = pause_everywhere(model(), PROMPT, LENGTHS, policy, **settings)
+    assert_same(got, want)
+    shares = [progress.share for progress in seen]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert [seen[0].layers, seen[-1].layers] == [0, TINY.num_layers]
+
+
+@slow
+@pytest.mark.parametrize("attention", [None, VerticalSlash(vertical=4, slash=6, last_queries=4), "whole"])
+def test_every_kind_of_attention_can_be_paused(attention, monkeypatch):
+    config = family_config("gemma3")
+    params = init_params(config, seed=7)
+    if attention == "whole":
+        plan_of = PrefillJob.layer_plan
+        monkeypatch.setattr(
+            PrefillJob,
+            "layer_plan",
+            lambda job, *place: dataclasses.replace(plan_of(job, *place), whole="xla", rows=1),
+        )
+        attention = None
+    tokens = np.random.default_rng(3).integers(3, 97, (2, 55), dtype=np.int32)
+    settings = dict(capacity=80, prefill_chunk=PIECE, attention=attention, fetch="device_put", room=8)
+    want = jshadow.prefill(params, tokens, [55, 21], SHADOW, **settings)
+    assert_same(pause_everywhere(params, tokens, [55, 21], SHADOW, **settings)[0], want)
+
+
+def test_the_units_of_a_layer():
+    plan = begin_prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=CAPACITY, prefill_chunk=PIECE).schedule.plans[0]
+    assert units_of(plan, 3, 2) == (Unit("piece", 0), Unit("piece", 1), Unit("compress"))
+    whole = dataclasses.replace(plan, whole="xla", rows=2)
+    each = [
+        Unit("project", 0, 2),
+        Unit("project", 1, 2),
+        Unit("attend", 0, 2),
+        Unit("finish", 0, 2),
+        Unit("finish", 1, 2),
+    ]
+    assert units_of(whole, 4, 2) == (*(unit._replace(row=0) for unit in each), *each, Unit("compress"))
+    ahead = dataclasses.replace(plan, attention=VerticalSlash())
+    assert units_of(ahead, 3, 1) == (Unit("project"), Unit("begin"), Unit("piece"), Unit("compress"))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("shadowkv", (64, 17))]
+    + [pytest.param(name, (64, 1, 16, 17, 63), marks=slow) for name in ("full", "quest", "infllm", "shadowkv")],
+)
+def test_one_program_serves_all_lengths_of_a_width(name, lengths):
+    """A prompt of one token, of one piece, of one piece and a token, and of all tokens: no further program."""
+    policy, tokens = setting(name, "restricted"), np.random.default_rng(5).integers(3, 97, (1, 64), dtype=np.int32)
+    settings = dict(capacity=80, prefill_chunk=16)
+
+    def programs():
+        jitted = (value for value in vars(prefill_layer).values() if hasattr(value, "_cache_size"))
+        return sum(one._cache_size() for one in jitted)
+
+    counts = []
+    for length in lengths:
+        out, state = jshadow.prefill_many(model(), tokens, [length], [policy], shortest=1, **settings)[0]
+        counts.append(programs())
+        short = jshadow.prefill_many(model(), tokens[:, :length], [length], [policy], shortest=1, **settings)[0]
+        np.testing.assert_allclose(out, short[0], atol=1e-4)
+        same = jshadow.prefill_many(model(), tokens, [length], [policy], shortest=1, **settings)[0]
+        assert_same((out, state), same)
+        counts.append(programs())
+    grown = [after - before for before, after in itertools.pairwise(counts)][1::2]
+    assert grown == [0] * (len(lengths) - 1)
+
+
+def test_pieces_without_real_tokens_are_not_computed():
+    partial = begin_prefill(model(), PROMPT[:, :40], [21, 3, 1], Full(), capacity=CAPACITY, prefill_chunk=10)
+    assert partial.progress.num_units == 3 + 1
+    partial = begin_prefill(model(), PROMPT[:, :40], [20, 3, 1], Full(), capacity=CAPACITY, prefill_chunk=10)
+    assert partial.progress.num_units == 2 + 1
+
+
+def test_ctrl_c_leaves_nothing_behind():
+    def live():
+        gc.collect()
+        return sum(leaf.nbytes for leaf in jax.live_arrays())
+
+    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch="device_put")
+    want = jshadow.prefill(model(), PROMPT, LENGTHS, SHADOW, **settings)
+    before = live()
+
+    def interrupt(progress):
+        if (progress.layers, progress.units) == (1, 1):
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            jshadow.prefill_many(model(), PROMPT, LENGTHS, [SHADOW], progress=interrupt, **settings)
+        assert live() == before
+        assert not LIMITING.locked()
+    assert_same(jshadow.prefill(model(), PROMPT, LENGTHS, SHADOW, **settings), want)
+
+
+def test_progress_has_a_rate_after_the_first_layer():
+    seen = []
+    jshadow.prefill_many(
+        model(), PROMPT, LENGTHS, [SHADOW], capacity=CAPACITY, prefill_chunk=PIECE, progress=seen.append
+    )
+    units = -(-PROMPT.shape[1] // PIECE) + 1
+    assert len(seen) == units * TINY.num_layers
+    assert [(one.layers, one.units) for one in seen[: units + 1]] == [
+        *((0, n) for n in range(1, units)),
+        (1, 0),
+        (1, 1),
+    ]
+    assert seen[-1].share == 1.0
+    assert seen[-1].seconds_left == 0.0
+    assert all(one.tokens == sum(LENGTHS) for one in seen)
+    assert all(one.tokens_per_second > 0 for one in seen)
+
+
+# Bad input
+
+
+def begun(policy=SHADOW):
+    return begin_prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, prefill_chunk=PIECE)
+
+
+@pytest.mark.parametrize("use", [jshadow.advance_prefill, jshadow.finish_prefill])
+def test_another_model_or_policy_is_refused(use):
+    partial = jshadow.advance_prefill(model(), begun())
+    same_shape = init_params(TINY, seed=99)
+    other = init_params(family_config("gemma3"), seed=7)
+    for params in (same_shape, other):
+        with pytest.raises(StateMismatch, match=r"params must be those with which the prefill was begun \(\d+ layers"):
+            use(params, partial)
+    with pytest.raises(StateMismatch, match="policy must be the prefill's own ShadowKV"):
+        use(model(), partial, Full())
+    with pytest.raises(StateMismatch, match="partial must be a PartialPrefill"):
+        use(model(), None)
+    assert jshadow.finish_prefill(model(), partial, SHADOW)[0].shape == (len(LENGTHS), TINY.vocab_size)
+
+
+def test_a_value_can_be_advanced_once():
+    partial = begun()
+    after = jshadow.advance_prefill(model(), partial)
+    with pytest.raises(StateMismatch, match="was advanced before; use the value that advance_prefill returned"):
+        jshadow.advance_prefill(model(), partial)
+    while not after.done:
+        after = jshadow.advance_prefill(model(), after)
+    jshadow.finish_prefill(model(), after)
+    with pytest.raises(StateMismatch, match="was advanced before"):
+        jshadow.finish_prefill(model(), after)
+
+
+def test_lengths_past_the_capacity_are_refused():
+    with pytest.raises(CapacityError):
+        begin_prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=max(LENGTHS) - 1)
+
+
+def test_a_layer_is_dispatched_before_the_rows_of_the_last_one_are_awaited():
+    """The rows of a layer are awaited after the next layer was dispatched, and before its own rows are copied."""
+    order = []
+
+    def noted(name: str, function):
+        def call(*args, **keywords):
+            order.append(name)
+            return function(*args, **keywords)
+
+        return call
+
+    settle = noted("await", partial_prefill.host_memory.settle)
+    with (
+        mock.patch.object(partial_prefill, "run_unit", noted("layer", partial_prefill.run_unit)),
+        mock.patch.object(partial_prefill, "compress_all", noted("compress", partial_prefill.compress_all)),
+        mock.patch.object(partial_prefill.host_memory, "settle", settle),
+    ):
+        decode.prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=CAPACITY, fetch="device_put")
+    assert order == ["layer", "await", "compress"] * TINY.num_layers + ["await"]
+
+
 # The bound
+
+
+def peak_of(config, policy, tokens, chunk):
+    """The bound that the planner tells."""
+    sizes = {"batch": 1, "tokens": tokens, "capacity": tokens + 64, "dtype": "float32", "fetch": "device_put"}
+    return prefill_peak(config, policy, prefill_chunk=chunk, **sizes)
 
 
 def layer_memory(config, tokens, chunk):
@@ -143,21 +385,24 @@ def compress_memory(config, tokens, capacity, policy, chunk):
     return compress_layer.lower(prompt, None, spec=spec).compile().memory_analysis()
 
 
-@pytest.mark.parametrize("config", [WIDE, LLAMA_SHAPE], ids=["narrow", "llama"])
-@pytest.mark.parametrize(("tokens", "chunk"), [(8192, 2048), (8192, 512), (16384, 512)])
-@pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    ("config", "tokens", "chunk", "policy"),
+    [
+        pytest.param(
+            config,
+            *sizes,
+            policy,
+            marks=() if (config, sizes, policy) == (WIDE, (8192, 512), ShadowKV()) else slow,
+            id=f"{policy.name}-{sizes[0]}-{sizes[1]}-{config.head_dim}",
+        )
+        for config in (WIDE, LLAMA_SHAPE)
+        for sizes in ((8192, 2048), (8192, 512), (16384, 512))
+        for policy in (ShadowKV(), ShadowKVPlus())
+    ],
+)
 def test_the_compiled_layer_keeps_to_the_bound(config, tokens, chunk, policy):
     """What XLA reserves: temporaries of a piece that do not grow with the prompt, hidden states in place."""
-    peak = prefill_peak(
-        config,
-        policy,
-        batch=1,
-        tokens=tokens,
-        capacity=tokens + 64,
-        prefill_chunk=chunk,
-        dtype="float32",
-        fetch="device_put",
-    )
+    peak = peak_of(config, policy, tokens, chunk)
     layer, compress = layer_memory(config, tokens, chunk), compress_memory(config, tokens, tokens + 64, policy, chunk)
     held = peak["hidden"] + peak["keys_values"] + 4 * tokens + 4  # and positions and lengths
     assert layer.alias_size_in_bytes == held
@@ -203,16 +448,7 @@ def check_growth(config, tokens, policy, prefill_chunk):
         for spec, one in zip(abstract.specs, abstract.layers, strict=True)
     ]
     assert np.diff(after).tolist() == layer[1:]
-    peak = prefill_peak(
-        config,
-        policy,
-        batch=1,
-        tokens=tokens,
-        capacity=tokens + 64,
-        prefill_chunk=prefill_chunk,
-        dtype="float32",
-        fetch="device_put",
-    )
+    peak = peak_of(config, policy, tokens, prefill_chunk)
     assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
     assert after[-1] <= peak["hidden"] + peak["state"] + 64
     full = 2 * (tokens + 64) * config.key_columns * 4
@@ -220,6 +456,7 @@ def check_growth(config, tokens, policy, prefill_chunk):
     return after, state
 
 
+@slow
 @pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
 def test_live_bytes_grow_by_the_compressed_state_alone(policy):
     check_growth(WIDE, 4096, policy, 1024)
@@ -229,7 +466,7 @@ def test_live_bytes_grow_by_the_compressed_state_alone(policy):
 def test_a_long_prompt_through_the_attention_of_llama(record_property):
     """32 query and 8 KV heads of 128, a narrow model: on a CPU, in float32."""
     config = dataclasses.replace(LLAMA_SHAPE, num_layers=2)
-    after, state = check_growth(config, 32768 if ALL else 16384, ShadowKV(), 2048)
+    after, state = check_growth(config, 16384, ShadowKV(), 2048)
     record_property("live_bytes", after)
     logits, _ = jshadow.decode_step(init_params(config), [1], state)
     assert np.isfinite(np.asarray(logits)).all()
@@ -264,6 +501,8 @@ assert set(pools().values()) == {2}, pools()
 """
 
 
+@slow
+@pytest.mark.process
 def test_lapack_has_one_thread_while_a_prompt_is_compressed():
     """From a process's first prefill on; afterwards all is as before, after several at once too."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "2"}

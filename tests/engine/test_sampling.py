@@ -1,95 +1,121 @@
-"""Samplers against plain Python: what each filter keeps, and what draws depend on."""
+"""Samplers against plain NumPy: what each filter keeps, what draws depend on, and settings for each row of a batch."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import row_oracle
+from byte_models import BARE, CONFIG
 
+import jshadow
 from jshadow.engine import sampling
-from jshadow.engine.sampling import Sampler
-from jshadow.errors import ConfigError
+from jshadow.engine.rows import filters as row_filters
+from jshadow.engine.rows.sampling import RowSampling, _set_row, draw, idle_rows, pack_mask, row_of, set_row
+from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.sampling import NO_TOKEN, Sampler
+from jshadow.errors import ConfigError, PromptError
 
-LOGITS = jnp.asarray(np.random.default_rng(9).standard_normal((4, 50), np.float32))
-
-# Small integers: many ties. Two lengths only: each is compiled.
-logit_rows = st.one_of(*(st.lists(st.integers(-8, 8), min_size=n, max_size=n) for n in (2, 11)))
-
-
-@given(logit_rows, st.integers(1, 14))
-def test_top_k_keeps_exactly_k(row, k):
-    kept = np.asarray(sampling.filter_logits(Sampler(1.0, top_k=k), jnp.array([row], jnp.float32)))[0]
-    best = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
-    assert np.flatnonzero(np.isfinite(kept)).tolist() == sorted(best)
+LOGITS = np.random.default_rng(9).standard_normal((4, 50), np.float32)
+filtered = jax.jit(sampling.filter_logits, static_argnums=0)
+sample = jax.jit(sampling.sample, static_argnums=0)
 
 
-@given(logit_rows, st.floats(0.05, 0.95))
-def test_top_p_keeps_the_fewest_that_reach_p(row, p):
-    kept = np.isfinite(np.asarray(sampling.filter_logits(Sampler(1.0, top_p=p), jnp.array([row], jnp.float32)))[0])
-    probs = oracle.softmax(np.array(row, float))
-    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
-    before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
-    if np.abs(before[1:] - p).min() > 1e-5:  # else rounding decides
-        assert kept[order].tolist() == (before < p).tolist()
-    assert kept[order[0]]
+@functools.cache
+def tied_rows(size):
+    """Rows of small integers: many ties."""
+    rng = np.random.default_rng(size)
+    return np.concatenate([rng.integers(-top, top + 1, (200, size)) for top in (1, 3, 8)]).astype(np.float32)
 
 
-@given(logit_rows, st.floats(0.01, 1.0))
-def test_min_p_keeps_what_is_likely_enough(row, p):
-    kept = np.isfinite(np.asarray(sampling.filter_logits(Sampler(1.0, min_p=p), jnp.array([row], jnp.float32)))[0])
-    share = np.exp(np.array(row, float) - max(row))
-    clear = np.abs(share - p) > 1e-4
-    assert kept[clear].tolist() == (share >= p)[clear].tolist()
-    assert kept[int(np.argmax(row))]
+def kept_by(size, **settings):
+    """The rows, and which of their tokens a filter keeps."""
+    rows = tied_rows(size)
+    return zip(rows, np.isfinite(np.asarray(filtered(Sampler(1.0, **settings), rows))), strict=True)
+
+
+@pytest.mark.parametrize(("size", "k"), [*((11, k) for k in (1, 2, 5, 10, 11, 14)), (2, 1), (2, 2)])
+def test_top_k_keeps_exactly_k(size, k):
+    for row, kept in kept_by(size, top_k=k):
+        best = sorted(range(size), key=lambda i: (-row[i], i))[:k]
+        assert np.flatnonzero(kept).tolist() == sorted(best)
+
+
+@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.05, 0.3, 0.52, 0.81, 0.95)), (2, 0.6)])
+def test_top_p_keeps_the_fewest_that_reach_p(size, p):
+    clear = 0
+    for row, kept in kept_by(size, top_p=p):
+        probs = oracle.softmax(row.astype(float))
+        order = sorted(range(size), key=lambda i: (-row[i], i))
+        before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
+        if np.abs(before[1:] - p).min() > 1e-5:  # else rounding decides
+            assert kept[order].tolist() == (before < p).tolist()
+            clear += 1
+        assert kept[order[0]]
+    assert clear > 500
+
+
+@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.01, 0.2, 0.7, 1.0)), (2, 0.5)])
+def test_min_p_keeps_what_is_likely_enough(size, p):
+    for row, kept in kept_by(size, min_p=p):
+        share = np.exp(row.astype(float) - max(row))
+        clear = np.abs(share - p) > 1e-4
+        assert kept[clear].tolist() == (share >= p)[clear].tolist()
+        assert kept[int(np.argmax(row))]
 
 
 def test_filters_compose_and_draws_stay_inside():
     logits = LOGITS * 2
     sampler = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05)
-    allowed = np.isfinite(np.asarray(sampling.filter_logits(sampler, logits / 0.7)))
+    allowed = np.isfinite(np.asarray(filtered(sampler, logits / np.float32(0.7))))
     assert 1 <= allowed.sum(axis=1).min() <= allowed.sum(axis=1).max() <= 12
     for seed in range(20):
-        drawn = np.asarray(sampling.sample(sampler, logits, jax.random.key(seed)))
+        drawn = np.asarray(sample(sampler, logits, jax.random.key(seed)))
         assert allowed[np.arange(4), drawn].all()
 
 
 def test_draws_follow_the_seed_and_not_the_neighbors():
-    logits, sampler = LOGITS, Sampler(1.0)
-    first, again, other = (np.asarray(sampling.sample(sampler, logits, jax.random.key(s))) for s in (1, 1, 2))
+    sampler = Sampler(1.0)
+    first, again, other = (np.asarray(sample(sampler, LOGITS, jax.random.key(s))) for s in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    changed = sampling.sample(sampler, logits.at[2:].multiply(-1.0), jax.random.key(1))
-    np.testing.assert_array_equal(changed[:2], first[:2])
-    np.testing.assert_array_equal(sampling.sample(sampler, logits[:1], jax.random.key(1)), first[:1])
+    changed = np.concatenate([LOGITS[:2], -LOGITS[2:]])
+    np.testing.assert_array_equal(np.asarray(sample(sampler, changed, jax.random.key(1)))[:2], first[:2])
+    np.testing.assert_array_equal(sample(sampler, LOGITS[:1], jax.random.key(1)), first[:1])
 
 
 def test_all_64_bits_of_a_seed_count():
     seeds = (7, 7 + 2**32, 7 + 2**33, 7 - 2**32, 7 - 2**63, np.int64(7 + 2**40))
-    keys = {tuple(jax.random.key_data(sampling.seed_key(seed)).tolist()) for seed in seeds}
+    keys = {tuple(np.asarray(jax.random.key_data(sampling.seed_key(seed))).tolist()) for seed in seeds}
     assert len(keys) == len(seeds)
     for seed in (0, 7, 2**31, 2**32 - 1, np.uint8(7)):  # as jax.random.key has them
-        assert sampling.seed_key(seed) == jax.random.key(seed)
+        got, want = (np.asarray(jax.random.key_data(key)) for key in (sampling.seed_key(seed), jax.random.key(seed)))
+        np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-300])
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"min_p": 0.5, "top_k": 3}])
+@pytest.mark.parametrize(
+    ("temperature", "settings"),
+    [
+        *((temperature, {}) for temperature in (1e-3, 1e-38, 1e-40, 1e-300)),
+        *((temperature, {"top_p": 0.9}) for temperature in (1e-3, 1e-40)),
+        *((temperature, {"min_p": 0.5, "top_k": 3}) for temperature in (1e-38, 1e-300)),
+    ],
+)
 def test_next_to_nothing_is_greedy(temperature, settings):
-    logits = jnp.array([[5.0, 7.0, -80.0, 6.9], [-3.0, -90.0, -2.0, -jnp.inf]])
-    drawn = sampling.sample(Sampler(temperature, **settings), logits, jax.random.key(0))
-    assert drawn.tolist() == [1, 2]
+    logits = np.array([[5.0, 7.0, -80.0, 6.9], [-3.0, -90.0, -2.0, -np.inf]], np.float32)
+    assert sample(Sampler(temperature, **settings), logits, jax.random.key(0)).tolist() == [1, 2]
 
 
 def test_draws_have_the_probabilities():
-    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     keys = jax.random.split(jax.random.key(0), 4000)
-    draws = np.asarray(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0])(keys))
+    draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(keys))
     np.testing.assert_allclose(np.bincount(draws) / 4000, [0.5, 0.3, 0.2], atol=0.03)
-    greedy = sampling.sample(Sampler(), jnp.array([[1.0, 4.0, 4.0]]), keys[0])
-    assert greedy.tolist() == [1]
+    assert sample(Sampler(), np.array([[1.0, 4.0, 4.0]], np.float32), jax.random.key(0)).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +131,221 @@ def test_bad_samplers_name_the_field(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=f"sampler.{field}"):
             dataclasses.replace(Sampler(), **{field: value})
+
+
+# Settings for each row
+
+
+SIZE = 67  # no multiple of 32
+PARTS = RowParts(SIZE, penalties=True, bias_limit=4, grammar=True)
+
+
+def random_sampler(rng: np.random.Generator, size: int) -> Sampler:
+    def maybe(value: float) -> float | None:
+        return None if rng.random() < 0.4 else value
+
+    temperature = 0.0 if rng.random() < 0.2 else float(rng.uniform(0.3, 2.0))
+    return Sampler(
+        temperature,
+        maybe(int(rng.integers(1, size + 3))),
+        maybe(float(rng.uniform(0.1, 1.0))),
+        maybe(float(10 ** rng.uniform(-3, 0))),
+    )
+
+
+def random_settings(rng: np.random.Generator) -> RowSettings:
+    biased = rng.choice(SIZE, int(rng.integers(0, PARTS.bias_limit + 1)), replace=False)
+    return RowSettings(
+        random_sampler(rng, SIZE),
+        seed=int(rng.integers(-(2**63), 2**63)),
+        presence_penalty=float(rng.uniform(-2, 2)),
+        frequency_penalty=float(rng.uniform(-2, 2)),
+        repetition_penalty=float(rng.uniform(0.5, 2)),
+        logit_bias={int(token): float(rng.uniform(-4, 4)) for token in biased},
+    )
+
+
+def batch_of(rows: list[RowSampling]) -> RowSampling:
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+
+
+def pick(rows: RowSampling, places: list[int]) -> RowSampling:
+    return jax.tree.map(lambda array: np.asarray(array)[places], rows)
+
+
+def assert_equal(one: RowSampling, other: RowSampling) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(1, "float32"), (3, "bfloat16"), (8, "float32")])
+def test_draws_are_those_of_the_oracle(count, dtype):
+    rng, told, drawn = np.random.default_rng(count), 0, [[] for _ in range(count)]
+    settings = [random_settings(rng) for _ in range(count)]
+    prompts = [rng.integers(0, SIZE, 9).tolist() for _ in range(count)]
+    rows = batch_of([row_of(one, PARTS, prompt=prompt) for one, prompt in zip(settings, prompts, strict=True)])
+    for step in range(12):
+        logits = (rng.standard_normal((count, SIZE)) * 3).astype(jnp.dtype(dtype))
+        allowed = rng.random((count, SIZE)) < 0.7
+        tokens, rows = draw(rows.replace(allowed=pack_mask(allowed)), logits)
+        for row, token in enumerate(tokens.tolist()):
+            scores = row_oracle.change(settings[row], np.asarray(logits[row], np.float32), prompts[row], drawn[row])
+            want, close = row_oracle.draw(settings[row], np.where(allowed[row], scores, -np.inf), step)
+            assert close or token == want
+            told += not close
+            drawn[row].append(token)
+    assert told >= 11 * count
+    rows = rows.replace(allowed=idle_rows(PARTS, count).allowed)
+    parts = zip(settings, prompts, drawn, strict=True)
+    assert_equal(rows, batch_of([row_of(one, PARTS, prompt=prompt, drawn=past) for one, prompt, past in parts]))
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, SIZE), (3, 2), (1, 1)])
+def test_filters_keep_what_the_oracle_keeps(count, size):
+    rng, keep = np.random.default_rng(size), jax.jit(row_filters.keep_likely)
+    for scale in (0, 2, 2, 30, 200):  # integers: many ties
+        settings = [RowSettings(dataclasses.replace(random_sampler(rng, size), temperature=0.5)) for _ in range(count)]
+        cooled = np.stack([row_oracle.cool(one, np.rint(rng.standard_normal(size) * scale)) for one in settings])
+        rows = batch_of([row_of(one, RowParts(size)) for one in settings])
+        kept = np.asarray(keep(cooled.astype(np.float32), rows.top_k, rows.top_p, rows.min_p))
+        for row, one in enumerate(settings):
+            want, close = row_oracle.keep(one, cooled[row])
+            assert close or kept[row].tolist() == want.tolist(), one
+
+
+@pytest.mark.parametrize("tail", [1.0, 1e-3, 1e-6, 1e-9])
+def test_sums_of_shares_are_exact_in_a_large_vocabulary(tail):
+    size, rng = 300_001, np.random.default_rng(0)
+    weights = (tail * rng.random((1, size))).astype(np.float32)
+    weights[0, 7] = 1
+    shares = np.asarray(jit_shares(weights))[0].astype(np.float64)
+    assert shares.sum() < 2**32
+    want = weights[0] / weights.sum(dtype=np.float64)
+    np.testing.assert_allclose(np.cumsum(shares) / shares.sum(), np.cumsum(want), atol=1e-6)
+
+
+jit_shares = jax.jit(row_filters.shares)
+
+
+def test_a_row_depends_on_nothing_but_itself():
+    rng, steps = np.random.default_rng(5), 6
+    settings = [random_settings(rng) for _ in range(8)]
+    settings[0] = dataclasses.replace(settings[0], sampler=Sampler(1.1, top_k=30, top_p=0.8, min_p=1e-3))
+    rows = batch_of([row_of(one, PARTS, prompt=[3, 60]) for one in settings])
+    logits = rng.standard_normal((steps, 8, SIZE), np.float32) * 3
+
+    def run(picked: list[int]) -> tuple[np.ndarray, RowSampling]:
+        picks, tokens = pick(rows, picked), []
+        for step in range(steps):
+            token, picks = draw(picks, logits[step, picked])
+            tokens.append(token)
+        return np.stack(tokens, axis=1), picks
+
+    tokens, after = run(list(range(8)))
+    for picked in ([0], [7], [2, 0, 5], [5, 2, 0], [6, 3, 1, 0, 7, 4, 2, 5], [0] * 8):
+        some, left = run(picked)
+        np.testing.assert_array_equal(some, tokens[picked])
+        assert_equal(left, pick(after, picked))
+
+
+def test_a_seeded_row_draws_the_tokens_of_generate():
+    """The sampler and the sizes are those of a test of generate, so they are compiled once."""
+    prompt = np.random.default_rng(0).integers(0, 256, 203).tolist()
+    settings = RowSettings(Sampler(1.5, 50, 0.95, 0.01), seed=7 + 2**40)
+    options = {"capacity": 256, "sampler": settings.sampler, "seed": settings.seed}
+    offline = jshadow.generate(BARE, prompt, jshadow.Full(), max_new_tokens=9, **options)
+    state = jshadow.generate(BARE, prompt[:-1], jshadow.Full(), max_new_tokens=0, **options).state
+    parts, tokens, newest = RowParts(CONFIG.vocab_size), [], prompt[-1]
+    rows = set_row(idle_rows(parts, 3), 1, row_of(settings, parts))
+    for _ in range(9):
+        logits, state = jshadow.decode_step(BARE, [newest], state)
+        drawn, rows = draw(rows, np.repeat(np.asarray(logits), 3, axis=0))
+        newest = int(drawn[1])
+        tokens.append(newest)
+    assert tokens == list(offline.tokens)
+
+
+def test_a_row_without_a_token_leaves_the_others():
+    settings = [RowSettings(sampler) for sampler in (Sampler(), Sampler(1.0)) * 4]
+    rows = batch_of([row_of(one, PARTS) for one in settings])
+    logits = np.random.default_rng(1).standard_normal((8, SIZE), np.float32)
+    clean, _ = draw(rows, logits)
+    allowed = np.ones((8, SIZE), bool)
+    allowed[2:4] = False
+    logits[:2, 5], logits[4:6] = np.nan, -np.inf
+    tokens, after = draw(rows.replace(allowed=pack_mask(allowed)), logits)
+    assert tokens.tolist() == [NO_TOKEN] * 6 + clean[6:].tolist()
+    assert np.asarray(after.counts).sum(axis=1).tolist() == [0] * 6 + [1] * 2
+
+
+def test_an_infinite_logit_and_extreme_settings():
+    logits = np.zeros((3, SIZE), np.float32)
+    logits[:, 9], logits[:, 4] = 2.0, -np.inf
+    rows = batch_of([row_of(one, PARTS) for one in (Sampler(1e-300), Sampler(1e300), Sampler(1.0, top_p=1e-60))])
+    tokens = np.stack([np.asarray(draw(rows.replace(step=rows.step + t), logits)[0]) for t in range(30)])
+    assert (tokens[:, [0, 2]] == 9).all()
+    assert len(set(tokens[:, 1].tolist())) > 10  # every token is as likely as any other
+    assert not (tokens == 4).any()
+    logits[:, 11] = np.inf
+    assert draw(rows, logits)[0].tolist() == [11] * 3
+
+
+TIED = np.zeros((8, SIZE), np.float32)
+TIED[:, [3, 40, 66]] = 2.0
+
+
+def test_a_greedy_tie_goes_to_the_lower_id():
+    tokens, _ = draw(batch_of([row_of(Sampler(t, top_k=k), PARTS) for t, k in ((0.0, None), (1.0, 1))] * 4), TIED)
+    assert tokens.tolist() == [3] * 8
+    cold, _ = draw(batch_of([row_of(RowSettings(Sampler(1e-300), seed), PARTS) for seed in range(8)]), TIED)
+    assert set(cold.tolist()) == {3, 40, 66}  # a temperature above 0 draws between equals
+
+
+def test_paused_rows_count_nothing():
+    rows = batch_of([row_of(RowSettings(Sampler(1.0), seed), PARTS) for seed in range(8)])
+    active = np.arange(8) % 2 == 0
+    tokens, after = draw(rows, TIED, active)
+    assert after.step.tolist() == active.astype(int).tolist()
+    assert np.asarray(after.counts).sum(axis=1).tolist() == active.astype(int).tolist()
+    np.testing.assert_array_equal(np.asarray(draw(after, TIED)[0])[1::2], np.asarray(tokens)[1::2])
+
+
+def test_no_value_compiles_anything():
+    rng, rows = np.random.default_rng(2), idle_rows(PARTS, 8)
+    _, rows = draw(rows, TIED)
+    rows = set_row(rows, 3, row_of(Sampler(), PARTS))
+    before = draw._cache_size(), _set_row._cache_size()
+    for index in range(8):
+        rows = set_row(rows, index, row_of(random_settings(rng), PARTS, prompt=[index], drawn=[1] * index))
+        _, rows = draw(rows, TIED)
+    assert (draw._cache_size(), _set_row._cache_size()) == before
+
+
+FIVE, PAIR = dict.fromkeys(range(5), 1.0), idle_rows(PARTS, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: RowSettings(None), ConfigError, "sampler must be a Sampler, got None"),
+        (lambda: RowSettings(seed=2**63), ConfigError, "seed must be"),
+        (lambda: RowSettings(presence_penalty=2.1), ConfigError, "presence_penalty must lie in [-2.0, 2.0], got 2.1"),
+        (lambda: RowSettings(frequency_penalty=float("nan")), ConfigError, "frequency_penalty must lie in"),
+        (lambda: RowSettings(repetition_penalty=0), ConfigError, "repetition_penalty must lie in [0.01, 100.0], got 0"),
+        (lambda: RowSettings(logit_bias=[1]), ConfigError, "logit_bias must be a mapping"),
+        (lambda: RowSettings(logit_bias={1: 101}), ConfigError, "logit_bias[1] must lie in [-100.0, 100.0], got 101"),
+        (lambda: RowParts(0), ConfigError, "parts.vocab_size"),
+        (lambda: RowParts(9, bias_limit=-1), ConfigError, "parts.bias_limit"),
+        (lambda: row_of(RowSettings(logit_bias=FIVE), PARTS), ConfigError, "at most bias_limit=4 tokens, got 5"),
+        (lambda: row_of(RowSettings(logit_bias={SIZE: 1}), PARTS), PromptError, f"vocab_size={SIZE}), got {SIZE}"),
+        (lambda: row_of(RowSettings(presence_penalty=1), RowParts(9)), ConfigError, "presence_penalty must be 0.0"),
+        (lambda: row_of(RowSettings(), PARTS, prompt=[-1]), PromptError, "prompt must lie in"),
+        (lambda: row_of(RowSettings(), PARTS, drawn=[1.5]), PromptError, "drawn must be integers"),
+        (lambda: idle_rows(PARTS, 0), ConfigError, "rows.count"),
+        (lambda: set_row(PAIR, 2, PAIR), ConfigError, "index must lie in [0, 2), got 2"),
+        (lambda: set_row(PAIR, 0, PAIR), ConfigError, "row.temperature must have the shape (1,), got (2,)"),
+        (lambda: set_row(PAIR, 0, row_of(Sampler(), RowParts(SIZE))), ConfigError, "row.counts must have the shape"),
+    ],
+)
+def test_bad_settings_of_a_row_name_the_field(make, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        make()

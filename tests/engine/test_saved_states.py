@@ -9,41 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CAPACITY,
-    FETCH_MODES,
-    LENGTHS,
-    POLICY_CASES,
-    POLICY_FETCHES,
-    PROMPT,
-    STEPS,
-    TINY,
-    model,
-    prefilled,
-    random_tokens,
-    run_steps,
-    setting,
-)
+from cases import CAPACITY, LENGTHS, STEPS, TINY, model, modes_of, prefilled, random_tokens, run_steps, setting
 from safetensors import safe_open
+from small_state import LENGTHS_SMALL, POLICY, SMALL, small
+from tiny_text import byte_tokenizer
 
-from jshadow import ShadowKV, load_state, save_state
+from jshadow import load_state, save_state
+from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved.state import bare, cache_fills, places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full
 from jshadow.policies.settings import dotted_settings
-from jshadow.weights.params import init_params
+from jshadow.weights.params import Params, init_params
 
-policies = pytest.mark.parametrize("name", POLICY_CASES)
-policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
-fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
 BATCH = len(LENGTHS)
 ACTIVE = np.array([[True, True], [False, True], [True, False]])
+slow = pytest.mark.slow
+# Every registered policy, and each variant whose state has other arrays.
+VARIANTS = ("shadowkv_transform", "shadowkv_plus_transform", "shadowkv_rotation", "shadowkv_plus_channel")
+NAMES = (*POLICIES, *VARIANTS, "dense_first", "pyramid", "probe")
+QUICK = {("full", "resident"), ("shadowkv", "device_put")}
 
 
-def decoded(name: str, fetch: str, dtype: str = "float32"):
+def decoded(name: str = "full", fetch: str = "resident"):
     """The restricted state after two steps, in each of which one row idles."""
-    return run_steps(model(TINY, dtype), prefilled(name, "restricted", fetch, dtype)[1], STEPS[:, :2], ACTIVE)[1]
+    return run_steps(model(), prefilled(name, "restricted", fetch)[1], STEPS[:, :2], ACTIVE)[1]
 
 
 def given(name: str):
@@ -70,7 +61,14 @@ def assert_same(mine, theirs, *, stepped: bool = False) -> None:
             assert (np.asarray(a) == fills[name]).all(), name
 
 
-@policies_fetched
+@pytest.mark.parametrize(
+    ("name", "fetch"),
+    [
+        pytest.param(name, fetch, marks=() if (name, fetch) in QUICK else slow)
+        for name in NAMES
+        for fetch in modes_of(name)
+    ],
+)
 def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name, fetch):
     state = decoded(name, fetch)
     save_state(tmp_path / "state", state, model())
@@ -86,26 +84,30 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name, fetch):
     assert_same(loaded_after, after, stepped=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["shadowkv", "probe"])
-def test_sixteen_bit_states(tmp_path, name, dtype):
-    state = prefilled(name, "restricted", "device_put", dtype)[1]
-    save_state(tmp_path / "state", state, model(TINY, dtype))
-    assert_same(load_state(tmp_path / "state", model(TINY, dtype), given(name)), state)
+def prefill_small(params: Params | None = None, policy=POLICY, capacity=16) -> KVState:
+    """A state of the smallest model, or of one like it."""
+    tokens, sizes = random_tokens(2, 13, config=SMALL), {"capacity": capacity, "fetch": "device_put"}
+    return decode.prefill(params or small()[0], tokens, LENGTHS_SMALL, policy, **sizes)[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
+def test_sixteen_bit_states(tmp_path, dtype):
+    params = init_params(SMALL, dtype=dtype)
+    state = prefill_small(params)
+    save_state(tmp_path / "state", state, params)
+    assert_same(load_state(tmp_path / "state", params), state)
 
 
 def test_a_step_does_not_compile_anew_for_a_loaded_state(tmp_path):
     """The other way round: the first step that is ever compiled for a policy is a loaded state's."""
-    policy = ShadowKV(rank=5, budget=8, chunk_size=4, outlier_chunks=1)  # of no other test
-    _, state = decode.prefill(model(), PROMPT, np.array(LENGTHS), policy, capacity=CAPACITY, fetch="device_put")
-    save_state(tmp_path / "state", state, model())
-    before = decode._step._cache_size()
-    loaded = load_state(tmp_path / "state", model(), policy)  # not resolved, and yet the same
-    run_steps(model(), loaded.fork(), STEPS[:, :2])
-    assert decode._step._cache_size() == before + 1
-    run_steps(model(), state, STEPS[:, :2])
-    run_steps(model(), load_state(tmp_path / "state", model()), STEPS[:, :2])
-    assert decode._step._cache_size() == before + 1
+    params = init_params(dataclasses.replace(SMALL, vocab_size=17))  # of no other test
+    state, before = prefill_small(params), decode._step._cache_size()
+    save_state(tmp_path / "state", state, params)
+    loaded = load_state(tmp_path / "state", params, POLICY)  # not resolved, and yet the same
+    for one in (loaded.fork(), state, load_state(tmp_path / "state", params)):
+        for _ in range(2):
+            _, one = decode.decode_step(params, [1, 2], one)
+        assert decode._step._cache_size() == before + 1
 
 
 def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
@@ -127,7 +129,7 @@ def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
 def test_tensors_are_aligned(tmp_path):
     """Readers that map a file take numbers from where they lie."""
     fitted = {"a": jnp.ones(3, bool), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3)}
-    save_state(tmp_path / "state", decoded("full", "resident").replace(fitted=fitted), model())
+    save_state(tmp_path / "state", decoded().replace(fitted=fitted), model())
     data = (tmp_path / "state").read_bytes()
     size = int.from_bytes(data[:8], "little")
     assert size % 8 == 0
@@ -139,18 +141,11 @@ def test_tensors_are_aligned(tmp_path):
 
 
 def test_rows_taken_and_inserted_keep_their_window(tmp_path):
-    state = decoded("shadowkv", "device_put")
-    _, one = decode.prefill(
-        model(),
-        random_tokens(1, 20),
-        np.array([20]),
-        setting("shadowkv", "restricted"),
-        capacity=CAPACITY,
-        fetch="device_put",
-    )
-    for changed in (state.take([2, 0]), state.insert(1, one), one):
-        save_state(tmp_path / "state", changed, model())
-        loaded = load_state(tmp_path / "state", model())
+    state = small()[1]
+    one = decode.prefill(small()[0], random_tokens(1, 9, config=SMALL), [9], POLICY, capacity=16, fetch="device_put")[1]
+    for changed in (state.take([1, 0]), state.insert(1, one), one):
+        save_state(tmp_path / "state", changed, small()[0])
+        loaded = load_state(tmp_path / "state", small()[0])
         assert jax.tree.structure(loaded) == jax.tree.structure(changed)
         theirs, fills = places(changed), cache_fills(changed)
         for name, mine in places(loaded).items():
@@ -165,7 +160,7 @@ def test_fitted_arrays_come_back(tmp_path):
         "b.c": jnp.full(3, 3, jnp.int8),
         "empty": {},
     }
-    state = decoded("full", "resident").replace(fitted=basis)
+    state = decoded().replace(fitted=basis)
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model())
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
@@ -188,7 +183,7 @@ def test_fitted_arrays_come_back(tmp_path):
 )
 def test_fitted_arrays_that_no_file_can_hold_are_refused(tmp_path, fitted, told):
     with pytest.raises(CheckpointError, match=told):
-        save_state(tmp_path / "state", decoded("full", "resident").replace(fitted=fitted), model())
+        save_state(tmp_path / "state", decoded().replace(fitted=fitted), model())
     assert not list(tmp_path.iterdir())
 
 
@@ -212,7 +207,7 @@ def test_info(tmp_path):
 
 
 def test_saving_leaves_the_state_as_it_is(tmp_path):
-    state = decoded("probe", "device_put")
+    state = decoded("shadowkv", "device_put")
     before = jax.tree.map(np.array, state)
     save_state(tmp_path / "a", state, model())
     save_state(tmp_path / "b", state, model())
@@ -222,7 +217,7 @@ def test_saving_leaves_the_state_as_it_is(tmp_path):
 
 
 def test_a_consumed_state_is_refused(tmp_path):
-    state = decoded("full", "resident")
+    state = decoded()
     run_steps(model(), state, STEPS[:, 2:3])
     with pytest.raises(StateMismatch, match="consumed"):
         save_state(tmp_path / "state", state, model())
@@ -238,7 +233,7 @@ def test_a_consumed_state_is_refused(tmp_path):
     ],
 )
 def test_tokens_that_are_not_the_states_are_refused(tmp_path, change, error, told):
-    state = decoded("full", "resident")
+    state = decoded()
     rows = [[1] * n for n in state.lengths.tolist()]
     with pytest.raises(error, match=told):
         save_state(tmp_path / "state", state, model(), tokens=change(rows))
@@ -248,7 +243,7 @@ def test_tokens_that_are_not_the_states_are_refused(tmp_path, change, error, tol
 def test_a_state_of_another_model_is_refused(tmp_path):
     other = init_params(dataclasses.replace(TINY, num_layers=2))
     with pytest.raises(StateMismatch, match="params"):
-        save_state(tmp_path / "state", decoded("full", "resident"), other)
+        save_state(tmp_path / "state", decoded(), other)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +252,8 @@ class Impostor(Full):
 
 
 def test_a_policy_that_would_come_back_as_another_is_refused(tmp_path):
-    _, state = decode.prefill(model(), PROMPT, np.array(LENGTHS), Impostor(), capacity=CAPACITY)
     with pytest.raises(CheckpointError, match="structure"):
-        save_state(tmp_path / "state", state, model())
+        save_state(tmp_path / "state", prefill_small(policy=Impostor()), small()[0])
     assert not list(tmp_path.iterdir())
 
 
@@ -268,7 +262,7 @@ def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(os.fstat(handle).st_ino), fsync(handle)))
     monkeypatch.setattr(Path, "replace", lambda path, to: (calls.append("replace"), replace(path, to)))
-    save_state(tmp_path / "state", decoded("full", "resident"), model())
+    save_state(tmp_path / "state", decoded(), model())
     assert calls == [(tmp_path / "state").stat().st_ino, "replace", tmp_path.stat().st_ino]
 
 
@@ -276,19 +270,77 @@ def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        save_state(tmp_path / place, decoded("full", "resident"), model())
+        save_state(tmp_path / place, decoded(), model())
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 def test_a_capacity_from_numpy_can_be_saved(tmp_path):
-    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=np.max(LENGTHS) + 7)
-    save_state(tmp_path / "state", state, model())
-    assert load_state(tmp_path / "state", model()).capacity == 68
+    save_state(tmp_path / "state", prefill_small(capacity=np.max(LENGTHS_SMALL) + 7), small()[0])
+    assert load_state(tmp_path / "state", small()[0]).capacity == 20
 
 
 def test_token_ids_that_are_no_lists(tmp_path):
-    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=CAPACITY)
-    ids = [PROMPT[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     with pytest.raises(PromptError, match="a list of ids for each row"):
-        save_state(tmp_path / "state", state, model(), tokens=ids[0])
+        save_state(tmp_path / "state", small()[1], small()[0], tokens=[3] * 13)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_share_a_prompt_are_saved_one_by_one(tmp_path):
+    params, shared = small()[0], small()[1].take([0]).share(2)
+    with pytest.raises(StateMismatch, match=r"take\(\[i\]\)"):
+        save_state(tmp_path / "state", shared, params)
+    save_state(tmp_path / "state", shared.take([1]), params)
+    assert load_state(tmp_path / "state", params).lengths.tolist() == [13]
+
+
+# The digests of weights and tokenizers, by which a saved state knows its model
+
+
+def test_the_digest_of_params_is_of_every_bit_name_and_dtype():
+    params = init_params(TINY)
+    assert params.digest == init_params(TINY).digest == model().digest
+    assert params.digest is params.digest  # computed once
+    flipped = jax.tree.map(lambda leaf: leaf, params.weights)
+    kernel = np.array(flipped["layer_1"]["mlp"]["up"]["kernel"])
+    kernel.view(np.uint32)[3, 5] ^= 1
+    flipped["layer_1"]["mlp"]["up"]["kernel"] = jnp.asarray(kernel)
+    renamed = {name.replace("layer_2", "layer_9"): leaf for name, leaf in params.weights.items()}
+    bits = jax.tree.map(lambda leaf: np.asarray(leaf).view(np.int32), params.weights)
+    embedding = params.weights["embed"]["embedding"]
+    turned = params.weights | {"embed": {"embedding": embedding.reshape(embedding.shape[::-1])}}
+    digests = {Params(weights, TINY).digest for weights in (params.weights, flipped, renamed, bits, turned)}
+    assert len(digests) == 5
+
+
+def test_the_digest_of_a_tokenizer_is_of_what_it_does():
+    def digest(tokenizer) -> str | None:
+        return Params(model().weights, TINY, tokenizer).tokenizer_digest
+
+    first, used, other, extended = (byte_tokenizer() for _ in range(4))
+    used.pad_token = used.eos_token
+    padded = digest(used)
+    used(["one", "and two"], padding="max_length", truncation=True, max_length=4)
+    assert digest(used) == padded  # what a call leaves in the backend is no part of it
+    other.chat_template += " "
+    extended.add_tokens(["new"])
+    assert digest(first) == digest(byte_tokenizer())
+    assert len({digest(first), digest(other), digest(extended), digest(None)}) == 4
+    assert digest(None) is None
+
+
+class WithoutBackend:
+    """What a tokenizer in plain Python has in common with the fast ones."""
+
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self.vocab, self.special_tokens_map, self.chat_template = vocab, {"eos_token": "b"}, None
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+def test_a_tokenizer_without_backend_has_a_digest():
+    digests = [
+        Params({}, TINY, WithoutBackend(vocab)).tokenizer_digest
+        for vocab in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})
+    ]
+    assert digests[0] == digests[1] != digests[2]

@@ -1,33 +1,34 @@
-"""Rows that share a prompt half (`share`): turns, generation, bytes, and what is refused."""
+"""Rows that share a prompt half (`share`): turns, steps, bytes, and what is refused. `generate` is in its own file."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_models import BARE, SHADOW
 from cases import CAPACITY, TINY, model, prefilled, random_tokens
 
-import jshadow
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
-from jshadow.engine.saved.state import save_state
 from jshadow.errors import CapacityError, StateMismatch
 
 SETTING = ("shadowkv", "restricted")
-FETCHES = ("resident", "device_put", "zero_copy")
+slow = pytest.mark.slow
+fetches = pytest.mark.parametrize(
+    "one", ["device_put", *(pytest.param(fetch, marks=slow) for fetch in ("resident", "zero_copy"))], indirect=True
+)
 
 
-@pytest.fixture(params=FETCHES)
+@pytest.fixture
 def one(request):
-    return prefilled(*SETTING, request.param)[1].take([0])
+    """A state with one row of 61 tokens."""
+    return prefilled(*SETTING, getattr(request, "param", "device_put"))[1].take([0])
 
 
+@fetches
 def test_the_prompt_half_is_held_once(one):
     """The arrays that exist after sharing and a step are those of the changing half alone, in each memory."""
     before = jax.live_arrays()  # The list keeps the arrays alive: a freed array's id may be used again.
     known = {id(leaf) for leaf in before}
-    state = one.share(5)
-    _, state = decode.decode_step(model(), np.arange(5), state)
+    state = one.share(3)
+    _, state = decode.decode_step(model(), np.arange(3), state)
     fresh = [leaf for leaf in jax.live_arrays() if id(leaf) not in known and leaf.ndim > 2]
     live = [leaf for leaf in jax.tree.leaves(state.split()[1]) if leaf.ndim > 2]
     for memory in ("device", "pinned_host"):
@@ -38,41 +39,32 @@ def test_the_prompt_half_is_held_once(one):
     parts, alone = state_nbytes(state), state_nbytes(one)
     assert parts["left"] == alone["left"]
     assert parts["host rows"] == alone["host rows"]
-    assert parts["window"][0] == 5 * alone["window"][0]
+    assert parts["window"][0] == 3 * alone["window"][0]
     assert all(leaf is source for leaf, source in zip(*map(jax.tree.leaves, (state.reads(), one.reads())), strict=True))
 
 
+@slow
+@fetches
 def test_a_ragged_turn_of_shared_rows_is_that_of_forks(one):
-    turn, lengths = random_tokens(3, 21, seed=3), [21, 4, 0]
+    turn, lengths = random_tokens(3, 21, seed=3), np.array([21, 4, 0])
     logits, state = decode.extend(model(), turn, lengths, one.share(3), logits="all", extend_chunk=24)
+    logits = np.asarray(logits)
     for row in (0, 1):
         alone, fork = decode.extend(model(), turn[[row]], [lengths[row]], one.fork(), logits="all")
-        np.testing.assert_allclose(logits[row, : lengths[row]], alone[0, : lengths[row]], atol=1e-5)
+        np.testing.assert_allclose(logits[row, : lengths[row]], np.asarray(alone)[0, : lengths[row]], atol=1e-5)
         np.testing.assert_array_equal(state.take([row]).lengths, fork.lengths)
     np.testing.assert_array_equal(state.lengths, np.asarray(one.lengths) + lengths)
-    turn, lengths = jnp.asarray(turn), jnp.asarray(lengths)
     core, _ = decode.extend_steps(model().weights, TINY, turn, lengths, one.share(3))
     np.testing.assert_allclose(core[1], logits[1, 3], atol=1e-5)
 
 
+@slow
+@fetches
 def test_generated_tokens_of_shared_rows_are_those_of_forks(one):
-    tokens, _ = decode.decode_steps(model(), [3, 4], one.share(2), 4)
-    for row in (0, 1):
-        alone, _ = decode.decode_steps(model(), [3 + row], one.fork(), 4)
-        np.testing.assert_array_equal(tokens[row], alone[0])
-
-
-def test_generate_continues_shared_rows():
-    options = {"capacity": 320, "fetch": "device_put"}
-    document = jshadow.generate(BARE, list(range(5, 205)), SHADOW, max_new_tokens=0, **options).state
-    turns = [[9, 8], [4]]
-    both = jshadow.generate(BARE, turns, state=document.share(2), max_new_tokens=4)
-    for turn, answer in zip(turns, both, strict=True):
-        alone = jshadow.generate(BARE, turn, state=document.fork(), max_new_tokens=4)
-        assert answer.tokens == alone.tokens
-        assert answer.report.attended_parts == alone.report.attended_parts
-    with pytest.raises(StateMismatch, match="verify needs a prompt half for each row, got 2"):
-        jshadow.generate(BARE, turns, state=document.share(2), verify=True, max_new_tokens=4)
+    tokens, _ = decode.decode_steps(model(), [3, 4, 90], one.share(3), 6)
+    for row, first in enumerate((3, 4, 90)):
+        alone, _ = decode.decode_steps(model(), [first], one.fork(), 6)
+        np.testing.assert_array_equal(np.asarray(tokens)[row], np.asarray(alone)[0])
 
 
 def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
@@ -94,7 +86,7 @@ def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
 
 
 def test_room_of_shared_rows_can_change(one):
-    state = one.with_room(2).share(2)
+    state = one.with_room(2).share(3)
     least = int(np.min(state.room()))
     assert least >= 2
     wide = state.with_room(9)
@@ -106,9 +98,3 @@ def test_room_of_shared_rows_can_change(one):
     for room in (-1, None, True, 1.5):
         with pytest.raises(CapacityError, match="room must be an integer"):
             one.with_room(room)
-
-
-def test_rows_that_share_a_prompt_are_saved_one_by_one(one, tmp_path):
-    with pytest.raises(StateMismatch, match=r"take\(\[i\]\)"):
-        save_state(tmp_path / "state", one.share(2), model())
-    save_state(tmp_path / "state", one.share(2).take([1]), model())

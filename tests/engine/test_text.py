@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_text import byte_tokenizer
+from tiny_text import END, byte_tokenizer
 
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.errors import ConfigError, PromptError
@@ -128,3 +128,43 @@ def test_a_template_that_cannot_go_on_says_so():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(PromptError, match="roles must alternate"):
         encode(tokenizer, [{"role": "user", "content": "x"}], 257)
+
+
+def test_special_tokens_as_stop_strings_are_their_ids():
+    assert split_stops(END, TOKENIZER) == ((), (256,))
+    assert split_stops(["x", END, 7], TOKENIZER) == (("x",), (7, 256))
+    with pytest.raises(ConfigError, match=r"stop must not have the special token '<\|end\|>' beside other text"):
+        split_stops(END + "\n", TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("abEND", "END", "ab"),
+        ("aENEND", "END", "aEN"),
+        ("aa\n\n\n\nX", "\n\nX", "aa\n\n"),
+        ("END", "END", ""),
+        ("ab\u00e9", "\u00e9", "ab"),
+        ("ab\u00e9cd", "cd", "ab\u00e9"),
+    ],
+)
+def test_the_tokens_before_a_stop_string(text, stop, kept):
+    stream = TextStream(TOKENIZER, [stop])
+    for token in TOKENIZER.encode(text):
+        stream.push(token)
+    assert TOKENIZER.decode(stream.tokens[: stream.kept()]) == kept
+
+
+class Pairs:
+    """A tokenizer whose tokens are longer than a character."""
+
+    def decode(self, ids, **_):
+        return "".join(["ab", "c.", "\nd"][index] for index in ids)
+
+
+def test_a_token_that_holds_more_than_the_stop_string_is_left_out_whole():
+    """The text is cut inside the token; the tokens are not."""
+    stream = TextStream(Pairs(), [".\n"])
+    for token in range(3):
+        stream.push(token)
+    assert (stream.text, stream.kept()) == ("abc", 1)

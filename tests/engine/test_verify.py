@@ -1,12 +1,13 @@
 """`verify=True`: a sound run passes and counts its steps; every kind of broken offload is caught and named."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, DEVICE_ONLY, LENGTHS, PROMPT, STEPS, TINY, model, policies_of, setting
+from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, setting
 
 import jshadow
 from jshadow.cache import offload
@@ -15,26 +16,29 @@ from jshadow.engine import decode
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, StateMismatch, VerificationError
 
+slow = pytest.mark.slow
 SHADOW = jshadow.ShadowKV(rank=12, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=2)
+
+
+@functools.cache
+def prefilled_pair(name, dtype, fetch):
+    policy = setting(name, "restricted")
+    options = {"capacity": CAPACITY, "fetch": [fetch, "resident"]}
+    return [state for _, state in decode.prefill_many(model(TINY, dtype), PROMPT, LENGTHS, [policy] * 2, **options)]
 
 
 def pair(name="shadowkv", dtype="float32", fetch="device_put"):
     """An offloaded state and a resident one of the same prompt."""
-    policy = setting(name, "restricted")
-    made = decode.prefill_many(
-        model(TINY, dtype), PROMPT, LENGTHS, [policy, policy], capacity=CAPACITY, fetch=[fetch, "resident"]
-    )
-    return made[0][1], made[1][1]
+    return tuple(state.fork() for state in prefilled_pair(name, dtype, fetch))
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        (name, "float32")
-        for name in policies_of("kivi", "omnikv", "specache", "shadowkv_plus")
-        if name not in DEVICE_ONLY or name == "kivi"
-    ]
-    + [("shadowkv_transform", "bfloat16")],
+        *((name, "float32") for name in ("shadowkv", "kivi", "omnikv", "specache", "shadowkv_plus")),
+        ("shadowkv_transform", "bfloat16"),
+    ],
 )
 def test_a_sound_run_passes(name, dtype):
     """Ragged turns, then steps with a row at rest; the logits are those of an ordinary run."""
@@ -48,6 +52,7 @@ def test_a_sound_run_passes(name, dtype):
         active = np.array([True, i != 8, True])
         logits, state = verifier.step(STEPS[:, i : i + 1], active.astype(np.int32), state)
         want, plain = decode.decode_step(params, STEPS[:, i], plain, active=active)
+        logits, want = np.asarray(logits), np.asarray(want)
         np.testing.assert_allclose(logits[active], want[active], atol=1e-4 if dtype == "float32" else 0.12)
     assert verifier.steps == 3 + -(-7 // min(7, *(spec.policy.reads.piece for spec in state.specs)))
 
@@ -94,6 +99,7 @@ def test_rows_that_change_later_are_found_in_the_step():
         verifier.step(STEPS[:, 1:2], [1, 1, 1], broken)
 
 
+@slow
 def test_a_kept_key_that_changes_is_found():
     """The resident run keeps no rows, so it rebuilds the key of a chunk that stays."""
     state, resident = pair(fetch="zero_copy")
@@ -137,14 +143,15 @@ def test_logits_are_compared_with_a_resident_run_of_its_own():
     state, resident = pair()
     verifier = Verifier(model(), state, resident)
     layers = list(verifier.free.layers)
-    window = jax.tree.map(jnp.zeros_like, layers[0].live.window)
+    window = jax.tree.map(lambda leaf: jnp.asarray(np.zeros_like(leaf)), layers[0].live.window)
     layers[0] = layers[0].replace(live=layers[0].live.replace(window=window))
     verifier.free = verifier.free.replace(layers=tuple(layers))
     with pytest.raises(VerificationError, match="step 0, last layer, row 0: logits differ"):
         verifier.step(STEPS[:, :1], [1, 1, 1], state)
 
 
-def test_generate_with_verify_counts_its_steps(monkeypatch):
+@slow
+def test_generate_with_verify_counts_its_steps():
     prompt = PROMPT[0, :61].tolist()
     plain = jshadow.generate(model(), prompt, SHADOW, max_new_tokens=6, fetch="device_put")
     checked = jshadow.generate(model(), prompt, SHADOW, max_new_tokens=6, verify=True)
@@ -157,6 +164,7 @@ def test_generate_with_verify_counts_its_steps(monkeypatch):
     assert more.report.verified_steps == 1 + 2  # a piece of a turn, two steps
 
 
+@slow
 def test_generate_with_verify_fails_where_the_gather_is_wrong(monkeypatch):
     """An offload that fetches its neighbor's chunk: fluent, and wrong."""
     plain = offload.gather
@@ -165,10 +173,9 @@ def test_generate_with_verify_fails_where_the_gather_is_wrong(monkeypatch):
         return plain(tier, ids + (tier.prompt.memory == "pinned_host"), units)
 
     monkeypatch.setattr(offload, "gather", off_by_one)
-    policy = dataclasses.replace(SHADOW, budget=20)  # a setting of its own: nothing compiled before is used
+    policy = dataclasses.replace(SHADOW, budget=20)  # of no other test: what is compiled here is used nowhere else
     with pytest.raises(VerificationError, match=r"step 0, layer 0, row 0, head \d: fetched values of chunk \d+ differ"):
         jshadow.generate(model(), PROMPT[0, :61].tolist(), policy, max_new_tokens=4, verify=True)
-    jax.clear_caches()
 
 
 def test_what_cannot_be_verified():
@@ -179,6 +186,7 @@ def test_what_cannot_be_verified():
         Verifier(model(), resident, resident.fork())
 
 
+@slow
 def test_a_twin_lies_on_the_device():
     state, _ = pair("shadowkv_plus")
     twin = resident_twin(state)

@@ -6,7 +6,6 @@ On a GPU, cuDNN computes the call. Here it is JAX's own attention, which is writ
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,7 +43,8 @@ def read(
     config: ModelConfig, layer: int, plan: LayerPlan, tokens: int, lengths: tuple[int, ...], dtype: str = "float32"
 ):
     """The hidden states after a layer, and its PromptKV, for random hidden states."""
-    x = jax.random.normal(jax.random.key(layer), (len(lengths), tokens, config.model_dim)).astype(dtype)
+    shape = (len(lengths), tokens, config.model_dim)
+    x = np.random.default_rng(layer).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
     inverse = inverse_frequencies(plan.kind.rope, config.head_dim, 512)
     weights = params_of(config, dtype).weights[f"layer_{layer}"]
     return read_layer(plan, Given(weights, inverse), x, lengths)
@@ -55,6 +55,7 @@ def check_equal(config: ModelConfig, layer: int, plan: LayerPlan, tokens: int, l
     usual = dataclasses.replace(plan, whole=None, rows=None)
     (want, want_kv), (x, kv) = (read(config, layer, one, tokens, lengths) for one in (usual, plan))
     real = np.arange(tokens) < np.asarray(lengths)[:, None]
+    x, want = np.asarray(x), np.asarray(want)
     np.testing.assert_allclose(x[real], want[real], atol=2e-5, rtol=2e-5)
     for name in ("k_pre", "k_post", "v", "q_tail"):
         np.testing.assert_allclose(getattr(kv, name), getattr(want_kv, name), atol=1e-5, err_msg=name)
@@ -64,6 +65,7 @@ def check_equal(config: ModelConfig, layer: int, plan: LayerPlan, tokens: int, l
     assert kv.extra is kv.q_post is kv.lse is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_kind_of_layer(name):
     config = family_config(name)
@@ -73,6 +75,7 @@ def test_every_kind_of_layer(name):
         check_equal(config, layer, plan, 3 * SIZE, LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1,), (SIZE,), (SIZE + 1,), (3, SIZE + 1, 2)])
 @pytest.mark.parametrize("rows", [1, None])
 def test_prompts_around_a_piece(lengths, rows):
@@ -87,11 +90,13 @@ def test_a_window_of_one_token_and_no_tail():
     kind = dataclasses.replace(TINY.attention_kind(0), window=1)
     x, kv = read(TINY, 0, LayerPlan(TINY, kind, False, 0, 8, whole="xla"), 16, (16, 3))
     want = read(TINY, 0, LayerPlan(TINY, kind, False, 0, 8), 16, (16, 3))[0]
+    x, want = np.asarray(x), np.asarray(want)
     np.testing.assert_allclose(x[0], want[0], atol=2e-5)
     np.testing.assert_allclose(x[1, :3], want[1, :3], atol=2e-5)
     assert kv.q_tail is None
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """The state is that of projections in bfloat16, and attention differs by the rounding of its output."""
     config = family_config("gemma3")
@@ -106,6 +111,7 @@ def test_bfloat16():
     assert np.linalg.norm(x - want) < 0.02 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Full(), ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=2)])
 def test_a_prefill_of_all_layers(policy, monkeypatch):
     config = family_config("gemma3")

@@ -104,7 +104,8 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
 def idle_rows(parts: RowParts, count: int) -> RowSampling:
     """Return `count` greedy rows, to be replaced with `set_row`. Raises ConfigError if the count is below 1."""
     check_positive("rows", count=count)
-    return jax.tree.map(lambda array: jnp.asarray(np.repeat(array, count, axis=0)), row_of(RowSettings(), parts))
+    row = jax.tree.map(np.asarray, row_of(RowSettings(), parts))
+    return jax.tree.map(lambda array: jnp.asarray(np.repeat(array, count, axis=0)), row)
 
 
 def set_row(rows: RowSampling, index: int, row: RowSampling) -> RowSampling:

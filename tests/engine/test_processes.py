@@ -1,0 +1,525 @@
+"""Processes that join: the options, the roll call in threads, and real processes that agree and end together."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+
+import jax
+import pytest
+from several_processes import SUPPORT, ended, free_port, no_survivors, start, start_all  # noqa: F401
+
+from jshadow.engine.mesh import agree, member, roll_call
+from jshadow.engine.mesh.member import Membership
+from jshadow.engine.mesh.processes import Place, ProcessOptions, found, join
+from jshadow.engine.mesh.roll_call import Hub, numbers
+from jshadow.engine.mesh.wire import bind_address, listen, split_address
+from jshadow.errors import ConfigError, DistributedError
+
+# The options
+
+PLACE = "10.0.0.1:7000"
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment in which JAX finds nothing."""
+    for name in (*SLURM, *OPEN_MPI, "KUBERNETES_SERVICE_HOST", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((PLACE, None, 0), r"processes must be given with coordinator and process, .* got None"),
+        ((None, 2, 0), r"coordinator must be given with processes and process"),
+        ((PLACE, 2, None), r"process must be given with coordinator and processes"),
+        ((None, 2, None), r"coordinator must be given with processes, or"),
+        ((PLACE, 0, 0), r"processes must be at least 1, got 0"),
+        ((PLACE, 2, 2), r"process must be from 0 to 1, got 2"),
+        ((PLACE, 2, -1), r"process must be from 0 to 1, got -1"),
+        ((PLACE, 2, 0, 0.0), r"join_timeout must be seconds above 0, got 0.0"),
+        ((PLACE, 2, 0, float("nan")), r"join_timeout must be seconds above 0, got nan"),
+        (("10.0.0.1", 2, 0), r"coordinator must be HOST:PORT with a port from 1 to 65535, got '10.0.0.1'"),
+        (("10.0.0.1:0", 2, 0), r"coordinator must be HOST:PORT"),
+        (("10.0.0.1:65536", 2, 0), r"coordinator must be HOST:PORT"),
+        ((":7000", 2, 0), r"coordinator must be HOST:PORT"),
+        (("::1:7000", 2, 0), r"coordinator must be HOST:PORT"),
+        (("http://a:7000", 2, 0), r"coordinator must be HOST:PORT"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ProcessOptions(*options)
+
+
+def test_addresses():
+    assert split_address("[::1]:7000", "coordinator") == ("::1", 7000)
+    assert split_address("worker-0.jobs:65535", "coordinator") == ("worker-0.jobs", 65535)
+
+
+def test_a_local_run_cannot_be_reached_from_outside():
+    assert bind_address("localhost", 7) == "127.0.0.1:7"
+    assert bind_address("127.0.0.1", 7) == "127.0.0.1:7"
+    assert bind_address("::1", 7) == "[::1]:7"
+    everywhere = "[::]:7" if socket.has_dualstack_ipv6() else "0.0.0.0:7"
+    assert [bind_address(host, 7) for host in ("10.0.0.1", "node3")] == [everywhere] * 2
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with listen(bind_address("node3", port)), socket.create_connection(("127.0.0.1", port)):
+        pass
+
+
+def test_one_process_starts_nothing(bare):
+    for options in (
+        ProcessOptions(),
+        ProcessOptions(search=True),
+        ProcessOptions(PLACE, 1, 0),
+        ProcessOptions(processes=1),
+    ):
+        with join(options) as alone:
+            assert (alone.count, alone.index, alone.first) == (1, 0, True)
+    assert not jax.distributed.is_initialized()
+
+
+def test_jax_finds_slurm(bare):
+    for name, value in SLURM.items():
+        bare.setenv(name, value)
+    assert found(ProcessOptions(search=True)) == Place("node003:62055", 8, 5, [1])
+    assert found(ProcessOptions()) is None, "only where it is asked for"
+    assert found(ProcessOptions(processes=1, search=True)) is None
+    assert found(ProcessOptions(PLACE, 2, 1, search=True)) == Place(PLACE, 2, 1), "options come first"
+    bare.setenv("SLURM_NTASKS", "1")
+    assert found(ProcessOptions(search=True)) is None
+    bare.setenv("SLURM_NTASKS", "many")
+    with pytest.raises(DistributedError, match=r"coordinator, processes and process must be given, .* 'many'"):
+        found(ProcessOptions(search=True))
+
+
+def test_jax_finds_open_mpi(bare):
+    for name, value in OPEN_MPI.items():
+        bare.setenv(name, value)
+    bare.setenv("JAX_COORDINATOR_PORT", "7001")
+    place = found(ProcessOptions(search=True))
+    assert place == Place("10.96.0.1:7001", 4, 3, [1])
+
+
+def test_join_comes_before_the_first_array():
+    jax.devices()
+    with pytest.raises(DistributedError, match="join must be called once, and before JAX starts a backend"):
+        join(ProcessOptions("127.0.0.1:1", 2, 1, 0.1))
+
+
+def test_errors_of_collectives_are_typed():
+    """And others stay as they are."""
+    message = "processes must all answer in a collective, got UNKNOWN: Gloo context failed"
+    with pytest.raises(DistributedError, match=message), join(ProcessOptions()):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo context\n failed")
+    for other in (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), ValueError("gloo")):
+        with pytest.raises(type(other)) as caught, join(ProcessOptions()):
+            raise other
+        assert caught.value is other
+
+
+def test_alone_everything_agrees():
+    agree.agree({"seed": "1"})
+    agree.compiled_everywhere("step")
+    assert agree.exchange("name", "value", 1.0) == ["value"]
+    assert int(agree.run_together(jax.jit(lambda x, n: x * n, static_argnums=1), 3, 2)) == 6
+    assert not agree.seen
+    assert agree.processes_here() == 1
+
+
+# The roll call over real sockets, in threads
+
+HOST, LONG = "127.0.0.1", 30.0
+
+
+class Roll:
+    """A hub, and the results of processes that join it in threads."""
+
+    def __init__(self, processes, timeout=LONG):
+        self.port, self.processes = free_port(), processes
+        self.hub = Hub(f"{HOST}:{self.port}", processes, timeout)
+        self.pool = concurrent.futures.ThreadPoolExecutor(8)
+        self.futures = []
+
+    def join(self, process, processes=None, timeout=LONG):
+        """The future of a membership."""
+        count = processes or self.processes
+        self.futures.append(self.pool.submit(Membership, HOST, self.port, process, count, timeout))
+        return self.futures[-1]
+
+    def all(self):
+        """The memberships of all processes."""
+        return [future.result() for future in [self.join(number) for number in range(self.processes)]]
+
+    def hello(self, line):
+        """A connection on which a line was sent."""
+        connection = socket.create_connection((HOST, self.port))
+        connection.sendall(line)
+        return connection
+
+    def end(self):
+        """Close all connections. A roll call that still waits ends, because a process has another number of them."""
+        with contextlib.suppress(OSError):
+            self.hello(b'{"jshadow": 1, "process": 0, "processes": 0}\n').close()
+        for future in self.futures:
+            if future.exception() is None:
+                with contextlib.suppress(OSError):
+                    future.result().connection.shutdown(socket.SHUT_RDWR)
+
+
+class Ends:
+    """The reasons for which a process of the test would have ended, and the rolls of the test."""
+
+    def __init__(self):
+        self.reasons, self.event, self.rolls = [], threading.Event(), []
+
+    def noted(self, why):
+        """What `end_process` does in the test."""
+        self.reasons.append(why)
+        self.event.set()
+
+    def roll(self, *arguments, **named):
+        """A new roll, which ends with the test."""
+        self.rolls.append(Roll(*arguments, **named))
+        return self.rolls[-1]
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The waiting times are short."""
+    noted = Ends()
+    monkeypatch.setattr(member, "end_process", noted.noted)
+    monkeypatch.setattr(member, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(member, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(roll_call, "REPORT_SECONDS", 0.5)
+    yield noted
+    for roll in noted.rolls:
+        roll.end()
+    for thread in threading.enumerate():
+        if thread.name.startswith("jshadow-"):
+            thread.join(LONG)
+            assert not thread.is_alive()
+
+
+def refusal(future):
+    """The text of the error of a process that could not join."""
+    with pytest.raises(DistributedError) as caught:
+        future.result()
+    return str(caught.value)
+
+
+def test_all_come_and_leave(ends):
+    roll = ends.roll(3)
+    members = roll.all()
+    list(roll.pool.map(Membership.leave, members))
+    roll.hub.thread.join(LONG)
+    assert not roll.hub.thread.is_alive()
+    with socket.create_server((HOST, roll.port)):  # the port is free, for JAX
+        pass
+    assert ends.reasons == []
+
+
+def test_no_one_leaves_before_all_are_done(ends):
+    roll = ends.roll(2)
+    members = roll.all()
+    first = roll.pool.submit(members[0].leave)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        first.result(0.1)
+    members[1].leave()
+    first.result(LONG)
+
+
+def test_the_missing_are_named(ends):
+    """By process 0 to all that came, and by a process itself if process 0 began to wait later."""
+    roll = ends.roll(5, timeout=1.5)
+    futures = [roll.join(number, timeout=LONG) for number in (0, 3)]
+    for future in futures:
+        assert refusal(future) == "process 1, 2 and 4 of 5 did not join within join_timeout, 1.5 s"
+    roll = ends.roll(3)
+    with roll.hello(b'{"jshadow": 1, "process": 0, "processes": 3}\n') as first:
+        assert first.recv(100) == b'{"absent": [1, 2]}\n'
+        assert refusal(roll.join(1, timeout=0.1)) == "process 2 of 3 did not join within join_timeout, 0.1 s"
+
+
+def test_a_number_that_comes_twice(ends):
+    """All that came learn of it."""
+    roll = ends.roll(3)
+    futures = [roll.join(0), roll.join(1), roll.join(1)]
+    for future in futures:
+        expected = f"process must differ between processes: 1 joined twice, from {HOST} and {HOST}"
+        assert refusal(future) == expected
+
+
+def test_a_process_that_died_may_come_again(ends):
+    roll = ends.roll(2)
+    roll.hello(b'{"jshadow": 1, "process": 1, "processes": 2}\n').close()
+    assert [one.process for one in roll.all()] == [0, 1]
+
+
+def test_another_number_of_processes(ends):
+    roll = ends.roll(2)
+    futures = [roll.join(0), roll.join(1, processes=3)]
+    expected = f"processes must be the same in all processes: process 1 at {HOST} has 3, process 0 has 2"
+    assert [refusal(future) for future in futures] == [expected] * 2
+
+
+STRANGE = {
+    "http": b"GET / HTTP/1.1\r\n",
+    "empty": b"{}\n",
+    "list": b"[1]\n",
+    "another version": b'{"jshadow": 2}\n',
+    "no text": b"\xff\n",
+    "long": b"{" * 70_000,
+}
+
+
+@pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE.keys())
+def test_strange_programs_are_sent_away(line, ends):
+    """They do not disturb the processes that join."""
+    roll = ends.roll(2)
+    with roll.hello(line) as stranger:
+        stranger.settimeout(LONG)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+        assert [one.process for one in roll.all()] == [0, 1]
+
+
+def test_process_0_that_is_not_there(ends):
+    port = free_port()
+    with pytest.raises(DistributedError, match=rf"coordinator must be .* 127.0.0.1:{port} could not be reached"):
+        Membership(HOST, port, 1, 2, 0.1)
+    with pytest.raises(DistributedError, match=r"invalid:7 could not be reached within join_timeout, 0.1 s"):
+        Membership("no-such-host.invalid", 7, 1, 2, 0.1)
+
+
+@pytest.mark.parametrize("answer", [b"\0\0\x12\4\0", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_program_has_the_port_of_process_0(answer, ends):
+    """For example JAX's service of a run that has begun: this process joins twice, or too late."""
+    with socket.create_server((HOST, 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(Membership, HOST, server.getsockname()[1], 1, 2, LONG)
+        connection = server.accept()[0]
+        connection.sendall(answer)
+        assert "process 1 joined twice or too late, or another program has the port" in refusal(future)
+        connection.close()
+
+
+def test_process_0_that_ends_before_all_came(ends):
+    with socket.create_server((HOST, 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(Membership, HOST, server.getsockname()[1], 1, 2, LONG)
+        server.accept()[0].close()
+        assert "process 0 ended before all had joined" in refusal(future)
+
+
+def test_a_port_that_another_program_has(ends):
+    with socket.create_server((HOST, 0)) as server:
+        place = f"{HOST}:{server.getsockname()[1]}"
+        with pytest.raises(DistributedError, match=f"coordinator must have a port .* got {place}: .*in use"):
+            Hub(place, 2, LONG)
+
+
+def test_peers_learn_of_a_process_that_is_gone(ends):
+    """Process 0 learns of it last."""
+    roll = ends.roll(3)
+    gone = roll.hello(b'{"jshadow": 1, "process": 2, "processes": 3}\n')
+    members = [future.result() for future in (roll.join(0), roll.join(1))]
+    gone.close()
+    assert ends.event.wait(LONG)
+    assert ends.reasons == [
+        "process 2 of 3 is gone: killed, crashed, or its host cannot be reached. This is process 1",
+    ]
+    members[1].connection.shutdown(socket.SHUT_RDWR)  # process 1 has ended
+    roll.hub.thread.join(LONG)
+    assert any(reason.endswith("This is process 0") for reason in ends.reasons)
+
+
+def test_peers_learn_of_a_process_that_fails(ends):
+    roll = ends.roll(2)
+    members = roll.all()
+    members[1].fail("CapacityError: too long")
+    assert ends.event.wait(LONG)
+    assert ends.reasons == ["process 1 of 2 failed: CapacityError: too long. This is process 0"]
+
+
+def test_a_process_that_fails_is_not_ended_by_others(ends):
+    """Its own error is the one that counts, also if process 0 is gone by then."""
+    roll = ends.roll(2)
+    members = roll.all()
+    members[0].fail("ValueError: one")
+    assert ends.reasons == ["process 0 of 2 failed: ValueError: one. This is process 1"]
+    members[0].connection.shutdown(socket.SHUT_RDWR)
+    roll.hub.thread.join(LONG)
+    assert len(ends.reasons) <= 2
+    assert not any(reason.endswith("This is process 0") for reason in ends.reasons)
+
+
+def test_process_0_that_is_gone(ends):
+    with socket.create_server((HOST, 0)) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(Membership, HOST, server.getsockname()[1], 1, 2, LONG)
+        connection = server.accept()[0]
+        connection.sendall(b'{"absent": []}\n{"go": true}\n')
+        future.result()
+        connection.close()
+    assert ends.event.wait(LONG)
+    assert ends.reasons == ["process 0 of 2 is gone: killed, crashed, or its host cannot be reached. This is process 1"]
+
+
+def test_numbers_in_words():
+    assert [numbers(values) for values in ([], [1], [1, 2], [0, 3, 5])] == ["none", "1", "1 and 2", "0, 3 and 5"]
+
+
+# Real processes of two CPU devices each
+
+
+def real_processes(test):
+    """The marks of a test that starts processes."""
+    return pytest.mark.slow(pytest.mark.process(test))
+
+
+FAILING = """
+import sys
+from jshadow.engine.mesh.processes import ProcessOptions, join
+with join(ProcessOptions(f"127.0.0.1:{sys.argv[1]}", 3, int(sys.argv[2]))) as processes:
+    import jax
+    assert jax.device_count() == 6
+    if processes.index == int(sys.argv[3]):
+        raise ValueError("a lone problem")
+    print("joined", flush=True)
+    sys.stdin.read()  # it waits as in a collective
+"""
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """What each process seen, and what each printed after process 1 was killed between two sums."""
+    processes = start_all(2, [SUPPORT / "joined_checks.py"])
+    seen = []
+    for process in processes:
+        lines = []
+        while not lines or not lines[-1].startswith("{"):
+            lines.append(process.stderr.readline())
+            assert lines[-1], (lines, process.wait())
+        seen.append(json.loads(lines[-1]))
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    processes[1].kill()
+    return seen, [ended(process) for process in processes]
+
+
+@real_processes
+def test_a_program_runs_after_all_have_compiled_it(pair):
+    """The exchange comes before the first call of the compiled program, and only once."""
+    for seen in pair[0]:
+        assert seen["first run"] == ["compiled 0", 6.0, 6.0]
+
+
+@real_processes
+def test_tp_lies_within_a_process(pair):
+    for seen in pair[0]:
+        assert seen["axes"] == {"data": 1, "sp": 2, "tp": 2}
+        assert seen["hosts of tp"] == [[0, 0], [1, 1]]
+        assert seen["here"] == 2
+        assert "got data=1 * sp=1 * tp=8 = 8; there are 4, fewer than it needs" in seen["too large"]
+        assert "processes: 2, devices of each: 2" in seen["too large"]
+
+
+@real_processes
+def test_each_process_names_the_field_that_differs(pair):
+    expected = "DistributedError: seed must be the same in all processes: process 0 has '0', process 1 has '1'"
+    assert [seen["seed"] for seen in pair[0]] == [expected] * 2
+    for seen in pair[0]:
+        other = 1 - seen["index"]
+        assert f"process {other} has 'step {other}', this one has 'step {seen['index']}'" in seen["program"]
+
+
+@real_processes
+def test_one_that_does_not_come_is_named(pair):
+    for seen in pair[0]:
+        index = seen["index"]
+        assert seen["late"].startswith(
+            f"DistributedError: only {index} must be reached by all 2 processes within 0.2 s"
+        )
+        assert f"process {1 - index} did not come" in seen["late"]
+        assert seen["again"].startswith("DistributedError: join must be called once")
+
+
+@real_processes
+def test_weights_are_compared_where_they_are_the_same_slices(pair):
+    """Weights that a process has as a whole have one digest, however its devices split them."""
+    names = [seen["weights"].pop("names") for seen in pair[0]]
+    assert all(len(one) == 2 and one[0] == "weights" for one in names)
+    assert names[0] != names[1]  # they hold other slices of the array that is split over processes
+    for seen in pair[0]:
+        assert seen["weights"]["same"]
+        assert seen["weights"]["other"].startswith("DistributedError: weights must be the same in all processes")
+
+
+@real_processes
+def test_the_other_ends_when_one_is_killed(pair):
+    """Also in the middle of a sum, with a typed error. What gloo writes to standard output is not seen."""
+    (status, out, err), (killed, silent, _) = pair[1]
+    assert killed == -signal.SIGKILL
+    assert status == 2
+    assert "jshadow: DistributedError: process 1 of 2 is gone" in err
+    assert out == "only process 0 prints this\n"
+    assert silent == ""
+
+
+@real_processes
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_others_end_when_one_fails(failing):
+    """And they tell its error. The one that fails ends as without others."""
+    port = free_port()
+    processes = [start(["-c", FAILING, port, number, failing]) for number in range(3)]
+    for number, process in enumerate(processes):
+        status, _, err = ended_later(process)
+        if number == failing:
+            assert status == 1
+            assert err.rstrip().endswith("ValueError: a lone problem")
+        else:
+            assert status == 2
+            why = f"process {failing} of 3 failed: ValueError: a lone problem. This is process {number}"
+            assert f"jshadow: DistributedError: {why}" in err
+
+
+@real_processes
+def test_the_others_end_when_process_0_is_killed():
+    port = free_port()
+    processes = [start(["-c", FAILING, port, number, -1]) for number in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == "joined\n"
+    os.kill(processes[0].pid, signal.SIGKILL)
+    for number, process in enumerate(processes):
+        status, _, err = ended_later(process)
+        assert status != 0
+        # JAX may end the process before jshadow does.
+        assert number == 0 or "process 0 of 3 is gone" in err or "JAX distributed service detected fatal errors" in err
+
+
+def ended_later(process):
+    """As `ended`, without closing the standard input before the end."""
+    stdin, process.stdin = process.stdin, None
+    try:
+        return ended(process)
+    finally:
+        stdin.close()
