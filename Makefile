@@ -125,3 +125,5 @@ $(BIN)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .cache build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+include tests/references/references.mk

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from family_cases import BASE, FAMILY_CASES, LONGROPE, ORIGINAL
 
+import jshadow
 from jshadow.cli.main import main
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.published import published_config, published_names
 from jshadow.models.registry import FAMILIES, family_of, support_matrix
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import footprint, full_bytes
-from jshadow.policies import Full, ShadowKV
+from jshadow.policies import Full, ShadowKV, StreamingLLM
+from jshadow.policies.sizing import at_share
+from jshadow.weights.params import init_params
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -47,7 +50,9 @@ def test_the_published_models_are_the_papers():
     assert set(published_names()) == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 3 else ()) for i, name in enumerate(PUBLISHED)]
+)
 def test_published_config(name):
     parameters, token_bytes, context = PUBLISHED[name]
     hf = published_config(name)
@@ -196,9 +201,6 @@ def test_published_code_is_ignored_where_it_is_the_model_s_own():
 
 
 def test_a_model_of_sliding_layers_alone_falls_back():
-    import jshadow
-    from jshadow.weights.params import init_params
-
     params = init_params(read("mistral", sliding_window=16))
     out = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2)
     assert out.report.fallback == "every layer of the model sees a window of 16 tokens only"
@@ -207,10 +209,6 @@ def test_a_model_of_sliding_layers_alone_falls_back():
 
 def test_nominal_counts_the_windows():
     """The bytes, including sliding layers, are at most the share of full attention's."""
-    from jshadow.errors import Infeasible
-    from jshadow.policies import StreamingLLM
-    from jshadow.policies.sizing import at_share
-
     config = read(
         "gemma3_text",
         head_dim=64,
@@ -234,9 +232,6 @@ def test_nominal_counts_the_windows():
 
 def test_what_was_attended_is_told_layer_by_layer():
     """After enough tokens, a sliding layer sees only generated tokens. A global layer still sees the prompt."""
-    import jshadow
-    from jshadow.weights.params import init_params
-
     config = dataclasses.replace(
         read("gemma3_text", head_dim=16, sliding_window=16, sliding_window_pattern=3), eos_ids=()
     )

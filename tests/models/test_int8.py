@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import assert_same, tiny_directory
-from family_cases import BASE, FAMILY_CASES
+from family_cases import family_config
 from flax import traverse_util
 
 import jshadow
@@ -15,9 +15,10 @@ from jshadow.cli.main import main
 from jshadow.engine.decode import decode_step, extend, prefill
 from jshadow.errors import ConfigError
 from jshadow.models.int8 import quantize_int8, quantized
-from jshadow.models.registry import family_of
+from jshadow.models.layers import Linear
 from jshadow.policies import Full, ShadowKV
 from jshadow.weights.convert import convert
+from jshadow.weights.convert.huggingface import flat_abstract
 from jshadow.weights.params import init_params, load, save
 
 SHADOW = ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=1)
@@ -58,19 +59,21 @@ def dequantized(params):
     """The same model with dequantized kernels, which defines the results of int8."""
     flat = traverse_util.flatten_dict(params.weights, sep="/")
     plain = {
-        path: leaf * flat[f"{path}_scale"] if f"{path}_scale" in flat else leaf
+        path: np.asarray(leaf) * np.asarray(flat[f"{path}_scale"]) if f"{path}_scale" in flat else leaf
         for path, leaf in flat.items()
         if not path.endswith("_scale")
     }
     return dataclasses.replace(params, weights=traverse_util.unflatten_dict(plain, sep="/"))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "glm4", "gemma3", "smollm3"])
+# Above two seconds: one model in three forms, with a prompt, a step and a turn each.
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "phi3", "glm4", "gemma3", "smollm3")]
+
+
+@pytest.mark.parametrize("name", ["llama", *MORE])
 def test_a_model_in_int8(tmp_path, name):
     """The projections are int8, from both formats. Logits of prompt, steps and turns are close to the plain ones."""
-    model_type, settings = FAMILY_CASES[name]
-    hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
-    plain = init_params(family_of(hf).config_from_hf(hf), seed=1)
+    plain = init_params(family_config(name), seed=1)
     save(plain, tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "orbax", "float32", format="orbax")
     params = load(tmp_path / "m", "float32", quantize="int8")
@@ -94,6 +97,7 @@ def test_a_model_in_int8(tmp_path, name):
     assert 0 < np.sqrt(((outs[1] - outs[0]) ** 2).mean()) < 0.1 * outs[0].std()
 
 
+@pytest.mark.slow
 def test_int8_answers_with_every_mode(tmp_path):
     directory, _ = tiny_directory(tmp_path / "m")
     for dtype in ("float32", "bfloat16"):
@@ -119,12 +123,11 @@ def test_states_know_their_weights(tmp_path):
 
 def test_outputs_beyond_float16_before_their_factor():
     """Sums of int8 products overflow float16 long before the outputs do."""
-    from jshadow.models.layers import Linear
-
     kernel, factors = quantize_int8(np.full((1024, 4), 0.01, np.float32))
-    weights = {"kernel": jnp.asarray(kernel), "kernel_scale": jnp.asarray(factors)}
+    weights = {"kernel": kernel, "kernel_scale": factors}
+    apply = jax.jit(Linear(4).apply)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        out = Linear(4).apply({"params": weights}, jnp.ones((1, 1024), dtype))
+        out = apply({"params": weights}, np.ones((1, 1024), dtype))
         assert out.dtype == dtype
         np.testing.assert_allclose(np.asarray(out, np.float32), 10.24, rtol=1e-2)
 
@@ -149,14 +152,7 @@ def test_the_command_takes_it(tmp_path, capsys):
 
 
 def test_which_weights_are_projections():
-    config = dataclasses.replace(
-        init_params(
-            family_of({"model_type": "llama"}).config_from_hf({"model_type": "llama", "rms_norm_eps": 1e-6} | BASE)
-        ).config,
-        attention_bias=True,
-    )
-    from jshadow.weights.convert.huggingface import flat_abstract
-
+    config = dataclasses.replace(family_config("llama"), attention_bias=True)
     paths = [path for path in flat_abstract(config) if quantized(path)]
     assert len(paths) == 7 * config.num_layers
     assert not any("bias" in path or "norm" in path or "embed" in path or "head" in path for path in paths)

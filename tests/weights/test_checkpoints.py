@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from cases import ALL
+import seeded
 from checkpoint_files import TINY, assert_same, edit_json, tiny_directory
-from family_cases import BASE, FAMILY_CASES
+from family_cases import FAMILY_CASES
 from forced_devices import FLAGS
 from safetensors.numpy import load_file
 
@@ -29,12 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def family_directory(name: str, path: Path, dtype: str) -> Path:
     """Write a checkpoint of a family with random weights, also for norms and biases, and a tokenizer file."""
-    model_type, settings = FAMILY_CASES[name]
-    hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
-    params = init_params(family_of(hf).config_from_hf(hf), seed=5, dtype=dtype)
-    keys = iter(jax.random.split(jax.random.key(0), 1000))
-    noisy = jax.tree.map(lambda leaf: leaf + jax.random.normal(next(keys), leaf.shape, leaf.dtype), params.weights)
-    save(dataclasses.replace(params, weights=noisy), path)
+    save(load(seeded.write_checkpoint(name, path.with_name("seeded")), dtype), path)
     edit_json(path / "config.json", mark=name)  # a key that no reader knows
     (path / "chat_template.jinja").write_text("{{ messages }}")
     return path
@@ -52,7 +47,12 @@ def tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
 @pytest.mark.parametrize(
     ("dtype", "name", "shard_bytes"),
     [
-        (("float32", "bfloat16", "float16")[index % 3], name, (20_000, 10**9)[index % 2])
+        pytest.param(
+            ("float32", "bfloat16", "float16")[index % 3],
+            name,
+            (20_000, 10**9)[index % 2],
+            marks=pytest.mark.slow if index % 9 else (),
+        )
         for index, name in enumerate(FAMILY_CASES)
     ],
 )
@@ -144,6 +144,8 @@ print("spread")
 """
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("format", ["huggingface", "orbax"])
 def test_weights_go_straight_to_a_mesh(tmp_path, format):
     """In a process of four CPU devices, each holds its part, results are the same, and saving gathers the weights."""
@@ -218,9 +220,11 @@ def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("layers", [12, 128 if ALL else 48])
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("layers", [12, 48])
 def test_memory_of_a_conversion_does_not_grow_with_it(tmp_path, layers, record_property):
-    """The checkpoints have layers of 32 MiB, and 0.4, 1.5 or 4 GiB in all."""
+    """The checkpoints have layers of 32 MiB, and 0.4 or 1.5 GiB in all."""
     largest = large_directory(tmp_path / "m", layers)
     assert largest <= SHARD + 10_000
     bound = 2 * largest + 64 * 10**6

@@ -224,7 +224,8 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, error: type[BaseExce
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.process
+@pytest.mark.parametrize("kind", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_killed_conversion_leaves_no_target(tmp_path: Path, kind: signal.Signals) -> None:
     directory, _ = tiny_directory(tmp_path / "m")
     source = write_gguf(tmp_path / "x.gguf", directory, TINY)

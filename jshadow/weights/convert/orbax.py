@@ -243,6 +243,12 @@ def open_orbax(directory: Path) -> Source:
     return Source(hf, family, config, shapes, read, functools.partial(copy_side_files, directory))
 
 
+@jax.jit
+def not_finite(leaf: jax.Array) -> jax.Array:
+    """Return how many values of an array are NaN or Inf."""
+    return leaf.size - jnp.isfinite(leaf).sum()
+
+
 def read_orbax(
     directory: Path,
     config: ModelConfig,
@@ -282,7 +288,7 @@ def read_orbax(
         flat = weights.restore(
             tuple(weight_shapes), dtype, lambda path: sharding(path, weight_shapes[path]) if sharding else one
         )
-        bad = {path: int(leaf.size - jnp.isfinite(leaf).sum()) for path, leaf in flat.items()}
+        bad = {path: int(not_finite(leaf)) for path, leaf in flat.items()}
         problems = [f"{path}: {count} values are NaN or Inf in {dtype.name}" for path, count in bad.items() if count]
     raise_all(str(directory), problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))
