@@ -3,7 +3,6 @@
 import ctypes
 import fcntl
 import gc
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -23,8 +22,6 @@ MOST_PAGES = 3 * 2**30 // os.sysconf("SC_PAGE_SIZE")  # of a worker's memory; tw
 COUNT_EACH = 5  # mappings are counted after every fifth test
 tests_run, mappings = itertools.count(), [0]
 kept_pages = [0]  # what a worker held when its programs were dropped last
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-collect_ignore = [] if HAS_TORCH else ["models/test_parity.py"]  # it compares with transformers
 MARKED = ("laws", "cache")
 # What tests of laws record with `record_property`. The numbers are added up at the end of a run.
 COUNTS = ("law_cases", "sets_compared", "near_ties", "random_cases", "mismatches")
@@ -85,8 +82,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
         return name if isinstance(name, str) and name in POLICY_CASES else ""
 
-    if not HAS_TORCH:
-        items[:] = [item for item in items if not item.get_closest_marker("parity")]
     items.sort(key=policy_of)  # stable
     places: Counter[str] = Counter()  # how many cases of a function came before, by its file and name
     left_out, part, only_whole = set(), os.environ.get("TESTS_PART", ""), bool(os.environ.get("TESTS_PART_OF_WHOLE"))
@@ -111,8 +106,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many laws were checked on cases, and what the oracle found. Works under xdist: reports arrive here."""
     if NO_CACHE:
         terminalreporter.write_line(NO_CACHE)
-    if not HAS_TORCH:
-        terminalreporter.write_line("torch is not installed: the tests marked `parity` were left out")
     reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
     recorded = [(report, *pair) for report in reports for pair in report.user_properties if pair[0] in COUNTS]
     if not recorded:
