@@ -8,6 +8,7 @@ from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow.cli import progress
+from jshadow.weights import params
 from jshadow.weights.params import init_params
 
 
@@ -23,3 +24,13 @@ def tiny_model(tmp_path_factory):
 def no_lines(monkeypatch):
     """No line of progress on stderr, also on a machine where a tiny answer takes long."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 3600.0)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading the weights fails the test."""
+
+    def fail(*given, **named):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(params, "load", fail)

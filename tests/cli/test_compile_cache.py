@@ -46,6 +46,8 @@ def counts(model, folder, limit=0):
     return [int(word) for word in line.split()[1:]], done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_second_answer_compiles_nothing(tiny_model, tmp_path):
     (status, misses, _), _ = counts(tiny_model, tmp_path)
     assert status == 0
@@ -56,6 +58,8 @@ def test_a_second_answer_compiles_nothing(tiny_model, tmp_path):
     assert hits > 0
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_full_disk_is_one_line(tiny_model, tmp_path):
     (status, *_), err = counts(tiny_model, tmp_path, limit=500)
     assert status == 0

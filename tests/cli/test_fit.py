@@ -3,34 +3,33 @@
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from byte_models import CONFIG
+from command_line import LENGTH, TEXT
 from oracle import Oracle
 from oracle_maths import softmax
 from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow.cli.main import main
+from jshadow.engine.saved.fitted import read_fitted_info
 from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import OmniKV, parse_policy
 from jshadow.policies.omnikv.calibration import FilterMasses, choose_filters, dense_share, filter_masses
 from jshadow.weights.params import init_params
 
-TEXT = "a document " * 20
 LESS_SETTINGS = ["--set", "heavy=8", "--set", "recent=8", "--set", "hidden=16", "--steps", "30"]
 DEEP = dataclasses.replace(CONFIG, num_layers=6)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A tiny model, another of other weights, and a text."""
+def place(tiny_model, tmp_path_factory):
+    """The tiny model, another of other weights, and a text."""
     path = tmp_path_factory.mktemp("fit")
-    for name, seed in (("tiny", 0), ("other", 1)):
-        jshadow.save(dataclasses.replace(init_params(CONFIG, seed=seed), tokenizer=byte_tokenizer()), path / name)
+    (path / "tiny").symlink_to(tiny_model)
+    jshadow.save(dataclasses.replace(init_params(CONFIG, seed=1), tokenizer=byte_tokenizer()), path / "other")
     (path / "text.txt").write_text("".join(chr(97 + i) for i in np.random.default_rng(0).integers(0, 26, 400)))
     (path / "empty.txt").write_text(" \n")
     return path
@@ -38,31 +37,15 @@ def place(tmp_path_factory):
 
 def fit(place, policy, out, *more, text="text.txt"):
     """The exit status."""
-    return main(
-        [
-            "fit",
-            str(place / "tiny"),
-            "--policy",
-            policy,
-            "--text",
-            str(place / text),
-            "--tokens",
-            "160",
-            "--dtype",
-            "float32",
-            "--out",
-            str(out),
-            *more,
-        ]
-    )
+    words = ["fit", str(place / "tiny"), "--policy", policy, "--text", str(place / text), "--tokens", "160"]
+    return main([*words, "--dtype", "float32", "--out", str(out), *more])
 
 
 def generate(model, *more):
-    return main(
-        ["generate", str(model), "--prompt", TEXT, "--max-new-tokens", "8", "--dtype", "float32", "--json", *more]
-    )
+    return main(["generate", str(model), "--prompt", TEXT, *LENGTH, "--json", *more])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["loki", "infinigen", "less"])
 def test_fit_and_generate(place, policy, capsys, tmp_path):
     out = tmp_path / "deep" / "a.safetensors"
@@ -91,12 +74,18 @@ def test_fit_and_generate(place, policy, capsys, tmp_path):
 
 
 def test_fit_prints_what_it_learned(place, capsys, tmp_path):
+    (tmp_path / "a").write_text("what was there before")
+    assert fit(place, "loki", tmp_path / "a") == 0
+    assert "learned from 160 tokens" in capsys.readouterr().out
+    assert read_fitted_info(tmp_path / "a")["policy"]["name"] == "loki"
+
+
+@pytest.mark.slow
+def test_fit_prints_the_errors_of_less(place, capsys, tmp_path):
     assert fit(place, "less", tmp_path / "a", *LESS_SETTINGS) == 0
     out = capsys.readouterr().out
     for told in ("learned from 160 tokens", "h2o's error", "less's error", "held out, the next 160 tokens"):
         assert told in out
-    assert fit(place, "loki", tmp_path / "a") == 0  # replaces the other's
-    assert "learned from 160 tokens" in capsys.readouterr().out
 
 
 def test_bad_fits_are_told(place, capsys, tmp_path):
@@ -150,30 +139,13 @@ def test_bad_fitted_files_are_told(place, capsys, tmp_path):
         assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("command", ["fit", "calibrate"])
-def test_help(command):
-    done = subprocess.run([sys.executable, "-m", "jshadow", command, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "--text FILE" in done.stdout
-
-
 # OmniKV's filters
 
 
 def test_calibrate_tells_filters_that_omnikv_takes(place, capsys, tmp_path):
     jshadow.save(dataclasses.replace(init_params(DEEP), tokenizer=byte_tokenizer()), tmp_path / "deep")
-    asked = [
-        "calibrate",
-        str(tmp_path / "deep"),
-        "--text",
-        str(place / "text.txt"),
-        "--dtype",
-        "float32",
-        "--tokens",
-        "200",
-        "--filters",
-        "2",
-    ]
+    asked = ["calibrate", str(tmp_path / "deep"), "--text", str(place / "text.txt"), "--dtype", "float32"]
+    asked += ["--tokens", "200", "--filters", "2"]
     assert main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["tokens"], told["budget"], len(told["scores"])) == (200, 12, 5)
@@ -202,7 +174,7 @@ class Listener(Oracle):
         self.kept.append((q, cache.k_post))
 
 
-@pytest.mark.parametrize("budget", [1, 7, 59])
+@pytest.mark.parametrize("budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (1, 59))])
 def test_masses_against_brute_force(budget):
     params = init_params(DEEP)
     tokens = np.random.default_rng(3).integers(0, 257, (2, 60), dtype=np.int32)
@@ -228,6 +200,7 @@ def probabilities(q, k, at):
     return softmax(np.stack([k[: at + 1, h // 2] @ q[at, h] / 4.0 for h in range(4)]))
 
 
+@pytest.mark.slow
 def test_fewer_queries_are_a_sample():
     params = init_params(DEEP)
     tokens = np.random.default_rng(3).integers(0, 257, 90, dtype=np.int32)

@@ -3,22 +3,28 @@
 import json
 
 import pytest
+from command_line import FULL, HALF, QUEST
 
 from jshadow.cli.main import main
 
-POLICY = ["--set", "rank=8", "--set", "budget=64", "--set", "outlier_chunks=2", "--fetch", "device_put"]
-SMALL = ["--dtype", "float32", "--capacity", "400", *POLICY]
+SIZES = ["--dtype", "float32", "--capacity", "400"]
+
+
+@pytest.fixture(scope="module", params=["full", pytest.param("quest", marks=pytest.mark.slow)])
+def name(request):
+    """The name of a policy."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def stored(tiny_model, tmp_path_factory):
+def stored(name, tiny_model, tmp_path_factory):
     """A directory with two documents, which is only read."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "book.txt").write_text("a document " * 20)
     (folder / "notes.md").write_text("some notes " * 16)
     place = str(folder / "store")
     add = ["library", "add", place, str(folder / "book.txt"), str(folder / "notes.md"), "--model", tiny_model]
-    assert main([*add, *SMALL]) == 0
+    assert main([*add, *SIZES, *(FULL if name == "full" else QUEST)]) == 0
     return place
 
 
@@ -52,23 +58,24 @@ def test_a_document_is_read_once(stored, run, tiny_model, capsys, monkeypatch):
     assert run("list", stored)["documents"] == before
 
 
-@pytest.mark.parametrize("name", ["title", "beginning"])
-def test_an_answer_is_the_library_s(stored, run, tiny_model, name, capsys):
-    from jshadow import Library, ShadowKV, load
+@pytest.mark.parametrize("way", ["title", "beginning"])
+def test_an_answer_is_the_library_s(stored, run, tiny_model, name, way, capsys):
+    from jshadow import Full, Library, Quest, load
 
     book = run("list", stored)["documents"][0]
-    words = ["ask", stored, book["title"] if name == "title" else book["key"][:8], "one?", "--model", tiny_model]
+    words = ["ask", stored, book["title"] if way == "title" else book["key"][:8], "one?", "--model", tiny_model]
     assert main(["library", *words, "--max-new-tokens", "4"]) == 0
     text = capsys.readouterr().out
     asked = run(*words, "--max-new-tokens", "4")
     assert asked["text"] in text
     assert asked["key"] is None
     params = load(tiny_model, dtype="float32")
-    policy = ShadowKV(rank=8, budget=64, outlier_chunks=2)
-    with Library(stored, params, policy, capacity=400, fetch="device_put") as library:
+    policy, fetch = (Full(), "auto") if name == "full" else (Quest(**HALF), "device_put")
+    with Library(stored, params, policy, capacity=400, fetch=fetch) as library:
         assert library.ask(book["key"], "one?", max_new_tokens=4).tokens == asked["tokens"]
 
 
+@pytest.mark.slow
 def test_an_answer_is_stored_asked_and_removed(stored, run, tiny_model):
     model = ["--model", tiny_model, "--max-new-tokens", "4"]
     before = run("list", stored)["documents"]
@@ -113,7 +120,10 @@ BAD = {
     "tokens": (["ask", "STORE", "book.txt", "?", "--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be"),
     "url": (["list", "s3://bucket/path"], "--model must be given for the object store s3://bucket/path"),
     "small": (["add", "new", "NOTES", "--model", "TINY", "--capacity", "40"], "capacity=40"),
-    "disk": (["add", "new", "NOTES", "--model", "TINY", "--disk-bytes", "9", *SMALL], "limits.disk=9 bytes must"),
+    "disk": (
+        ["add", "new", "NOTES", "--model", "TINY", "--disk-bytes", "9", *SIZES, *FULL],
+        "limits.disk=9 bytes must",
+    ),
     "other": (["ask", "STORE", "book.txt", "?", "--model", "TINY", "--dtype", "bfloat16"], "dtype"),
 }
 

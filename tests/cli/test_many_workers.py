@@ -18,6 +18,7 @@ from jshadow.cli.main import main
 TASKS = ["--tasks", "agreement", "--lengths", "240", "--samples", "6", "--dtype", "float32"]
 POLICY = ["--policies", "shadowkv:rank=12:budget=64:outlier_chunks=2"]
 PART = "2/3"
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,12 @@ def killing(tmp_path: Path) -> tuple[dict[str, str], Path]:
 
 
 def test_a_killed_part_is_run_again_alone(
-    words: list[str],
-    whole: tuple[str, str],
-    killing: tuple[dict[str, str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words,
+    whole,
+    killing,
+    tmp_path,
+    capsys,
+):
     """By the command that the merge names."""
     environment, mark = killing
     out = ["--out", str(tmp_path / "results")]
@@ -79,12 +80,12 @@ def test_a_killed_part_is_run_again_alone(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the extra `workers` is for Linux")
 def test_two_workers_of_ray(
-    words: list[str],
-    whole: tuple[str, str],
-    killing: tuple[dict[str, str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words,
+    whole,
+    killing,
+    tmp_path,
+    capsys,
+):
     """A part of three is killed, and Ray runs it again."""
     environment, mark = killing
     script = [sys.executable, str(REPO / "examples" / "many_workers" / "ray_parts.py")]

@@ -7,19 +7,8 @@ import pytest
 
 from jshadow.cli.main import main
 from jshadow.serving.http import run
-from jshadow.weights import params
 
 SMALL = ["--max-context", "96", "--room", "32", "--slots", "2", "--set", "rank=8", "--set", "outlier_chunks=2"]
-
-
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Loading the weights fails the test."""
-
-    def fail(*given, **named):
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(params, "load", fail)
 
 
 BAD = {

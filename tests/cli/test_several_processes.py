@@ -1,4 +1,4 @@
-"""Commands that two real processes run together: one prints, and both say what differs."""
+"""Commands that two real processes run together: one prints, and both say what differs. Also the option --mesh."""
 
 import argparse
 import json
@@ -11,8 +11,10 @@ import pytest
 from several_processes import ended, no_survivors, start_all  # noqa: F401
 
 from jshadow.cli.main import main
+from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import joined
 from jshadow.engine.mesh import agree, processes
+from jshadow.errors import ConfigError
 
 SHORT = ("--max-new-tokens", "3", "--dtype", "float32", "--policy", "quest", "--set", "budget=32", "--json")
 
@@ -31,6 +33,8 @@ def run(count, model, *options, each=None):
     return start_all(count, arguments, each, XLA_FLAGS=os.environ.get("XLA_FLAGS", ""))
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_only_process_0_prints_and_writes(tiny_model, prompt, tmp_path, capsys):
     """Its answer is that of one process. What gloo prints is not in the JSON object."""
     state = tmp_path / "state"
@@ -45,6 +49,7 @@ def test_only_process_0_prints_and_writes(tiny_model, prompt, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_mesh_over_two_processes_answers_as_one_device(tiny_model, prompt, tmp_path, capsys):
     """Each process saves its part of the state, and one device continues it."""
     state = tmp_path / "state"
@@ -129,6 +134,8 @@ def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
     assert os.listdir(out) == ["samples.jsonl"]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_missing_process_is_named(tiny_model, prompt):
     """Within --join-timeout, and without an answer."""
     three = run(3, tiny_model, "--prompt-file", prompt, "--join-timeout", "1")
@@ -158,3 +165,62 @@ def test_bad_options(command, options, message, tiny_model, prompt, tmp_path, ca
     assert main([*command.split(), *own, *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "library").exists()
+
+
+# The option --mesh
+
+
+def test_axes_that_are_left_out_have_size_1():
+    assert parse_mesh("tp=4, sp=2") == {"data": 1, "sp": 2, "tp": 4}
+    assert list(parse_mesh("data=3")) == ["data", "sp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mesh must have axes among data, sp, tp, such as tp=4, got ''"),
+        ("pp=2", "mesh must have axes among data, sp, tp, such as tp=4, got 'pp=2'"),
+        ("tp=2,", "mesh must have axes among data, sp, tp, such as tp=4, got ''"),
+        ("tp=2,tp=2", "mesh must name each axis once, got tp twice"),
+        ("tp", "mesh must have a size of at least 1 for tp, got ''"),
+        ("tp=0", "mesh must have a size of at least 1 for tp, got '0'"),
+        ("sp=-1", "mesh must have a size of at least 1 for sp, got '-1'"),
+        ("sp=2.0", "mesh must have a size of at least 1 for sp, got '2.0'"),
+        ("sp=²", "mesh must have a size of at least 1 for sp, got '²'"),
+    ],
+)
+def test_bad_texts(text, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_mesh(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_mesh_has_all_devices():
+    sizes = {"data": 1, "sp": 1, "tp": jax.device_count()}
+    mesh = mesh_of(sizes)
+    assert mesh.axis_names == ("data", "sp", "tp")
+    assert dict(mesh.shape) == sizes
+    with pytest.raises(ConfigError, match=r"mesh must have as many devices as there are, got data=2 \* sp=1"):
+        mesh_of(sizes | {"data": 2})
+
+
+class Device:
+    """A device of another process."""
+
+    def __init__(self, process_index, number):
+        self.process_index, self.id = process_index, number
+
+
+@pytest.mark.parametrize(
+    ("held", "sizes", "message"),
+    [
+        ([4, 2], {"data": 1, "sp": 2, "tp": 3}, r"devices must be as many in each process, got \[4, 2\]"),
+        ([2, 2, 2], {"data": 1, "sp": 2, "tp": 3}, r"tp must divide the 2 devices of a process .* got 3"),
+        ([4, 4], {"data": 1, "sp": 1, "tp": 4}, r"= 4; there are 8, and it must have all of them \(processes: 2"),
+    ],
+)
+def test_meshes_of_several_processes(held, sizes, message, monkeypatch):
+    devices = [Device(process, number) for process, count in enumerate(held) for number in range(count)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ConfigError, match=message):
+        mesh_of(sizes)

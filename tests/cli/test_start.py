@@ -33,6 +33,7 @@ def run(code, **variables):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.process  # quick, because JAX is not imported
 def test_help_and_completion_import_nothing_heavy():
     done = run(STARTS.replace("{heavy}", repr(HEAVY)))
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,8 @@ def test_the_face_and_its_types_agree():
         _ = jshadow.magic
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_generate_stays_a_function_beside_its_module():
     code = "import jshadow.generate, jshadow, types; assert isinstance(jshadow.generate, types.FunctionType)"
     done = run(code)
@@ -71,6 +74,17 @@ def test_learners_are_the_policies_that_learn():
     assert list(LEARNERS) == [name for name, policy in POLICIES.items() if issubclass(policy, Learns)]
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "jshadow", "fit", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "usage: jshadow fit" in done.stdout
+    assert "--text FILE" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_closed_pipe_ends_quietly():
     read, write = os.pipe()
     os.close(read)
@@ -80,6 +94,8 @@ def test_a_closed_pipe_ends_quietly():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_missing_backend_is_one_line(tiny_model):
     command = [sys.executable, "-m", "jshadow", "generate", tiny_model, "--prompt", "a", "--policy", "full"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cuda"})

@@ -39,7 +39,12 @@ def test_a_table_that_fits_is_one_table():
     assert "│ one   │ 1 │" in printed(table, 80)
 
 
-@pytest.mark.parametrize("command", [["plan", "--context", "122880"], ["plan"], ["policies", "--context", "122880"]])
+LONG = ["--context", "122880"]
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(["plan", *LONG], marks=pytest.mark.slow), ["plan"], ["policies", *LONG]]
+)
 def test_commands_at_80_columns(command, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
     for module in (plan, policies, bench_tables):

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def never(*_: Any) -> None:
     raise AssertionError("no case may be made")
 
 
-def test_the_cases_of_a_file_are_those_that_were_made(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cases_of_a_file_are_those_that_were_made(params, tmp_path, monkeypatch):
     file = tmp_path / "prompts.json.gz"
     want = planned(params, TASKS, [800, 900])
     assert planned(params, TASKS, [800, 900], cases=file) == want
@@ -52,9 +49,7 @@ def test_the_cases_of_a_file_are_those_that_were_made(
 
 
 @pytest.mark.usefixtures("made_up")
-def test_the_file_replaces_the_package_of_ruler(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_replaces_the_package_of_ruler(params, tmp_path, monkeypatch, capsys):
     file, name = tmp_path / "prompts.json.gz", "ruler_vt"
     sample = Sample("", "text", "", ("one", "two"), 8, "string_match_all")
     made = {name: [Case((sample,), tuple(range(300))), Case((sample,), tuple(range(290)))]}
@@ -72,7 +67,7 @@ def test_the_file_replaces_the_package_of_ruler(
     assert json.loads(capsys.readouterr().out)["results"][0]["task"] == name
 
 
-def test_a_file_that_does_not_fit_is_refused_and_not_changed(params: Params, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_refused_and_not_changed(params, tmp_path):
     file = tmp_path / "prompts.json.gz"
     planned(params, ["needle_docs"], [700], cases=file)
     before = file.read_bytes()

@@ -73,7 +73,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 @pytest.mark.parametrize("task", SUITE_ROWS)
-def test_the_suites_own_files_are_known_by_their_columns(task: str, tmp_path: Path) -> None:
+def test_the_suites_own_files_are_known_by_their_columns(task, tmp_path):
     row, wanted = SUITE_ROWS[task]
     [read] = data.read_rows([write(tmp_path / f"{task}.jsonl", [row])])
     assert read.task == task
@@ -85,7 +85,7 @@ def test_the_suites_own_files_are_known_by_their_columns(task: str, tmp_path: Pa
         assert option in read.sample.question
 
 
-def test_a_plain_text_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_plain_text_is_gone_on_with(tmp_path):
     [made] = data.read_cases([write(tmp_path / "vt" / "validation.jsonl", [SUITE_ROWS["vt"][0]])], TOKENIZER, 2048)
     assert made.task == "vt"
     assert TOKENIZER.decode(list(made.cases[0].prompt)) == TEXT
@@ -93,7 +93,7 @@ def test_a_plain_text_is_gone_on_with(tmp_path: Path) -> None:
     assert TOKENIZER.decode(list(made.cases[0].prompt)) == f"{TEXT}\n\nType:"
 
 
-def test_kvpress_rows_and_their_scorers(tmp_path: Path) -> None:
+def test_kvpress_rows_and_their_scorers(tmp_path):
     rows = [
         ROW,
         ROW | {"answer": ["1998", "7"]},
@@ -107,7 +107,7 @@ def test_kvpress_rows_and_their_scorers(tmp_path: Path) -> None:
     assert read[3].length == 64
 
 
-def test_parquet_and_json_hold_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_and_json_hold_the_same_rows(tmp_path, monkeypatch):
     rows = [ROW, ROW | {"question": "What does it cost?", "answer": "7"}]
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     wanted = [row.sample for row in data.read_rows([write(tmp_path / "mine.jsonl", rows)])]
@@ -156,14 +156,14 @@ BAD_ROWS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("told", "row"), BAD_ROWS)
-def test_bad_rows_are_refused_with_file_and_number(told: str, row: Any, tmp_path: Path) -> None:
+def test_bad_rows_are_refused_with_file_and_number(told, row, tmp_path):
     path = write(tmp_path / "mine.jsonl", [ROW, row])
     with pytest.raises(ConfigError, match=told) as caught:
         data.read_cases([path], TOKENIZER, 2048)
     assert f"row 2 of {path}" in str(caught.value)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"context":')
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, told in (
@@ -178,13 +178,13 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         data.read_rows([write(tmp_path / "mine.jsonl", [ROW])], 0)
 
 
-def test_the_limit_counts_rows_of_each_file(tmp_path: Path) -> None:
+def test_the_limit_counts_rows_of_each_file(tmp_path):
     path = write(tmp_path / "mine.jsonl", [ROW] * 3)
     assert len(data.read_rows([path, path], 2)) == 4
     assert len(data.read_rows([path], 9)) == 3
 
 
-def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(tmp_path):
     long = ROW | {"context": "BEGIN " + TEXT * 8 + " END"}
     path = write(tmp_path / "mine.jsonl", [ROW, long])
     with pytest.raises(ConfigError, match=r"row 2 of .* has 2,7\d\d tokens and needs 4 more, context=2,048"):
@@ -210,7 +210,7 @@ ASKING = [name for name in tasks.TASKS if not name.startswith("agreement")]
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", ASKING)
-def test_rows_that_are_read_back_give_the_same_cases(task: str, kind: str, tmp_path: Path) -> None:
+def test_rows_that_are_read_back_give_the_same_cases(task, kind, tmp_path):
     tokenizer = TOKENIZERS[kind]
     pairs = [tasks.sample_of(task, tokenizer, 4200, index, 2, 5) for index in range(2)]
     rows = [row for case, depth in pairs for row in data.rows_of(task, tokenizer, 4200, case, depth)]
@@ -223,7 +223,7 @@ def test_rows_that_are_read_back_give_the_same_cases(task: str, kind: str, tmp_p
     assert made.cases == tuple(dataclasses.replace(case, planted=()) for case, _ in pairs)
 
 
-def test_token_ids_of_another_text_are_not_believed(tmp_path: Path) -> None:
+def test_token_ids_of_another_text_are_not_believed(tmp_path):
     rows = [ROW | {"prompt_ids": [1, 2, 3]}]
     [made] = data.read_cases([write(tmp_path / "mine.jsonl", rows)], TOKENIZER, 2048)
     [plain] = data.read_cases([write(tmp_path / "mine.jsonl", [ROW])], TOKENIZER, 2048)

@@ -55,9 +55,7 @@ def by_hand(params: Params, case: tasks.Case, index: int, capacity: int) -> str:
 
 
 @pytest.mark.slow
-def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_on_one_context_are_prefilled_once_and_answered_alike(params, tmp_path, monkeypatch):
     """Each question is asked on a fork of the context, so earlier questions change nothing."""
     prefills: list[int] = []
     original = decode.prefill_many
@@ -83,49 +81,55 @@ def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
     assert rows[1]["attended_tokens"] < rows[0]["attended_tokens"]
 
 
-def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [ROW | {"context": TEXT[: 100 + 61 * i]} for i in range(3)] + [ROW | {"context": TEXT * 8}]
-    path = write(tmp_path / "mine.jsonl", rows)
-    call: dict[str, Any] = {"data": [path], "out": tmp_path / "out", "truncate": "middle"}
-    first = runner.evaluate(params, [], [], [Full()], **call)
-    assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
-    lines = (tmp_path / "out" / samples.SAMPLES_FILE).read_bytes().splitlines()
-    assert [json.loads(line).get("truncated", 0) > 0 for line in lines] == [False, False, False, True]
-    alone = runner.evaluate(
-        params, [], [], [Full()], data=[write(tmp_path / "one.jsonl", rows[:1])], out=tmp_path / "alone"
-    )
-    [record] = [json.loads(line) for line in (tmp_path / "alone" / samples.SAMPLES_FILE).read_bytes().splitlines()]
-    assert json.loads(lines[0])["outputs"] == record["outputs"]  # padded to the width of the longest, and by itself
-    assert json.loads(lines[0])["hits"] == [bool(alone[0]["found"])]
+LENGTHS = [ROW | {"context": TEXT[: 100 + 61 * i]} for i in range(3)] + [ROW | {"context": TEXT * 8}]
 
-    ran: list[int] = []
-    original = runner.run_case
+
+def lines_of(out: Path) -> list[bytes]:
+    """The records of finished samples."""
+    return (out / samples.SAMPLES_FILE).read_bytes().splitlines()
+
+
+@pytest.mark.slow
+def test_prompts_of_several_lengths_are_answered_as_by_themselves(params, tmp_path):
+    """A prompt that is padded to the width of the longest gets the answer of an unpadded one."""
+    path, one = write(tmp_path / "mine.jsonl", LENGTHS), write(tmp_path / "one.jsonl", LENGTHS[:1])
+    runner.evaluate(params, [], [], [Full()], data=[path], out=tmp_path / "out", truncate="middle")
+    [alone] = runner.evaluate(params, [], [], [Full()], data=[one], out=tmp_path / "alone")
+    record, wanted = json.loads(lines_of(tmp_path / "out")[0]), json.loads(lines_of(tmp_path / "alone")[0])
+    assert record["outputs"] == wanted["outputs"]
+    assert record["hits"] == [bool(alone["found"])]
+
+
+def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(params, tmp_path, monkeypatch, capsys):
+    path, out, ran = write(tmp_path / "mine.jsonl", LENGTHS), tmp_path / "out", []
 
     def counted(setup: Any, cell: Any, index: int, policies: Any) -> Any:
         ran.append(index)
-        return original(setup, cell, index, policies)
+        return made_up_case(setup, cell, index, policies)
 
     monkeypatch.setattr(runner, "run_case", counted)
+    call: dict[str, Any] = {"data": [path], "out": out, "truncate": "middle"}
+    first = runner.evaluate(params, [], [], [Full()], **call)
+    assert ran == [0, 1, 2, 3]
+    assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
+    lines = lines_of(out)
+    assert [json.loads(line).get("truncated", 0) > 0 for line in lines] == [False, False, False, True]
     lines[1], lines[2] = lines[1][:50], b"null"
-    (tmp_path / "out" / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    (out / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
     assert runner.evaluate(params, [], [], [Full()], **call) == first
-    assert ran == [1, 2]
+    assert ran[4:] == [1, 2]
     assert "2 damaged line(s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "change", [{"data": "x.jsonl"}, {"truncate": "middle"}, {"limit": 3}, {"data": ["none.jsonl"]}, {}], ids=str
 )
-def test_calls_without_anything_to_do_are_refused(params: Params, change: dict[str, Any]) -> None:
+def test_calls_without_anything_to_do_are_refused(params, change):
     with pytest.raises(ConfigError):
         runner.evaluate(params, [], [], [Full()], **change)
 
 
-def test_the_command_line_takes_data(
-    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_takes_data(params, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "run_case", made_up_case)
     save(params, tmp_path / "model")
     path = write(tmp_path / "mine.jsonl", [ROW, ROW | {"context": TEXT * 8}])

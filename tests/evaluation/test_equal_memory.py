@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from jshadow.policies import (
     DenseFirst,
     Full,
     InfLLM,
-    Policy,
     Pyramid,
     Quest,
     ShadowKV,
@@ -50,7 +48,7 @@ def rows(params: Params, made_up: None) -> list[dict[str, Any]]:
     )
 
 
-def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], params: Params) -> None:
+def test_every_policy_is_at_or_under_its_share(rows, params):
     names = {policy.name for policy in POLICIES}
     assert len(rows) == 2 * (1 + 2 * len(POLICIES))
     assert len({row["capacity"] for row in rows if row["infeasible"] is None}) == 1
@@ -74,7 +72,7 @@ def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], param
 
 
 @pytest.mark.slow
-def test_a_smaller_share_agrees_less(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_share_agrees_less(params, monkeypatch):
     """The divergence from full attention grows. Full attention itself has none."""
     monkeypatch.setattr(runner, "run_case", cases.run_case)
     rows = runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put")
@@ -85,9 +83,7 @@ def test_a_smaller_share_agrees_less(params: Params, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_command_prints_one_line_a_policy(
-    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_one_line_a_policy(params, tmp_path, capsys):
     save(params, tmp_path / "model")
     call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1"]
     call += ["--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]
@@ -105,7 +101,7 @@ def test_the_command_prints_one_line_a_policy(
     assert all(len(row["turns"]) == 4 for row in told if not row["infeasible"])
 
 
-def test_what_has_no_share_is_told_by_its_settings() -> None:
+def test_what_has_no_share_is_told_by_its_settings():
     rows = [
         {
             "task": "agreement",
@@ -143,7 +139,7 @@ def test_what_has_no_share_is_told_by_its_settings() -> None:
 
 
 @pytest.mark.parametrize("shares", [[0.0], [1.5], [-0.1], [True], [float("nan")]])
-def test_bad_shares_are_refused(params: Params, shares: list[float]) -> None:
+def test_bad_shares_are_refused(params, shares):
     with pytest.raises(ConfigError, match="shares must be in"):
         runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=shares)
 
@@ -151,12 +147,12 @@ def test_bad_shares_are_refused(params: Params, shares: list[float]) -> None:
 @pytest.mark.parametrize(
     "policy", [Quest(unit=4), Quest(unit=32, budget=32), H2O(heavy=9), DenseFirst(), Pyramid(SnapKV())]
 )
-def test_shares_decide_all_settings(params: Params, policy: Policy) -> None:
+def test_shares_decide_all_settings(params, policy):
     with pytest.raises(ConfigError, match="shares decide all settings"):
         runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1, shares=[0.5])
 
 
-def test_a_prefill_of_the_policy_s_own_is_told(params: Params) -> None:
+def test_a_prefill_of_the_policy_s_own_is_told(params):
     policy = InfLLM(window=64, sinks=4, budget=64, unit=16, query_block=64)
     rows = runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1)
     assert {row["name"]: row["prefill"] for row in rows} == {"full": "exact", "infllm": "infllm"}
@@ -165,7 +161,7 @@ def test_a_prefill_of_the_policy_s_own_is_told(params: Params) -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_that_takes_no_memory_stays(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_takes_no_memory_stays(params, monkeypatch):
     monkeypatch.setattr(runner, "run_case", cases.run_case)
     rows = runner.evaluate(
         params, ["agreement"], [LENGTH], [Quest(budget=256), Quest()], samples=1, shares=[0.5], fetch="device_put"

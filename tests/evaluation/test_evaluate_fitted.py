@@ -1,7 +1,6 @@
 """`evaluate` with arrays that a policy has learned."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ from jshadow.evaluation import results, runner
 from jshadow.models.config import ModelConfig
 from jshadow.policies import (
     LESS,
-    Policy,
     Quest,
     StreamingLLM,
 )
@@ -34,9 +32,7 @@ LEARNER = LESS(heavy=8, recent=8, state_rank=2, hidden=8)
 
 
 @pytest.mark.slow
-def test_learned_arrays_reach_their_policy_alone(
-    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys):
     learned = LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
     policies = [LEARNER, StreamingLLM(sinks=2, window=14)]
     plain = runner.evaluate(params, ["agreement"], [LENGTH], policies, samples=1, out=tmp_path / "out")
@@ -80,9 +76,7 @@ def test_learned_arrays_reach_their_policy_alone(
     ("policies", "shares", "told"),
     [([Quest()], (), "got those of less"), ([LESS()], (), "the fit of less"), ([LESS()], (0.5,), "the fit of less")],
 )
-def test_learned_arrays_that_nobody_can_use_are_refused(
-    params: Params, policies: list[Policy], shares: tuple[float, ...], told: str
-) -> None:
+def test_learned_arrays_that_nobody_can_use_are_refused(params, policies, shares, told):
     shapes = LEARNER.fitted_shapes(CONFIG)
     learned = jax.tree.map(lambda shape: np.zeros(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
     with pytest.raises(ConfigError, match=told):

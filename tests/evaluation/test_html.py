@@ -77,7 +77,7 @@ def page(file: Path) -> Reader:
     return read(file)
 
 
-def test_nothing_comes_from_elsewhere(page: Reader, file: Path) -> None:
+def test_nothing_comes_from_elsewhere(page, file):
     for tag, attributes in page.elements:
         assert tag not in ("link", "iframe", "object", "embed", "base")
         for name, value in attributes.items():
@@ -92,7 +92,7 @@ def test_nothing_comes_from_elsewhere(page: Reader, file: Path) -> None:
     assert policy.startswith("default-src 'none'")  # type: ignore[union-attr]
 
 
-def test_every_row_is_in_the_table_of_its_task(page: Reader) -> None:
+def test_every_row_is_in_the_table_of_its_task(page):
     tables = [table for table in page.tables if table[0][0] == "prompt, tokens"]
     assert [len(table) - 1 for table in tables] == [len(NEEDLES), len(AGREEMENT), len(TURNS)]
     needles = [dict(zip(tables[0][0], line, strict=False)) for line in tables[0][1:]]
@@ -109,13 +109,13 @@ def test_every_row_is_in_the_table_of_its_task(page: Reader) -> None:
     assert "recall of full, %" not in agreement[1]  # a column without a number is left out
 
 
-def test_cells_are_sorted_by_their_numbers(page: Reader) -> None:
+def test_cells_are_sorted_by_their_numbers(page):
     values = [float(a["data-value"]) for t, a in page.elements if t == "td" and "data-value" in a]  # type: ignore[arg-type]
     assert {1024.0, 75.0, 20.0} <= set(values)
     assert [t for t, _ in page.elements].count("script") == 1
 
 
-def test_pictures_are_whole_and_named(page: Reader) -> None:
+def test_pictures_are_whole_and_named(page):
     images = [attributes for tag, attributes in page.elements if tag == "img"]
     captions = ["Score against", "Divergence from", "Needles found", "Right answers"]
     assert len(images) == len(captions)
@@ -126,7 +126,7 @@ def test_pictures_are_whole_and_named(page: Reader) -> None:
         assert data.rstrip().endswith(b"</svg>")
 
 
-def test_machine_versions_and_command_are_told(page: Reader) -> None:
+def test_machine_versions_and_command_are_told(page):
     import jax
 
     assert "jshadow eval 'a model' --tasks needle_noise" in page.text
@@ -137,13 +137,13 @@ def test_machine_versions_and_command_are_told(page: Reader) -> None:
     assert "cores" in told["processor"]
 
 
-def test_light_and_dark(file: Path) -> None:
+def test_light_and_dark(file):
     text = file.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text
     assert "color-scheme: light dark" in text
 
 
-def test_nothing_in_a_row_is_markup(tmp_path: Path) -> None:
+def test_nothing_in_a_row_is_markup(tmp_path):
     bad = row(
         policy=HOSTILE, name=HOSTILE, task=HOSTILE, infeasible=HOSTILE, control=HOSTILE, fetch=HOSTILE, prefill=HOSTILE
     )
@@ -157,13 +157,13 @@ def test_nothing_in_a_row_is_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [[], "rows", {"task": 1}, [{"task": "t", "length": 1, "policy": "p"}], [3]], ids=str)
-def test_what_are_no_rows_is_refused(rows: Any, tmp_path: Path) -> None:
+def test_what_are_no_rows_is_refused(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"rows must be|a row must"):
         html.write_results(rows, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     target = tmp_path / "r.html"
     target.write_text("before")
 
@@ -184,7 +184,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("made_up")
-def test_results_of_an_evaluation(tmp_path: Path) -> None:
+def test_results_of_an_evaluation(tmp_path):
     config = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
     made = init_params(config, seed=1)
     params = Params(made.weights, made.config, byte_tokenizer())
@@ -210,7 +210,7 @@ def test_results_of_an_evaluation(tmp_path: Path) -> None:
     assert "(control)" in " ".join(policies)
 
 
-def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(plots.results.importlib.util, "find_spec", lambda name: None)
     assert [path.name for path in html.write_results(ROWS, tmp_path)] == ["report.html"]
     page = read(tmp_path / "report.html")

@@ -62,7 +62,8 @@ def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
             assert (wanted, top) == (pytest.approx(plain, abs=1e-4), its)
 
 
-@pytest.mark.parametrize("other", ["streaming_llm", pytest.param("shadowkv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["streaming_llm", "shadowkv"])
 def test_policies_score_differently_and_greedy_ones_are_told(params, other):
     """A policy that drops tokens gives different scores, so the tests above do not compare constants."""
     ids, continuation = params.tokenizer.encode(TALE), greedy_ids(TALE)[:4]
@@ -106,6 +107,7 @@ def test_learned_arrays_come_from_a_file(params, tmp_path):
     assert plain != pytest.approx(score, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_tokens", [1, 20])
 def test_rolling_loglikelihoods_score_each_token_once(params, context_tokens):
     size, text = 48, TALE + "And so on."
@@ -233,6 +235,7 @@ def test_a_special_token_among_until_ends_a_generation(params):
     assert got == [params.tokenizer.decode(said[: said.index(said[4])])]
 
 
+@pytest.mark.slow
 def test_sampling_does_not_depend_on_the_batch(params):
     settings = {"max_gen_toks": 10, "do_sample": True, "temperature": 1.5, "top_p": 0.95}
     asked = requests(*[(text, settings) for text in (TALE, TALE[1:], TALE, TALE[2:])])

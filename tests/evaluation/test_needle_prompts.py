@@ -19,7 +19,7 @@ NEEDLES = [name for name in tasks.TASKS if name.startswith("needle")]
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", OLD)
-def test_a_prompt_has_exactly_the_asked_length(task: str, kind: str) -> None:
+def test_a_prompt_has_exactly_the_asked_length(task, kind):
     for length, depth in ((600, 0.0), (601, 0.5), (1337, 1.0)):
         case = tasks.make(task, TOKENIZERS[kind], length, depth, seed=length)
         assert len(case.prompt) == length
@@ -27,7 +27,7 @@ def test_a_prompt_has_exactly_the_asked_length(task: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("task", OLD)
-def test_the_seed_decides_everything(task: str) -> None:
+def test_the_seed_decides_everything(task):
     for tokenizer in TOKENIZERS.values():
         one, again, other = (tasks.make(task, tokenizer, 700, 0.5, seed) for seed in (3, 3, 4))
         assert one == again
@@ -36,7 +36,7 @@ def test_the_seed_decides_everything(task: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", NEEDLES)
-def test_the_facts_lie_where_they_were_asked_to(task: str, kind: str) -> None:
+def test_the_facts_lie_where_they_were_asked_to(task, kind):
     tokenizer = TOKENIZERS[kind]
     length = 3000
     for depth in (0.05, 0.5, 0.95):
@@ -53,7 +53,7 @@ def test_the_facts_lie_where_they_were_asked_to(task: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_prompt_reads_as_its_user_would_write_it(kind: str) -> None:
+def test_a_prompt_reads_as_its_user_would_write_it(kind):
     tokenizer = TOKENIZERS[kind]
     case = tasks.make("needle_docs", tokenizer, 900, 0.3, seed=1)
     sample, text = case.samples[0], tokenizer.decode(list(case.prompt))
@@ -73,7 +73,7 @@ def test_a_prompt_reads_as_its_user_would_write_it(kind: str) -> None:
     assert not any(token in case.prompt for token in (tokenizer.eos_token_id,))
 
 
-def test_a_later_question_goes_on_from_the_answer() -> None:
+def test_a_later_question_goes_on_from_the_answer():
     case = tasks.make("needle_multiturn", TOKENIZERS["chat"], 2500, 0.5, seed=1)
     second = TOKENIZERS["chat"].decode(list(case.turns[0]))
     assert second == f"\n<user>{case.samples[1].question}\n<assistant>{case.samples[1].answer_prefix}"
@@ -81,14 +81,14 @@ def test_a_later_question_goes_on_from_the_answer() -> None:
     assert TOKENIZERS["plain"].decode(list(plain.turns[0])).startswith("\n\nQuestion: ")
 
 
-def test_the_forced_text_is_what_follows_the_prompt() -> None:
+def test_the_forced_text_is_what_follows_the_prompt():
     tokenizer = TOKENIZERS["plain"]
     case = tasks.make("agreement", tokenizer, 500, 0.5, seed=5)
     longer = tasks.make("agreement", tokenizer, 500 + tasks.FORCED, 0.5, seed=5)
     assert (*case.prompt, *case.forced) == longer.prompt
 
 
-def test_long_texts_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_texts_cause_no_warning(caplog):
     with warnings.catch_warnings(), caplog.at_level("WARNING"):
         warnings.simplefilter("error")
         for task in OLD:
@@ -110,7 +110,7 @@ BAD_CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("word", "change"), BAD_CASES)
-def test_bad_cases_are_refused(word: str, change: dict[str, Any]) -> None:
+def test_bad_cases_are_refused(word, change):
     good = {"task": "needle_docs", "tokenizer": TOKENIZERS["plain"], "length": 900, "depth": 0.5, "seed": 0}
     with pytest.raises(ConfigError, match=word):
         tasks.make(**(good | change))
@@ -121,7 +121,7 @@ def test_bad_cases_are_refused(word: str, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("task", PHASE_TASKS)
-def test_the_samples_go_through_all_phases(task: str, kind: str) -> None:
+def test_the_samples_go_through_all_phases(task, kind):
     tokenizer = TOKENIZERS[kind]
     for index in range(PHASES + 3):
         case, depth = tasks.sample_of(task, tokenizer, 901, index, PHASES + 3, 5)
@@ -136,7 +136,7 @@ def test_the_samples_go_through_all_phases(task: str, kind: str) -> None:
         assert abs(planted / 901 - depth) < 0.25
 
 
-def test_figures_by_phase() -> None:
+def test_figures_by_phase():
     hits = [index % 3 == 0 for index in range(11)]
     records = [
         {"score": 100.0 * hit, "hits": [hit], "kl": None, "attended_tokens": 1.0, "hit_rate": None, "outputs": [""]}

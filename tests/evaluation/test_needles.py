@@ -30,7 +30,7 @@ def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.real
 @pytest.mark.timeout(2400)
-def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> None:
+def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2):
     rows = evaluate(smollm2, TASKS, [2048], [POLICY], samples=SAMPLES, fetch="resident")
     shadow, control = totals(rows)
     assert shadow["asked"] == len(TASKS) * SAMPLES
@@ -41,7 +41,7 @@ def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> 
 
 
 @pytest.mark.real
-def test_offloaded_values_find_the_same(smollm2: Params) -> None:
+def test_offloaded_values_find_the_same(smollm2):
     resident, offloaded = (
         evaluate(smollm2, TASKS, [1024], [POLICY], samples=2, fetch=fetch) for fetch in ("resident", "device_put")
     )

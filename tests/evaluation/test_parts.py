@@ -69,7 +69,7 @@ def plain(rows: list[dict[str, Any]]) -> Any:
     return json.loads(json.dumps(rows))
 
 
-def test_every_item_is_in_one_part_and_costs_are_balanced() -> None:
+def test_every_item_is_in_one_part_and_costs_are_balanced():
     for sizes in ([], [5], [1, 2, 3, 4, 5, 6, 7], [9] * 8, [1, 100, 1, 100, 1, 50, 50], [1000, 1, 1]):
         for count in range(1, 10):
             dealt = [deal(sizes, Part(index, count)) for index in range(1, count + 1)]
@@ -82,7 +82,7 @@ def test_every_item_is_in_one_part_and_costs_are_balanced() -> None:
     assert deal([4, 4, 9, 4], Part(2, 2)) == [0, 3]
 
 
-def test_a_part_is_read_from_its_text() -> None:
+def test_a_part_is_read_from_its_text():
     assert parse_part("2/3") == Part(2, 3)
     assert parse_part("01/10") == Part(1, 10)
     assert str(Part(2, 3)) == "2/3"
@@ -91,12 +91,12 @@ def test_a_part_is_read_from_its_text() -> None:
 @pytest.mark.parametrize(
     "text", ["", "2", "2/", "/3", "0/3", "4/3", "-1/3", "1/0", "0/0", "1/3/5", "a/b", "1 / 3", "2/3\n", "²/3"]
 )
-def test_other_texts_are_no_part(text: str) -> None:
+def test_other_texts_are_no_part(text):
     with pytest.raises(ConfigError, match="part must be I/N with I from 1 to N"):
         parse_part(text)
 
 
-def test_three_parts_are_one_run(whole: Any, parts: Path, tmp_path: Path) -> None:
+def test_three_parts_are_one_run(whole, parts, tmp_path):
     """All figures are equal to the last bit. Each sample ran once, with about as many in each part."""
     out, rows = whole
     assert sorted(path.name for path in parts.iterdir()) == NAMES
@@ -112,7 +112,7 @@ def test_three_parts_are_one_run(whole: Any, parts: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_parts_of_a_model_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_model_are_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run_case", cases.run_case)
     asked = {"tasks": ["agreement", "needle_docs"], "lengths": [240]}
     rows = runner.evaluate(PARAMS, **TASKS | asked, samples=2)
@@ -122,9 +122,7 @@ def test_parts_of_a_model_are_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rows[1]["kl"] > 0
 
 
-def test_one_run_takes_up_what_was_merged(
-    whole: Any, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_takes_up_what_was_merged(whole, parts, tmp_path, monkeypatch):
     merge_parts([parts], out=tmp_path / "merged")
     monkeypatch.setattr(runner, "run_case", None)
     assert runner.evaluate(PARAMS, **TASKS, samples=2, out=tmp_path / "merged") == whole[1]
@@ -133,7 +131,7 @@ def test_one_run_takes_up_what_was_merged(
     assert (tmp_path / "merged" / SAMPLES_FILE).stat().st_size == size
 
 
-def test_each_sample_keeps_its_place(parts: Path) -> None:
+def test_each_sample_keeps_its_place(parts):
     """Full attention answers the first sample of a task, and ShadowKV the second, at another depth."""
     for file in parts.glob(f"*/{SAMPLES_FILE}"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -154,7 +152,7 @@ def test_each_sample_keeps_its_place(parts: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 2], ids=["nothing", "two_lines"])
-def test_a_part_that_was_killed_goes_on(whole: Any, parts: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_was_killed_goes_on(whole, parts, left, monkeypatch):
     """Its last line is incomplete. Before it has gone on, the merge says what to do."""
     file = parts / NAMES[1] / SAMPLES_FILE
     lines = file.read_bytes().splitlines(keepends=True)
@@ -175,7 +173,7 @@ def test_a_part_that_was_killed_goes_on(whole: Any, parts: Path, left: int, monk
     assert merge_parts([parts]) == plain(whole[1])
 
 
-def test_a_missing_part_is_named_with_its_command(parts: Path) -> None:
+def test_a_missing_part_is_named_with_its_command(parts):
     for name in NAMES[::2]:
         shutil.rmtree(parts / name)
     with pytest.raises(ConfigError) as told:
@@ -190,7 +188,7 @@ def test_a_missing_part_is_named_with_its_command(parts: Path) -> None:
         assert command.count("--part") == 1
 
 
-def test_a_part_that_is_there_twice_is_refused(parts: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_there_twice_is_refused(parts, tmp_path):
     shutil.copytree(parts / NAMES[0], tmp_path / "again")
     with pytest.raises(ConfigError, match=r"got part 1/3 in .*again and in .*part-1-of-3"):
         merge_parts([parts, tmp_path / "again"])
@@ -216,7 +214,7 @@ def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unrun")
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_part_of_another_evaluation_is_refused(parts: Path, case: str) -> None:
+def test_a_part_of_another_evaluation_is_refused(parts, case):
     changes, told = OTHERS[case]
     run_part(3, parts, **changes)
     with pytest.raises(ConfigError, match=f"parts must be of one evaluation, but {told}"):
@@ -224,7 +222,7 @@ def test_a_part_of_another_evaluation_is_refused(parts: Path, case: str) -> None
 
 
 @pytest.mark.usefixtures("unrun")
-def test_a_part_of_other_prompts_is_refused(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_other_prompts_is_refused(parts, monkeypatch):
     """Even if all settings are the same, such as those of a data file that was changed."""
     real = tasks.sample_of
     monkeypatch.setattr("jshadow.evaluation.plan.sample_of", lambda *args: real(*args[:-1], 7))
@@ -234,14 +232,14 @@ def test_a_part_of_other_prompts_is_refused(parts: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("unrun")
-def test_another_number_of_parts_is_refused(parts: Path) -> None:
+def test_another_number_of_parts_is_refused(parts):
     run_part(1, parts, count=2)
     with pytest.raises(ConfigError, match=r"number of parts is 2 in .*part-1-of-2 and 3 in .*part-1-of-3"):
         merge_parts([parts])
     assert merge_parts([parts / name for name in NAMES])
 
 
-def test_more_parts_than_samples_are_refused(tmp_path: Path) -> None:
+def test_more_parts_than_samples_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="N at most the number of samples=8, got 1/9"):
         run_part(1, tmp_path / "out", count=9)
     assert not (tmp_path / "out").exists()
@@ -256,7 +254,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_record_is_refused(parts: Path, case: str) -> None:
+def test_a_damaged_record_is_refused(parts, case):
     change, told = DAMAGES[case]
     file = parts / NAMES[1] / PART_FILE
     file.write_text(change(file.read_text()))
@@ -264,13 +262,13 @@ def test_a_damaged_record_is_refused(parts: Path, case: str) -> None:
         merge_parts([parts])
 
 
-def test_a_folder_without_parts_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_parts_is_refused(tmp_path):
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"merge must name folders of parts \(with a file part.json\), got "):
             merge_parts([place])
 
 
-def test_shares_and_sweeps_are_merged(tmp_path: Path) -> None:
+def test_shares_and_sweeps_are_merged(tmp_path):
     """An infeasible row has no records, and a setting may be a tuple."""
     asked = {"policies": [jshadow.StreamingLLM(), jshadow.OmniKV()], "tasks": ["agreement"], "lengths": [240]}
     settings = {"shares": [0.5, 0.001], "sweeps": {"rank": [jshadow.ShadowKV(rank=rank, budget=64) for rank in (4, 8)]}}
@@ -295,7 +293,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_use_is_one_error(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_use_is_one_error(case, capsys):
     words, told = BAD[case]
     assert main(["eval", *words]) == 2
     captured = capsys.readouterr()
@@ -303,5 +301,5 @@ def test_bad_use_is_one_error(case: str, capsys: pytest.CaptureFixture[str]) -> 
     assert captured.out == ""
 
 
-def test_the_folder_of_a_part(tmp_path: Path) -> None:
+def test_the_folder_of_a_part(tmp_path):
     assert part_folder(tmp_path, Part(2, 3)) == tmp_path / "part-2-of-3"

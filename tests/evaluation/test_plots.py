@@ -4,7 +4,6 @@ A file is written completely or not at all.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -42,7 +41,7 @@ def lines(axis: Any) -> dict[str, Any]:
     return {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
 
 
-def test_every_method_has_a_look_of_its_own() -> None:
+def test_every_method_has_a_look_of_its_own():
     assert all({"color", "marker"} <= set(style.look_of(name)) for name in POLICIES)
     assert len(set(style.METHODS.values())) == len(style.METHODS)
     assert len({style.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
@@ -55,7 +54,7 @@ def test_every_method_has_a_look_of_its_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_same_numbers_are_the_same_bytes(name: str, suffix: str, tmp_path: Path) -> None:
+def test_the_same_numbers_are_the_same_bytes(name, suffix, tmp_path):
     if name == "cosines":
         table = RNG.uniform(-1, 1, (3, 2, 9))
         draw: Callable[[Any], Any] = lambda path: plots.plot_least_cosines({"text": table}, path)  # noqa: E731
@@ -72,7 +71,7 @@ def test_the_same_numbers_are_the_same_bytes(name: str, suffix: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_all_axes_say_what_they_are(name: str) -> None:
+def test_all_axes_say_what_they_are(name):
     figure = DRAWN[name](None)
     axes = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
     assert axes
@@ -82,13 +81,13 @@ def test_all_axes_say_what_they_are(name: str) -> None:
         assert axis.get_ylabel() or not grid.is_first_col()
 
 
-def test_a_user_s_style_comes_back() -> None:
+def test_a_user_s_style_comes_back():
     before = matplotlib.rcParams.copy()
     DRAWN["turns"](None)
     assert matplotlib.rcParams == before
 
 
-def test_memory_has_a_line_a_method_and_a_mark_a_setting() -> None:
+def test_memory_has_a_line_a_method_and_a_mark_a_setting():
     figure = plots.plot_memory(NEEDLES)
     [axis] = figure.axes
     drawn = {box.lines[0].get_color(): box.lines[0] for box in axis.containers}
@@ -101,13 +100,13 @@ def test_memory_has_a_line_a_method_and_a_mark_a_setting() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["full", "shadowkv", "quest"]
 
 
-def test_divergence_has_a_logarithmic_axis_without_full() -> None:
+def test_divergence_has_a_logarithmic_axis_without_full():
     [axis] = plots.plot_memory(AGREEMENT, measure="kl").axes
     assert axis.get_yscale() == "log"
     assert sorted(float(box.lines[0].get_ydata()[0]) for box in axis.containers) == [0.03, 0.2]
 
 
-def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
+def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel():
     coded = [
         row(task="agreement", kl=kl, kl_stderr=0.0, settings={"keys": "transform"}, served_moved_bytes=size)
         for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))
@@ -123,14 +122,14 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
 
 
 @pytest.mark.parametrize("profiles", [((16, 64, 64), (4, 40, 32)), ([16, 64, 64], [4, 40, 32]), ("int4", "exact")])
-def test_steps_that_are_no_numbers_stand_by_name(profiles: Any, tmp_path: Path) -> None:
+def test_steps_that_are_no_numbers_stand_by_name(profiles, tmp_path):
     """A profile is a tuple in Python, and a list after a round trip through JSON."""
     rows = [one | {"settings": {"keys.profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
     axis = plots.plot_sweep(rows, "keys.profile", tmp_path / "sweep.png").axes[0]
     assert [text.get_text() for text in axis.get_xticklabels()] == [str(profile) for profile in sorted(profiles)]
 
 
-def test_each_sweep_is_a_line() -> None:
+def test_each_sweep_is_a_line():
     """A row that belongs to two sweeps is drawn in both lines."""
     marks = ((50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))
     rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in marks]
@@ -140,7 +139,7 @@ def test_each_sweep_is_a_line() -> None:
     assert [box.lines[0].get_ydata().tolist() for box in figure.axes[0].containers[1:]] == [[50, 75], [50, 80]]
 
 
-def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
+def test_landmarks_of_another_length_are_a_line_of_their_own():
     """They share a line only in the sweep over the lengths of landmarks."""
     settings = {"keys": "transform", "chunk_size": 8}
     marks = [(2, ["keys.bits"]), (8, ["keys.bits"]), (2, ["landmarks.tokens"]), (8, ["landmarks.tokens"])]
@@ -167,7 +166,7 @@ def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
     assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "keys.bits").axes[0].containers] == [2, 2]
 
 
-def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
+def test_a_control_and_a_taught_method_are_lines_of_their_own():
     rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
     [legend] = plots.plot_memory(rows).legends
     assert [text.get_text() for text in legend.get_texts()] == [
@@ -177,7 +176,7 @@ def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
     ]
 
 
-def test_a_heat_map_is_depth_by_length() -> None:
+def test_a_heat_map_is_depth_by_length():
     rows = [row(length=2048, depth_scores=[0.0, 25.0, 50.0, 100.0]), row(length=1024), row("quest", length=1024)]
     figure = plots.plot_needles(rows)
     first, second, bar = figure.axes
@@ -192,7 +191,7 @@ def test_a_heat_map_is_depth_by_length() -> None:
         plots.plot_needles([row(), row(length=2048, depths=[0.5, 1.0], depth_scores=[100.0, 0.0])])
 
 
-def test_turns_draw_two_settings_of_a_method_apart() -> None:
+def test_turns_draw_two_settings_of_a_method_apart():
     rows = [*TURNS, row(task="needle_multiturn", turns=[0.0, 0.0], share=0.25)]
     [axis] = plots.plot_turns(rows).axes
     full, one, two = axis.lines
@@ -202,7 +201,7 @@ def test_turns_draw_two_settings_of_a_method_apart() -> None:
     assert two.get_ydata().tolist() == [0, 0]
 
 
-def test_observations_draw_what_they_are_given() -> None:
+def test_observations_draw_what_they_are_given():
     left, right = plots.plot_spectra({"text": SPECTRUM}).axes
     assert left.get_xlim() == (1, 8)  # the narrower tensor's columns
     squares = SPECTRUM["x_in"] ** 2
@@ -228,7 +227,7 @@ def test_observations_draw_what_they_are_given() -> None:
     assert axes[0].get_xlabel() == "rank"
 
 
-def test_a_sweep_has_a_line_a_task_and_length() -> None:
+def test_a_sweep_has_a_line_a_task_and_length():
     """A panel draws the rows that have its measure. Bytes are drawn once for two tasks. Other sweeps are left out."""
     longer = [one | {"length": 2 * one["length"], "kl": 3.0} for one in SWEEP]
     answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}) for i in (2, 4)]
@@ -259,12 +258,12 @@ def test_a_sweep_has_a_line_a_task_and_length() -> None:
         (lambda: plots.plot_turns(TURNS, "nowhere/turns.svg"), "can be written"),
     ],
 )
-def test_nothing_to_draw_or_nowhere_to_write_is_refused(draw: Callable[[], Any], told: str) -> None:
+def test_nothing_to_draw_or_nowhere_to_write_is_refused(draw, told):
     with pytest.raises(ConfigError, match=told):
         draw()
 
 
-def test_a_panel_too_many_is_none(tmp_path: Path) -> None:
+def test_a_panel_too_many_is_none(tmp_path):
     rows = [row("full", length=length) for length in range(100, 600, 100)]
     assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
     assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
@@ -282,12 +281,12 @@ def test_a_panel_too_many_is_none(tmp_path: Path) -> None:
         ("turns.svg", ["needle_noise"], "needs a task of several turns"),
     ],
 )
-def test_a_picture_that_cannot_be_is_refused_first(tmp_path: Path, path: str, tasks: list[str], told: str) -> None:
+def test_a_picture_that_cannot_be_is_refused_first(tmp_path, path, tasks, told):
     with pytest.raises(ConfigError, match=told):
         plots.check_plot(tmp_path / path, tasks, {"needle_multiturn": 4})
 
 
-def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
     row = {
         "task": "needle_multiturn",
         "length": 9,

@@ -8,7 +8,7 @@ import pytest
 from jshadow.evaluation import metrics, results
 
 
-def test_partial_scores_are_summed_and_shown() -> None:
+def test_partial_scores_are_summed_and_shown():
     common = {"kl": None, "attended_tokens": 1.0, "hit_rate": None}
     mine = [common | {"score": 50.0, "hits": [False], "scores": [0.5]}, common | {"score": 100.0, "hits": [True]}]
     full = [common | {"score": 75.0, "hits": [False], "scores": [0.75]}, common | {"score": 100.0, "hits": [True]}]
@@ -23,7 +23,7 @@ def record(*hits: bool) -> dict[str, Any]:
     return {"score": share, "hits": list(hits), "kl": None, "attended_tokens": 1.0, "hit_rate": None}
 
 
-def test_recall_counts_only_what_full_finds() -> None:
+def test_recall_counts_only_what_full_finds():
     row = results.score_row([record(True, False), record(True, True)], [record(False, True), record(True, True)])
     assert (row["asked"], row["found"], row["found_by_full"], row["found_by_both"]) == (4, 3, 3, 2)
     assert row["recall_of_full"] == pytest.approx(200 / 3)
@@ -42,7 +42,7 @@ def test_recall_counts_only_what_full_finds() -> None:
 @pytest.mark.parametrize(
     ("by_full", "by_control", "good"), [(10, 5, True), (10, 6, False), (0, 0, False), (5, 0, True)]
 )
-def test_a_control_that_finds_much_is_told(by_full: int, by_control: int, good: bool) -> None:
+def test_a_control_that_finds_much_is_told(by_full, by_control, good):
     said = results.verdict(by_full, by_control)
     assert said.startswith("ok") is good
     assert ("tells nothing" in said) is not good
@@ -51,7 +51,7 @@ def test_a_control_that_finds_much_is_told(by_full: int, by_control: int, good: 
 # Metrics
 
 
-def test_perplexity_against_numpy() -> None:
+def test_perplexity_against_numpy():
     logits = np.random.default_rng(0).normal(0, 2, (5, 11))
     tokens = np.array([3, 0, 10, 3, 7])
     chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -64,7 +64,7 @@ def test_perplexity_against_numpy() -> None:
     assert results.score_row([{**records[0], "ppl": None}], records[:1])["ppl"] is None
 
 
-def test_divergence_against_numpy_and_far_from_overflow() -> None:
+def test_divergence_against_numpy_and_far_from_overflow():
     rng = np.random.default_rng(0)
     full, other = rng.normal(0, 3, (2, 7, 50)).astype(np.float32)
     p, q = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum(-1, keepdims=True) for x in (full, other))
@@ -76,7 +76,7 @@ def test_divergence_against_numpy_and_far_from_overflow() -> None:
     np.testing.assert_allclose(metrics.kl(full + np.float32(1000), other), metrics.kl(full, other), atol=1e-3)
 
 
-def test_mean_and_standard_error() -> None:
+def test_mean_and_standard_error():
     values = [0.0, 100.0, 100.0, 50.0]
     mean, stderr = metrics.mean_stderr(values)
     assert mean == np.mean(values)

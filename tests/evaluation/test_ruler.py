@@ -55,13 +55,13 @@ def params() -> Params:
     return Params(made.weights, made.config, TOKENIZER)
 
 
-def test_the_names_are_told_apart_from_ours() -> None:
+def test_the_names_are_told_apart_from_ours():
     assert len(ruler.RULER_TASKS) == 13 == len(set(ruler.RULER_TASKS))
     assert not set(ruler.RULER_TASKS) & set(TASKS)
     assert {name.removeprefix("ruler_") for name in ruler.RULER_TASKS} <= set(TASKS)
 
 
-def test_every_task_fits_and_follows_its_seed(root: Path) -> None:
+def test_every_task_fits_and_follows_its_seed(root):
     made = ruler.cases_at(ruler.RULER_TASKS, TOKENIZER, LENGTH, 2, 0)
     assert list(made) == list(ruler.RULER_TASKS)
     sizes = {"qa": 32, "vt": 30, "cwe": 120, "fwe": 50, "niah": 128}
@@ -82,7 +82,7 @@ def test_every_task_fits_and_follows_its_seed(root: Path) -> None:
     assert all(other[task][0].samples[0].answers != made[task][0].samples[0].answers for task in some)
 
 
-def test_scores_are_those_of_the_package(root: Path, params: Params, tmp_path: Path) -> None:
+def test_scores_are_those_of_the_package(root, params, tmp_path):
     tasks, out = ["ruler_vt", "ruler_qa_1", "passkey"], tmp_path / "out"
     options: dict[str, Any] = {"samples": 2, "fetch": "resident", "out": out}
     rows = runner.evaluate(params, tasks, [LENGTH], [Full(), StreamingLLM()], **options)
@@ -99,7 +99,7 @@ def test_scores_are_those_of_the_package(root: Path, params: Params, tmp_path: P
         assert row["score"] == pytest.approx(theirs, abs=0.005)
 
 
-def test_tables_of_shares_have_one_capacity(root: Path, params: Params) -> None:
+def test_tables_of_shares_have_one_capacity(root, params):
     rows = runner.evaluate(params, ["ruler_vt", "passkey"], [LENGTH], [StreamingLLM()], samples=1, shares=[0.5])
     assert len({row["capacity"] for row in rows}) == 1
     assert rows[0]["capacity"] > LENGTH
@@ -116,7 +116,7 @@ def refused(
         runner.evaluate(params, list(tasks), [length], [Full()], samples=1)
 
 
-def test_a_missing_package_is_told(params: Params, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_missing_package_is_told(params, monkeypatch, capsys):
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -126,12 +126,12 @@ def test_a_missing_package_is_told(params: Params, monkeypatch: pytest.MonkeyPat
     assert "pip install 'jshadow[ruler]'" in capsys.readouterr().err
 
 
-def test_another_version_is_refused(tmp_path: Path, params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(tmp_path, params, monkeypatch):
     monkeypatch.syspath_prepend(str(write_package(tmp_path / "package", "25.1")))
     refused(params, r"must have the version 26\.3, got 25\.1")
 
 
-def test_missing_data_is_told(root: Path, params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_told(root, params, monkeypatch):
     folder = root / package.MODULE / "data" / "synthetic"
     (folder / "json" / "squad.json").unlink()
     refused(params, r"ruler_qa_1 needs the file .*squad\.json", ("passkey", "ruler_qa_1"))
@@ -145,7 +145,7 @@ def test_missing_data_is_told(root: Path, params: Params, monkeypatch: pytest.Mo
     refused(params, "no_such_module")
 
 
-def test_lengths_out_of_range_are_refused(root: Path, params: Params) -> None:
+def test_lengths_out_of_range_are_refused(root, params):
     refused(params, "context=1024.*1025", length=1025)
     refused(params, "at least 512", length=511)
     refused(params, "ruler_vt.*not all of 1 samples fit", ("ruler_vt",), 599)
@@ -153,7 +153,7 @@ def test_lengths_out_of_range_are_refused(root: Path, params: Params) -> None:
     assert len(cases["ruler_vt"][0].prompt) + 30 <= 1024
 
 
-def test_a_failing_script_is_told(root: Path) -> None:
+def test_a_failing_script_is_told(root):
     (root / package.MODULE / "data" / "synthetic" / "qa.py").write_text("raise ValueError('broken script')")
     with pytest.raises(ConfigError, match="ruler_qa_1: ValueError: broken script"):
         ruler.cases_at(["ruler_qa_1"], TOKENIZER, LENGTH, 1, 0)
@@ -162,7 +162,7 @@ def test_a_failing_script_is_told(root: Path) -> None:
             ruler.cases_at(["ruler_vt"], tokenizer, LENGTH, 1, seed)
 
 
-def test_results_of_another_model_are_refused(root: Path, params: Params, tmp_path: Path) -> None:
+def test_results_of_another_model_are_refused(root, params, tmp_path):
     out, part = tmp_path / "out", Part(1, 1)
     runner.evaluate(params, ["passkey"], [LENGTH], [Full()], samples=1, out=out)
     evaluate_part(runner.plan_evaluation(params, ["passkey"], [LENGTH], [Full()], EvalSettings(samples=1)), part, out)
@@ -176,9 +176,7 @@ def test_results_of_another_model_are_refused(root: Path, params: Params, tmp_pa
     assert {path: path.read_bytes() for path in out.rglob("*.*") if path.is_file()} == before
 
 
-def test_the_command_takes_a_suite(
-    root: Path, params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_suite(root, params, tmp_path, capsys):
     save(params, tmp_path / "model")
     args = ["eval", str(tmp_path / "model"), "--policies", "full", "--samples", "1", "--dtype", "float32", "--json"]
     assert cli.main([*args, "--suite", "ruler", "--tasks", "passkey", "--lengths", str(LENGTH)]) == 0
@@ -203,7 +201,7 @@ def real_package() -> bool:
 
 if real_package():
 
-    def test_scores_of_random_outputs_are_nvidia_s() -> None:
+    def test_scores_of_random_outputs_are_nvidia_s():
         rng = random.Random(0)
         scorers = importlib.import_module(f"{package.MODULE}.eval.synthetic.constants").TASKS
         answers = ["1234567", "Île de France", "ab-cd", "yes", "XQZRT", "the 10th", "New York"]
@@ -223,7 +221,7 @@ if real_package():
 
     @pytest.mark.real
     @pytest.mark.timeout(1800)
-    def test_all_tasks_of_nvidia_fit(smollm2_dir: Path) -> None:
+    def test_all_tasks_of_nvidia_fit(smollm2_dir):
         tokenizer = load_tokenizer(smollm2_dir)
         made = ruler.cases_at(ruler.RULER_TASKS, tokenizer, 4096, 2, 0)
         told = package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS])

@@ -42,7 +42,7 @@ def evaluate(params: Params, out: Path | None = None, **changes: Any) -> list[di
 
 
 @pytest.mark.usefixtures("made_up_here")
-def test_every_table_has_full_attention_and_a_control(params: Params) -> None:
+def test_every_table_has_full_attention_and_a_control(params):
     rows = evaluate(params, tasks=["needle_noise", "needle_docs"])
     assert [row["name"] for row in rows] == ["full", "shadowkv", "streaming_llm"] * 2
     assert [row["control_of"] is None for row in rows] == [True, True, False] * 2
@@ -55,7 +55,7 @@ def test_every_table_has_full_attention_and_a_control(params: Params) -> None:
 
 
 @pytest.mark.usefixtures("made_up_here")
-def test_bytes_are_those_of_a_real_state(params: Params) -> None:
+def test_bytes_are_those_of_a_real_state(params):
     row = evaluate(params, samples=1, fetch="device_put")[1]
     prompt = np.array([tasks.make("needle_docs", params.tokenizer, LENGTH, 0.5, 0).prompt], np.int32)
     _, state = decode.prefill(
@@ -65,7 +65,8 @@ def test_bytes_are_those_of_a_real_state(params: Params) -> None:
     assert row["host_bytes"] > 0
 
 
-def test_agreement_of_full_attention_with_itself_is_perfect(params: Params) -> None:
+@pytest.mark.slow
+def test_agreement_of_full_attention_with_itself_is_perfect(params):
     rows = evaluate(params, tasks=["agreement"], policies=[POLICY, ShadowKV.lossless(1024, CONFIG), StreamingLLM()])
     full, shadow, lossless, window = rows
     assert (full["top1"], full["kl"], full["kl_stderr"]) == (100.0, 0.0, 0.0)
@@ -76,7 +77,7 @@ def test_agreement_of_full_attention_with_itself_is_perfect(params: Params) -> N
 
 
 @pytest.mark.slow
-def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> None:
+def test_every_turn_is_asked_and_answers_stay_in_the_cache(params):
     policies = [Full(), ShadowKV.lossless(2048, CONFIG)]
     rows = evaluate(params, tasks=["needle_multiturn"], policies=policies, lengths=[700])
     assert all(len(row["turns"]) == tasks.TURNS and row["asked"] == 2 * tasks.TURNS for row in rows)
@@ -111,9 +112,7 @@ def by_hand(params: Params, case: tasks.Case) -> list[str]:
 
 
 @pytest.mark.slow
-def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
-    params: Params, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefills_of_few_states_and_forgotten_programs_change_nothing(params, monkeypatch):
     twice = [KVzip(kept=200, chunk=300), KVzip(kept=200, chunk=300, normalized=True)]
     policies = [POLICY, dataclasses.replace(POLICY, budget=16), *twice, StreamingLLM(window=30)]
     options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies}
@@ -134,7 +133,7 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_samples_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
+def test_samples_that_run_together_have_the_same_records(params, tmp_path):
     """Five samples in batches of three: the second one is filled up. A task of several turns runs one at a time."""
     options: dict[str, Any] = {"tasks": ["needle_docs", "needle_multiturn"], "samples": 5, "lengths": [LENGTH + 280]}
     alone = evaluate(params, tmp_path / "alone", **options)
@@ -146,7 +145,7 @@ def test_samples_that_run_together_have_the_same_records(params: Params, tmp_pat
 
 
 @pytest.mark.slow
-def test_agreement_cases_that_run_together_have_the_same_records(params: Params, tmp_path: Path) -> None:
+def test_agreement_cases_that_run_together_have_the_same_records(params, tmp_path):
     """Full attention runs again for a policy that is added later, because its logits are not stored."""
     added = StreamingLLM(window=30)
     options: dict[str, Any] = {"tasks": ["agreement"], "samples": 5, "lengths": [LENGTH + 280]}
@@ -161,9 +160,7 @@ def test_agreement_cases_that_run_together_have_the_same_records(params: Params,
         assert [one[name] for one in got] == pytest.approx([one[name] for one in want], rel=1e-4, abs=1e-6)
 
 
-def test_a_killed_run_goes_on_where_it_stopped(
-    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeypatch):
     ran: list[int] = []
 
     def counted(setup: Setup, plan: TaskPlan, index: int, policies: list) -> Any:
@@ -212,13 +209,13 @@ BAD_RUNS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BAD_RUNS, ids=str)
-def test_bad_runs_are_refused_before_anything_runs(params: Params, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_bad_runs_are_refused_before_anything_runs(params, tmp_path, change):
     with pytest.raises(ConfigError):
         evaluate(params, tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_tokenizer_is_refused(params: Params) -> None:
+def test_a_model_without_tokenizer_is_refused(params):
     with pytest.raises(ConfigError, match="tokenizer"):
         evaluate(Params(params.weights, params.config))
 
@@ -230,9 +227,23 @@ def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_command_line(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("made_up_here")
+def test_the_command_prints_rows_and_a_table(model_dir, capsys):
+    args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
+    args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32"]
+    assert cli.main([*args, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    names = ["full", "shadowkv", "streaming_llm", "full", "shadowkv"]
+    assert [row["name"] for row in printed["results"]] == names
+    assert [entry["policy"] for entry in printed["pooled"]][2] == "control"
+    assert cli.main(args) == 0
+    table = capsys.readouterr().out
+    assert "needle_docs" in table
+    assert "control:" in table
+
+
+@pytest.mark.slow
+def test_the_command_line(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jshadow.cli.progress.LINE_SECONDS", 0.01)  # compiling takes longer
     args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
     args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32", "--out", str(tmp_path)]
@@ -281,21 +292,24 @@ BAD_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("option", "value"), BAD_ARGUMENTS)
-def test_bad_arguments_end_with_2(model_dir: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+def test_bad_arguments_end_with_2(model_dir, capsys, option, value):
     assert cli.main(["eval", str(model_dir), f"{option}={value}", "--dtype", "float32"]) == 2
     assert "ConfigError" in capsys.readouterr().err
 
 
-def test_an_out_that_is_a_file_is_refused(params: Params, tmp_path: Path) -> None:
+def test_an_out_that_is_a_file_is_refused(params, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ConfigError, match="out"):
         evaluate(params, tmp_path / "out")
 
 
-def test_the_perplexity_of_an_agreement_is_that_of_its_text(params: Params) -> None:
+def test_the_perplexity_of_an_agreement_is_that_of_its_text(params):
+    """And a policy that holds the whole prompt agrees with full attention."""
     case = tasks.sample_of("agreement", params.tokenizer, LENGTH, 0, 1, 0)[0]
-    [row] = evaluate(params, tasks=["agreement"], policies=[Full()], samples=1)
+    row, window = evaluate(params, tasks=["agreement"], policies=[StreamingLLM()], samples=1)
     ids = np.array([[*case.prompt, *case.forced]], np.int32)
     logits, _ = decode.prefill(params, ids, np.array([ids.shape[1]]), Full(), capacity=ids.shape[1], logits="all")
     wanted = metrics.perplexity(np.asarray(logits)[0, LENGTH - 1 : -1], np.array(case.forced))
     assert row["ppl"] == pytest.approx(wanted, rel=1e-4)
+    assert (row["top1"], row["kl"], row["kl_stderr"]) == (100.0, 0.0, None)
+    assert window["kl"] < 1e-6

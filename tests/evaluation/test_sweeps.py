@@ -1,8 +1,5 @@
 """Sweeps: `evaluate` with several values of one setting, and how the command line reads them."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tiny_text import byte_tokenizer
 
@@ -37,7 +34,7 @@ SWEEPS = {
 
 
 @pytest.mark.usefixtures("made_up")
-def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
+def test_sweeps_run_beside_shares(params, tmp_path):
     """A policy that belongs to two sweeps runs once, and its row names both."""
     made = runner.evaluate(
         params, ["agreement", "passkey"], [LENGTH], [H2O()], samples=1, shares=[0.5], sweeps=SWEEPS, out=tmp_path
@@ -59,12 +56,12 @@ def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sweeps", [{"rank": [H2O()]}, {"rank": ["shadowkv"]}, {"depth": [ShadowKV()]}])
-def test_bad_sweeps_are_refused(params: Params, sweeps: dict[str, Any]) -> None:
+def test_bad_sweeps_are_refused(params, sweeps):
     with pytest.raises(ConfigError, match="sweeps must map a setting to policies"):
         runner.evaluate(params, ["agreement"], [LENGTH], [H2O()], samples=1, sweeps=sweeps)
 
 
-def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_are_read(capsys):
     found = cli_eval.parse_sweeps(["shadowkv:rank=8|16:budget=32", "quest:unit=4|8"])
     assert found == {"rank": SWEEPS["rank"], "unit": [Quest(unit=4), Quest(unit=8)]}
     for wrong in ("shadowkv", "shadowkv:rank=8", "shadowkv:rank=8|", "shadowkv:rank=8|9:budget=8|9", "nobody:rank=1|2"):
@@ -76,7 +73,7 @@ def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert [policy_settings(policy)["keys.profile"] for policy in profiles] == [(3, 6, 8), (0, 2, 4)]
 
 
-def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Params) -> None:
+def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params):
     """Bits become a profile. Settings that are not swept have their resolved values."""
     policy = ShadowKV(keys=TransformCode(bits=2.0))
     resolved = policy.resolve(params.config, 96)
@@ -86,7 +83,7 @@ def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Pa
     assert rows.settings_of(Entry(policy), resolved) == policy_settings(resolved)
 
 
-def test_a_tuple_in_a_list_of_policies_is_one_setting() -> None:
+def test_a_tuple_in_a_list_of_policies_is_one_setting():
     coded = "shadowkv:keys=transform:keys.profile=3,6,8"
     assert cli_eval.split_policies(f"full, {coded}:budget=32,quest") == ["full", f"{coded}:budget=32", "quest"]
     with pytest.raises(ConfigError, match="without empty parts"):

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,7 +125,7 @@ MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # by design, their answers 
 
 
 @pytest.mark.parametrize("task", NEW)
-def test_every_answer_follows_from_the_context_alone(task: str) -> None:
+def test_every_answer_follows_from_the_context_alone(task):
     for seed, depth in ((0, 0.0), (1, 0.37), (2, 1.0)):
         case = tasks.make(task, TOKENIZER, LENGTH, depth, seed)
         for sample in case.samples:
@@ -143,7 +142,7 @@ def test_every_answer_follows_from_the_context_alone(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", NEW)
-def test_prompts_have_the_asked_length_and_the_seed_decides_all(task: str) -> None:
+def test_prompts_have_the_asked_length_and_the_seed_decides_all(task):
     for tokenizer in (TOKENIZER, plain_tokenizer()):
         for length in (LENGTH, LENGTH + 37):
             case = tasks.make(task, tokenizer, length, 0.5, 7)
@@ -170,7 +169,7 @@ def place_of(task: str, context: str, answers: tuple[str, ...]) -> float:
 
 
 @pytest.mark.parametrize("task", [name for name in NEW if name not in ("cwe", "fwe", "two_stage", "text_to_json")])
-def test_the_first_fact_lies_at_its_depth(task: str) -> None:
+def test_the_first_fact_lies_at_its_depth(task):
     for depth in (0.0, 0.5, 1.0):
         case = tasks.make(task, TOKENIZER, 9000, depth, 3)
         at = place_of(task, case.samples[0].context, case.samples[0].answers)
@@ -178,27 +177,27 @@ def test_the_first_fact_lies_at_its_depth(task: str) -> None:
         assert abs(at - wanted) < 0.16  # the head, the other facts and the size of a paragraph
 
 
-def test_the_key_of_a_sum_lies_at_its_depth() -> None:
+def test_the_key_of_a_sum_lies_at_its_depth():
     for depth, least, most in ((0.0, 0, 0.01), (0.5, 0.45, 0.55), (1.0, 0.95, 1)):
         sample = tasks.make("two_stage", TOKENIZER, LENGTH, depth, 3).samples[0]
         keys = len(re.findall(r"\d+: ", sample.context))
         assert least <= sum(map(int, re.findall(r"\d+", sample.question))) / keys <= most
 
 
-def test_a_depth_of_one_is_the_end_of_the_text() -> None:
+def test_a_depth_of_one_is_the_end_of_the_text():
     case = tasks.make("needle_grid", TOKENIZER, LENGTH, 1.0, 0)
     assert case.planted[0] > 0.9 * LENGTH
     assert tasks.make("needle_grid", TOKENIZER, LENGTH, 0.0, 0).planted[0] < 0.1 * LENGTH
 
 
-def test_a_grid_walks_the_depth_from_end_to_end() -> None:
+def test_a_grid_walks_the_depth_from_end_to_end():
     depths = [tasks.sample_of("needle_grid", TOKENIZER, 1500, i, 5, 0)[1] for i in range(5)]
     assert depths == [0, 0.25, 0.5, 0.75, 1]
     assert tasks.sample_of("needle_docs", TOKENIZER, 1500, 1, 4, 0)[1] == 0.375
 
 
 @pytest.mark.parametrize("task", NEW)
-def test_a_length_that_is_too_short_is_told_with_the_least(task: str) -> None:
+def test_a_length_that_is_too_short_is_told_with_the_least(task):
     with pytest.raises(ConfigError, match=r"length must be at least \d+ tokens") as caught:
         tasks.make(task, TOKENIZER, 90, 0.5, 0)
     told = re.findall(r"\d+", str(caught.value))
@@ -212,7 +211,7 @@ def test_a_length_that_is_too_short_is_told_with_the_least(task: str) -> None:
     pytest.fail("the least length was refused")
 
 
-def test_ruler_s_sizes() -> None:
+def test_ruler_s_sizes():
     few = tasks.make("cwe", TOKENIZER, 4000, 0.5, 0).samples[0]
     many = tasks.make("cwe", TOKENIZER, 12000, 0.5, 0).samples[0]
     for sample, times, others in ((few, 6, 1), (many, 30, 3)):
@@ -223,7 +222,7 @@ def test_ruler_s_sizes() -> None:
     assert len(tasks.make("vt", TOKENIZER, LENGTH, 0.5, 0).samples[0].answers) == 5
 
 
-def test_a_haystack_of_needles_has_no_key_or_value_twice() -> None:
+def test_a_haystack_of_needles_has_no_key_or_value_twice():
     for task in ("niah_multikey_2", "niah_multikey_3"):
         context = tasks.make(task, TOKENIZER, 20000, 0.5, 0).samples[0].context
         pairs = re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context)
@@ -241,7 +240,7 @@ def params() -> Params:
 
 
 @pytest.mark.slow
-def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch, text_packages: Path) -> None:
+def test_every_task_runs(params, monkeypatch, text_packages):
     """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
     monkeypatch.setattr(package_texts, "TURNS_FORCED", tasks.FORCED)
 
@@ -266,7 +265,7 @@ def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch, text_p
             assert len(row["turns"]) == tasks.TASK_TURNS.get(row["task"], 1)
 
 
-def test_growth_covers_the_largest_fork() -> None:
+def test_growth_covers_the_largest_fork():
     case = tasks.make("niah_multiquery_apart", TOKENIZER, LENGTH, 0.5, 0)
     longest = max(map(len, case.questions))
     assert case.growth == padded(longest) + case.samples[0].max_new_tokens
@@ -275,7 +274,7 @@ def test_growth_covers_the_largest_fork() -> None:
 # The command `python -m jshadow.evaluation.tasks`
 
 
-def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_module_writes_rows(tmp_path, params, capsys):
     save(params, tmp_path / "model")
     out = tmp_path / "rows.jsonl"
     args = ["--model", str(tmp_path / "model"), "--tokens", "1200", "--samples", "2", "--seed", "3", "--out", str(out)]
@@ -296,7 +295,7 @@ def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.C
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
 
 
-def test_the_module_prints_a_prompt(params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_module_prints_a_prompt(params, tmp_path, capsys):
     save(params, tmp_path / "model")
     args = ["needle_docs", "--model", str(tmp_path / "model"), "--tokens", "600", "--depth", "0.25", "--seed", "3"]
     assert main(args) == 0
@@ -312,6 +311,6 @@ def test_the_module_prints_a_prompt(params: Params, tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_module_is_a_command() -> None:
+def test_the_module_is_a_command():
     run = [sys.executable, "-W", "error", "-m", "jshadow.evaluation.tasks", "--help"]
     assert "--depth" in subprocess.run(run, check=True, capture_output=True, text=True).stdout

@@ -77,7 +77,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("scorer", "answers", "output", "wanted"), TABLE)
-def test_scores_are_those_worked_out_by_hand(scorer: str, answers: list[str], output: str, wanted: float) -> None:
+def test_scores_are_those_worked_out_by_hand(scorer, answers, output, wanted):
     assert score(scorer, answers, output) == pytest.approx(wanted)
 
 
@@ -95,11 +95,11 @@ CLASSES = ["Number", "Number of people", "Place", "Date"]
         ("Place", "none", 0),
     ],
 )
-def test_a_class_shares_with_those_named_beside_it(answer: str, output: str, wanted: float) -> None:
+def test_a_class_shares_with_those_named_beside_it(answer, output, wanted):
     assert score("classes", [answer], output, CLASSES) == pytest.approx(wanted)
 
 
-def test_every_scorer_is_in_a_table_and_gives_nothing_for_nothing() -> None:
+def test_every_scorer_is_in_a_table_and_gives_nothing_for_nothing():
     assert {row[0] for row in TABLE} | {"classes"} == set(SCORERS)
     for scorer in SCORERS:
         for output in ("", " \n"):
@@ -107,7 +107,7 @@ def test_every_scorer_is_in_a_table_and_gives_nothing_for_nothing() -> None:
         assert score(scorer, [""], "1") == 0
 
 
-def test_an_unknown_scorer_is_refused() -> None:
+def test_an_unknown_scorer_is_refused():
     with pytest.raises(ConfigError, match="scorer must be one of"):
         score("bleu", ["1"], "1")
 
@@ -123,7 +123,7 @@ def by_table(one: str, other: str) -> int:
     return row[-1]
 
 
-def test_common_subsequences_are_those_of_the_usual_table() -> None:
+def test_common_subsequences_are_those_of_the_usual_table():
     rng = random.Random(0)
     for sizes in itertools.product((0, 1, 2, 7, 40), repeat=2):
         one, other = ("".join(rng.choices("abc", k=size)) for size in sizes)
@@ -145,5 +145,5 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("answer", "output", "good"), ANSWERS)
-def test_an_answer_is_found_only_whole(answer: str, output: str, good: bool) -> None:
+def test_an_answer_is_found_only_whole(answer, output, good):
     assert text_metrics.found(answer, output) is good

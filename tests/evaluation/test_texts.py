@@ -6,7 +6,6 @@ Also how a text is filled to an exact number of tokens.
 import importlib.metadata
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from jshadow.evaluation.tasks import filling, package_texts, texts
 TOKENIZER = byte_tokenizer()
 
 
-def test_a_case_holds_the_text_before_and_after_its_end(text_packages: Path) -> None:
+def test_a_case_holds_the_text_before_and_after_its_end(text_packages):
     data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
     essays = json.loads((data / "PaulGrahamEssays.json").read_text())["text"]
     twice = essays + essays  # a case may go over the end of the text
@@ -36,7 +35,7 @@ def test_a_case_holds_the_text_before_and_after_its_end(text_packages: Path) -> 
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_session_goes_on_with_the_agent_s_message(text_packages: Path, chat: bool) -> None:
+def test_a_session_goes_on_with_the_agent_s_message(text_packages, chat):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template if chat else None
     user, agent = ("<user>", "<assistant>") if chat else ("User: ", "Agent: ")
@@ -58,20 +57,18 @@ def test_a_session_goes_on_with_the_agent_s_message(text_packages: Path, chat: b
 
 
 @pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
-def test_the_seed_decides_everything(text_packages: Path, task: str) -> None:
+def test_the_seed_decides_everything(text_packages, task):
     one, again, other = (tasks.make(task, TOKENIZER, 700, 0.5, seed) for seed in (3, 3, 5))
     assert one == again
     assert one.prompt != other.prompt
 
 
-def test_the_longest_recording_of_a_session_counts(text_packages: Path) -> None:
+def test_the_longest_recording_of_a_session_counts(text_packages):
     assert [len(messages) for messages in package_texts.sessions()] == [31, 27]
 
 
 @pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
-def test_a_missing_package_says_what_to_install(
-    task: str, text_packages: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_says_what_to_install(task, text_packages, monkeypatch):
     def missing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -81,7 +78,7 @@ def test_a_missing_package_says_what_to_install(
         tasks.make(task, TOKENIZER, 100, 0.5, 0)
 
 
-def test_other_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_packages: Path) -> None:
+def test_other_packages_are_refused(tmp_path, monkeypatch, text_packages):
     other = tmp_path / "other"
     path = write_sessions(write_package(other, "26.4"), "0.4.0")
     with monkeypatch.context() as patch:
@@ -110,7 +107,7 @@ def test_other_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("task", ["qa_1", "qa_2", "agreement_bible"])
-def test_a_missing_text_says_what_to_install(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_text_says_what_to_install(task, monkeypatch):
     def missing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -123,7 +120,7 @@ def test_a_missing_text_says_what_to_install(task: str, monkeypatch: pytest.Monk
         texts.verses.cache_clear()
 
 
-def test_the_bible_is_whole() -> None:
+def test_the_bible_is_whole():
     by_name = dict(texts.verses())
     assert len(by_name) == len(texts.verses()) > 31_000
     assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
@@ -132,13 +129,13 @@ def test_the_bible_is_whole() -> None:
 # Filling
 
 
-def test_filling_is_exact_where_every_byte_is_a_token() -> None:
+def test_filling_is_exact_where_every_byte_is_a_token():
     for room in range(200, 260):
         text = filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)
         assert len(text) == room
 
 
-def test_largest_finds_the_cut_among_uneven_pieces() -> None:
+def test_largest_finds_the_cut_among_uneven_pieces():
     sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
     for room in (5, 100, 5000, 90_000):
         found = filling.largest(lambda count: sum(sizes[:count]), 0, room)

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 from gpu import dense, kernels, report
-from gpu.__main__ import PARTS
+from gpu.__main__ import PARTS, main
 from gpu.runner import MEASURED, NOT_HERE
 from gpu.sizes import DRY, REAL
 from gpu.stages import FETCHES
 
 ROOT = Path(__file__).resolve().parents[2]
-one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes, so it runs only once
+
+
+def whole(test):
+    """Mark a test that reads the dry run, which takes minutes, so it runs only once; or that starts another one."""
+    for mark in (pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("dry run")):
+        test = mark(test)
+    return test
+
+
 SECTIONS = {
     "checks": ["kernels", "features", "ceilings", "fetch"],
     "decode": ["decode", "generate", "decode-more"],
@@ -59,7 +67,7 @@ def numbers(value):
     return [value] if isinstance(value, float) else []
 
 
-@one_worker
+@whole
 def test_all_sections_of_a_dry_run_report(dry):
     rows, printed, out = dry
     assert {part: list(results["sections"]) for part, results in printed.items()} == SECTIONS
@@ -77,7 +85,7 @@ def test_all_sections_of_a_dry_run_report(dry):
     assert {path.name for path in out.iterdir()} == files | {"gpu.md", "baseline.json"}
 
 
-@one_worker
+@whole
 def test_a_dry_run_checks_everything_once(dry):
     rows = {row["name"]: row for section in ("kernels", "features") for row in dry[0][section]}
     assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
@@ -88,7 +96,7 @@ def test_a_dry_run_checks_everything_once(dry):
     assert REAL.big_units * 2 * 4 * 8 * 128 * 2 > 2**32
 
 
-@one_worker
+@whole
 def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
     rows, _, out = dry
     assert {(row["code"], row["fetch"]) for row in rows["decode"]} == SETUPS
@@ -111,7 +119,7 @@ def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
             assert (phase["fetched_bytes_per_step"] > 0) == (row["fetch"] != "resident")
 
 
-@one_worker
+@whole
 def test_a_dry_run_takes_a_layer_apart(dry):
     stages = {row["code"]: row["milliseconds"] for row in dry[0]["stages"] if row["capacity"] == DRY.capacities[0]}
     assert set(stages) == set(FETCHES)
@@ -121,7 +129,7 @@ def test_a_dry_run_takes_a_layer_apart(dry):
         assert {f"whole, {fetch}" for fetch in FETCHES[code]} <= set(milliseconds)
 
 
-@one_worker
+@whole
 def test_a_dry_run_has_a_table_of_kernels(dry):
     rows = dry[0]["profile"]
     assert len(rows) == 4
@@ -132,7 +140,7 @@ def test_a_dry_run_has_a_table_of_kernels(dry):
         assert len({kernel["name"] for kernel in row["kernels"]}) == len(seconds) > 50
 
 
-@one_worker
+@whole
 def test_a_dry_run_measures_dense_attention_of_others_or_says_why_not(dry):
     for row in dry[0]["dense"]:
         if row["status"] == MEASURED:
@@ -142,10 +150,16 @@ def test_a_dry_run_measures_dense_attention_of_others_or_says_why_not(dry):
             assert "torch" in row["why"]
 
 
-def test_help_and_a_machine_without_a_gpu(tmp_path):
-    done = run("--help")
-    assert done.returncode == 0
-    assert "--resume" in done.stdout
+def test_help_and_options_that_belong_together(capsys):
+    for options, status, told in ((["--help"], 0, "--resume"), (["--sections", "fetch"], 2, "--sections needs --part")):
+        with pytest.raises(SystemExit) as ended:
+            main(options)
+        assert ended.value.code == status
+        assert told in "".join(capsys.readouterr())
+
+
+@whole
+def test_a_machine_without_a_gpu_is_told_and_loses_nothing(tmp_path):
     (tmp_path / "checks.json").write_text('{"sections": {}}')
     done = run("--part", "checks", "--out", str(tmp_path), "--host-gib", "1")
     assert done.returncode == 2
@@ -153,6 +167,7 @@ def test_help_and_a_machine_without_a_gpu(tmp_path):
     assert (tmp_path / "checks.json").read_text() == '{"sections": {}}'
 
 
+@whole
 def test_sections_are_run_by_name(tmp_path):
     done = run("--dry-run", "--part", "checks", "--sections", "ceilings", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -160,4 +175,3 @@ def test_sections_are_run_by_name(tmp_path):
     done = run("--dry-run", "--part", "checks", "--sections", "ceilings,no", "--out", str(tmp_path))
     assert done.returncode == 2
     assert "--sections must be some of kernels, features, ceilings, fetch, got no" in done.stderr
-    assert "--sections needs --part" in run("--sections", "fetch").stderr

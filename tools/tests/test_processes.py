@@ -7,13 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from gpu import environment, parent, worker
 from gpu.runner import CUT as CUT_OFF
 from gpu.runner import DIED, LATE, MEASURED, RAISED, STOPPED, Runner, Task
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 CUT = """
 import sys, time
 from pathlib import Path
@@ -29,6 +28,7 @@ runner.run({"first": lambda: iter([Task("endless", 0, lambda: time.sleep(600))])
 """
 
 
+@pytest.mark.process
 def test_a_task_that_does_not_return_is_left_behind(tmp_path):
     start = time.monotonic()
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'tests' / 'support'}"}
@@ -79,6 +79,7 @@ sys.exit(runner.run({"first": first, "second": lambda: iter([Task("well", 0, dic
 """
 
 
+@pytest.mark.process
 def test_a_process_that_dies_takes_only_its_task_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tools'}:{ROOT / 'tests' / 'support'}")
     command = [sys.executable, "-c", DYING, str(tmp_path)]
@@ -109,10 +110,12 @@ def test_memory_that_grows_is_looked_for(monkeypatch):
     assert environment.pool() == environment.GIB
 
 
+@pytest.mark.process
 def test_a_probe_of_memory_ends():
     assert environment.grown_bytes(limit=2**28, seconds=5) > 0
 
 
+@pytest.mark.process
 def test_torch_that_fails_is_not_available(monkeypatch):
     def rows(code):
         return parent.torch_rows([sys.executable, "-c", code])

@@ -102,6 +102,7 @@ def scarce(monkeypatch):
 FULL, PAPER = ("full", "resident"), (("paper", "zero_copy"), ("paper", "device_put"))
 
 
+@pytest.mark.slow
 def test_fewer_rows_where_memory_runs_out(scarce, tmp_path):
     tasks = only(decoding(tmp_path), FULL, *PAPER)
     rows = [task.run() for task in tasks]
@@ -109,6 +110,7 @@ def test_fewer_rows_where_memory_runs_out(scarce, tmp_path):
     assert rows[1]["phases"][1]["share"] == pytest.approx(0.6)
 
 
+@pytest.mark.slow
 def test_fewer_rows_only_while_there_is_time(scarce, tmp_path):
     part = decoding(tmp_path, left=lambda: -1.0)
     _, [row], _ = run(tmp_path, only(part, PAPER[0]))
@@ -125,6 +127,7 @@ def test_setups_without_room_say_so(tmp_path):
     assert [row["name"] for row in rows] == ["paper, zero_copy, 0 x 512", "paper, device_put, 0 x 512"]
 
 
+@pytest.mark.slow
 def test_a_second_phase_that_fails_keeps_the_first(tmp_path, monkeypatch):
     phase = Steps.phase
 
@@ -150,6 +153,7 @@ def test_a_whole_section_out_of_time_has_a_status_of_its_own(tmp_path):
     assert (status, other["status"]) == (3, MEASURED)
 
 
+@pytest.mark.slow
 def test_ceilings_that_fail_are_replaced_and_marked(tmp_path, monkeypatch):
     asked = []
 
@@ -195,6 +199,7 @@ def test_goals():
 # Results of earlier calls
 
 
+@pytest.mark.slow
 def test_a_ratio_needs_no_new_measurement_of_full_attention(tmp_path):
     path = tmp_path / "baseline.json"
     Baseline(path, MACHINE).remember(512, 7, 100.0)

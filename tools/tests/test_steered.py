@@ -52,6 +52,7 @@ def selections(code, first, steps=4, capacity=1024):
     return policy, np.stack(ids), hits[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "share"), [(0, 0.0), (PHASE, SHARE)])
 @pytest.mark.parametrize("code", ["paper", "packed", "packed small"])
 def test_steered_steps_keep_the_share_that_was_asked_for(code, first, share):
@@ -68,6 +69,7 @@ def test_steered_steps_keep_the_share_that_was_asked_for(code, first, share):
             assert all(list(row[head]) == want for row in ids[step])
 
 
+@pytest.mark.slow
 def test_steering_reads_the_real_landmarks_of_every_chunk():
     policy, config = policy_of(DRY, "packed", 1024), DRY.layer_config
     held = state(config, policy, 2, 1024, policy.prompt, "resident")
@@ -79,6 +81,7 @@ def test_steering_reads_the_real_landmarks_of_every_chunk():
     assert not (np.asarray(mine.open) & ~np.asarray(real.open)).any()
 
 
+@pytest.mark.slow
 def test_a_state_keeps_its_rows_in_another_fetch_mode():
     policy, config = policy_of(DRY, "paper", 1024), DRY.layer_config
     held = state(config, policy, 2, 1024, policy.prompt, "zero_copy")
