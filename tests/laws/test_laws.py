@@ -19,7 +19,7 @@ DEAR: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lossless_is_full_in_bfloat16": ((), FEW),
     "one_program_without_host_rows": (("full", "h2o"), DEVICE_ONLY),
     "fetch_modes_agree": (("quest", "shadowkv"), OFFLOADING),
-    "jit_is_no_jit": ((), ("full", "quest", "shadowkv")),
+    "jit_is_no_jit": ((), ("quest", "shadowkv")),
     "row_alone_is_row_in_batch": (("quest",), FEW),
     "a_room_changes_no_logits": (("quest",), tuple(POLICY_CASES)),
     "a_state_gets_room": (("quest",), tuple(POLICY_CASES)),

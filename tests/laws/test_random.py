@@ -8,9 +8,9 @@ import pytest
 from cases import by_tier
 from random_cases import SETTINGS, TURN, Batch, Row, Tally, compare
 
-ROWS = 64  # of a batch
 MANY = 10_000  # rows of the complete suite
-SMALL, BATCHES = 160, 4  # a capacity up to SMALL has so many batches, for its rows take the oracle little time
+# Rows of a batch, and batches. The rows of a capacity above SMALL take the oracle long.
+SMALL, SHAPES = 160, {True: (64, 5), False: (16, 1)}
 QUICK = ("plus_int4_both_rules",)
 EDGES = (Row(1, (20, 3), 1), Row(64, (0, 16), 2), Row(16, (1,), 3))  # a single token, the ends of chunks
 # Rows that once failed, by their setting.
@@ -26,10 +26,11 @@ def batches_of(name: str) -> list[Batch]:
     rng, batches = np.random.default_rng([2024, *name.encode()]), []
     for place, capacity in enumerate(SETTINGS[name].capacities):
         shortest = capacity // 2 if place else 1
-        for index in range(BATCHES if capacity <= SMALL else 1):
+        rows, count = SHAPES[capacity <= SMALL]
+        for index in range(count):
             # Row(capacity) is full, so that it takes no new token.
             first = (Row(capacity), *EDGES, *FOUND.get(name, ())) if index == place == 0 else ()
-            drawn = [draw(rng, shortest, capacity) for _ in range(ROWS - len(first))]
+            drawn = [draw(rng, shortest, capacity) for _ in range(rows - len(first))]
             batches.append(Batch(name, capacity, (*first, *drawn), shortest))
     return batches
 

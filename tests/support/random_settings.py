@@ -46,7 +46,7 @@ SETTINGS = {
     "c1_outliers": Setting("one", (32,), ShadowKV(8, 1, 5, UNLIMITED, 3)),
     "c2_full_rank": Setting("two", (160,), ShadowKV(32, 2, 6, 1, 1)),
     "c3": Setting("one", (288,), ShadowKV(5, 3, 20, 3, 6), prefill_chunk=2048),
-    "c4_one_chunk": Setting("group1", (96, 480), ShadowKV(16, 4, 4, 4, 0), both=True),
+    "c4_one_chunk": Setting("group1", (96,), ShadowKV(16, 4, 4, 4, 0), both=True),
     "c4_two_layers": Setting("one", (160,), ShadowKV(24, 4, 16, 2, 2)),
     "c5_many_outliers": Setting("one", (480, 288), ShadowKV(31, 5, 37, 48, 2)),
     "c7_rank1": Setting("group4", (288,), ShadowKV(1, 7, 70, 0, 5)),
@@ -54,12 +54,11 @@ SETTINGS = {
     "c8_default": Setting("one", (736,), ShadowKV(12, budget=256)),
     "c8_all_selected": Setting("group1", (160,), ShadowKV(20, 8, UNLIMITED, 3, 1), prefill_chunk=2048),
     "c13": Setting("one", (288,), ShadowKV(17, 13, 40, 1, 2)),
-    "c16": Setting("one", (480, 736), ShadowKV(24, 16, 48, 1, 3)),
+    "c16": Setting("one", (480,), ShadowKV(24, 16, 48, 1, 3)),
     "shared": Setting(
         "two",
         (160, 288),
         ShadowKV(12, 4, 24, 2, 1, quirks=Quirks(turn_selection="shared"), extend_piece=5),
-        both=True,
         prefill_chunk=2048,
     ),
     "shared_c1": Setting(
@@ -70,13 +69,12 @@ SETTINGS = {
     "score_dim": Setting(
         "group1", (160,), ShadowKV(12, 3, 24, 2, 1, quirks=Quirks(score_dim=3), extend_piece=1), prefill_chunk=2048
     ),
-    "preload": Setting("one", (96,), ShadowKV(6, 4, 24, 2, 2, quirks=Quirks(exact_preload=True)), both=True),
+    "preload": Setting("one", (96,), ShadowKV(6, 4, 24, 2, 2, quirks=Quirks(exact_preload=True))),
     "multiple": Setting("one", (160,), ShadowKV(12, 2, 20, 2, 3, quirks=Quirks(chunk_multiple=8)), prefill_chunk=2048),
     "reference": Setting(
         "one",
         (736,),
         ShadowKV(12, 8, 256, None, 4, quirks=Quirks.published()),
-        both=True,
     ),
     "reference_outliers": Setting(  # 24 of them, and all others are selected
         "one",
@@ -99,7 +97,7 @@ SETTINGS = {
     "plus_variance": Setting("one", (160,), projected(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, order=2))),
     "levels_shared": Setting(
         "group4",
-        (288, 480),
+        (288,),
         ShadowKV(
             16,
             4,
@@ -111,9 +109,7 @@ SETTINGS = {
             quirks=Quirks(exact_preload=True, turn_selection="shared"),
         ),
     ),
-    "plus_levels": Setting(
-        "two", (160,), projected(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2)), both=True
-    ),
+    "plus_levels": Setting("two", (160,), projected(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2))),
     "both_rules": Setting("one", (160,), ShadowKV(12, 4, 24, 5, 2, choice=Choice(outlier_rule="both"))),
     "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, choice=Choice(outlier_rule="both"))),
     "weighed": Setting("one", (160,), ShadowKV(12, 4, 24, 2, 2, keys=LowRank(weights="queries"))),
