@@ -65,9 +65,7 @@ def step_costs(name: str, fetch: str, dtype: str) -> dict[str, int]:
         return out, state.split()[1]
 
     lowered = jax.jit(step, donate_argnums=3).lower(weights, token, *state.split())
-    # the table counts XLA's own fusions, which a flag in conftest.py switches off
-    fusions = {"xla_cpu_use_fusion_emitters": True} if jax.__version__ == WRITTEN_WITH else None
-    program = lowered.compile(compiler_options=fusions)
+    program = lowered.compile()
     cost = program.cost_analysis()
     return {
         "operations": int(cost["flops"]),
