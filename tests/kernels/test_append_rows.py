@@ -58,7 +58,7 @@ def test_the_cases_skip_tokens_in_both_ways():
     assert any((np.asarray(x["valid"]) & (np.asarray(x["slots"]) >= x["k"].shape[2])).any() for x in every)
 
 
-@pytest.mark.parametrize("case", one_of(6, APPENDS), ids=name)
+@pytest.mark.parametrize("case", one_of(3, [APPENDS[i] for i in (0, 1, 4)]), ids=name)
 def test_the_kernel_touches_only_what_it_needs(case, watched):  # noqa: F811
     inputs = append_inputs(case)
     append_call(**inputs, implementation="interpret")

@@ -100,7 +100,7 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize(("kind", "dtype"), one_of(4, ((kind, dtype) for kind in SEEN for dtype in DTYPES)))
+@pytest.mark.parametrize(("kind", "dtype"), one_of(8, ((kind, dtype) for kind in SEEN for dtype in DTYPES)))
 def test_what_queries_may_see(kind, dtype):
     rng = np.random.default_rng(1)
     seen = SEEN[kind](rng)
@@ -179,9 +179,10 @@ def test_pieces_without_entries_or_places_are_passed_over():
         np.testing.assert_array_equal(with_them, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "programs"),
-    one_of(6, ((k, n) for k in ("a count for each query", "flags of entries", "no entry") for n in (1, 512))),
+    [("a count for each query", 1), ("flags of entries", 512), ("no entry", 512)],
 )
 def test_the_kernel_reads_only_the_rows_of_entries_that_a_query_sees(kind, programs, watched, monkeypatch):  # noqa: F811
     """Unseen entries are not loaded. Each seen one is loaded once for each of its rows, which are loaded once."""

@@ -52,7 +52,8 @@ def test_no_chunks_at_all():
     assert chunk_scores(**none).shape == (2, 2, 1, 0)
 
 
-@pytest.mark.parametrize("case", one_of(2, [SCORES[2], SCORES[5]]), ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SCORES[2], SCORES[5]], ids=name)
 def test_the_kernel_reads_each_landmark_once_and_nothing_beyond(case, watched):  # noqa: F811
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")

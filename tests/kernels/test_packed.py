@@ -39,7 +39,7 @@ from pallas_kernels.chunk_scores.packed import LANES
 from pallas_kernels.fetch_reconstruct import kernel as fetch_kernel
 from pallas_kernels.reconstruct_keys.kernel import Form
 
-TO_WATCH = [PACKED[0], PACKED[2], PACKED[4], PACKED[6]]
+TO_WATCH = [PACKED[0], PACKED[4]]
 
 
 @pytest.mark.parametrize("case", one_of(6, PACKED), ids=name)
@@ -187,7 +187,7 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [PACKED_SCORES[i] for i in (0, 2, 5, 7, 8, 9)], ids=name)
+@pytest.mark.parametrize("case", [PACKED_SCORES[i] for i in (2, 5, 8)], ids=name)
 def test_each_landmark_is_read_once(case, watched):  # noqa: F811
     """A landmark is read once for all queries of its head. A chunk of four landmarks has one result.
 

@@ -125,7 +125,8 @@ def test_a_program_walks_several_blocks(monkeypatch):
     forget_programs()
 
 
-@pytest.mark.parametrize("case", one_of(2, [ATTENTION[2], ATTENTION[5]]), ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [ATTENTION[2], ATTENTION[5]], ids=name)
 def test_the_kernel_reads_each_row_once_and_nothing_beyond(case, watched):  # noqa: F811
     inputs = attention_inputs(case)
     got = sparse_attention(**inputs, implementation="interpret")

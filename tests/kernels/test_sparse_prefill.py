@@ -28,6 +28,7 @@ def test_lists_of_keys(case):
         np.testing.assert_allclose(kernel_truth.wide(got), want, **TOLERANCE[case.dtype])
 
 
+@pytest.mark.slow
 def test_the_kernel_reads_what_the_lists_say_and_nothing_beyond(watched):  # noqa: F811
     """Each program reads the valid numbers of its lists, and the rows of these keys once."""
     case = Prompt(16, 3, 2, 32, 2, 1, (90, 32, 70), 90, "bfloat16")

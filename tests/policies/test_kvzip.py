@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
-from few import one_of, slow
+from few import one_of
 from tokenizers_by_kind import TOKENIZERS
 
 import jshadow
@@ -117,14 +117,15 @@ def oracle(params, policy, ids):
     return [scores for layer, scores in enumerate(kept) if layer not in config.sliding_layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "words"),
     [
-        ("group2", "whole", "float32", True),  # over two seconds: no other quick test has a second pass
-        slow(("group2", "short", "float32", False)),
-        slow(("group5", "chunks", "float32", True)),
-        slow(("sliding", "chunks", "float32", False)),
-        slow(("group2", "chunks", "bfloat16", False)),
+        ("group2", "whole", "float32", True),
+        ("group2", "short", "float32", False),
+        ("group5", "chunks", "float32", True),
+        ("sliding", "chunks", "float32", False),
+        ("group2", "chunks", "bfloat16", False),
     ],
 )
 def test_the_scores_are_those_of_the_oracle(name, kind, dtype, words):

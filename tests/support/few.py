@@ -1,5 +1,6 @@
 """Which cases of a list run in `make test`. The others are marked as slow: only the complete suite runs them."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,3 +21,20 @@ def quick(names: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases that are named are quick."""
     chosen = list(names)
     return [case if case in chosen else slow(case) for case in cases]
+
+
+def pairwise(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each two values of different options meet: far fewer than all combinations."""
+    every = list(itertools.product(*map(list, options)))
+    open_pairs = {pair for case in every for pair in _pairs(case)}
+    found = []
+    while open_pairs:
+        best = max(every, key=lambda case: len(open_pairs.intersection(_pairs(case))))
+        open_pairs.difference_update(_pairs(best))
+        found.append(best)
+    return found
+
+
+def _pairs(case: tuple[Any, ...]) -> set[Any]:
+    """Each two options of a case and their values."""
+    return {(i, repr(case[i]), j, repr(case[j])) for i, j in itertools.combinations(range(len(case)), 2)}

@@ -12,7 +12,7 @@ import oracle_head_codes
 import pytest
 from cases import TINY
 from codec_calls import every_chunk, fresh, run
-from few import one_of, quick, slow
+from few import one_of, pairwise, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_maths import apply_rope
@@ -99,13 +99,7 @@ def own_coder(right, row: int, profile, weights=1.0) -> oracle_codec.Coder:
     return oracle_codec.Coder(mean * weights, basis, bits, step)
 
 
-@pytest.mark.parametrize(
-    ("name", "block", "weighed"),
-    quick(
-        [("all_kinds", 16, True), ("odd_head", 2048, False)],
-        ((name, block, weighed) for name in SHAPES for block in (16, 2048) for weighed in (False, True)),
-    ),
-)
+@pytest.mark.parametrize(("name", "block", "weighed"), one_of(5, pairwise(SHAPES, (16, 2048), (False, True))))
 def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     """Mean, basis, steps and codes equal the oracle's, except codes of coefficients next to the edge of a step.
 
@@ -287,7 +281,7 @@ def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, slack, bits, most):
         assert not np.asarray(code.left)[row, :, -(-length // CHUNK) :].any()  # padding
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", one_of(2, CODECS))
 def test_a_prompt_s_own_tokens_are_projected_to_their_rows(name):
     """Projected rows equal the coded rows, except codes of numbers next to the edge of a step."""
     codec, keys = CODECS[name], spread_keys(24, 2, 24, 9)
@@ -452,7 +446,7 @@ def coded(codec, keys, lengths, calls=run):
 
 @pytest.mark.parametrize(
     ("bits", "heads", "dim", "block"),
-    one_of(4, [(bits, *size, block) for size in SIZES for bits in (2, 3) for block in (5, 2048)]),
+    one_of(3, [(bits, *size, block) for size, bits, block in pairwise(SIZES, (2, 3), (5, 2048))]),
 )
 def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeypatch):
     monkeypatch.setattr(per_head, "BLOCK", block)
@@ -475,7 +469,7 @@ def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeyp
 
 @pytest.mark.parametrize(
     ("bits", "heads", "dim", "block"),
-    one_of(5, [(bits, *size, block) for size in SIZES for bits in (2, 4) for block in (5, 2048)]),
+    one_of(3, [(bits, *size, block) for size, bits, block in pairwise(SIZES, (2, 4), (5, 2048))]),
 )
 def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
     """The ranges are those of the real tokens. Later keys beyond them are clipped."""
@@ -498,8 +492,9 @@ def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
         assert not code.left[row, head].reshape(39, -1)[length:].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", HEAD_CODECS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), one_of(3, [(name, dtype) for name in HEAD_CODECS for dtype in ("float32", "bfloat16")])
+)
 def test_awkward_keys(name, dtype):
     """Keys of zeros, equal keys, one token and no token give finite keys, and one very long key harms no other head."""
     codec = HEAD_CODECS[name]
