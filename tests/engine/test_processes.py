@@ -410,7 +410,7 @@ with join(ProcessOptions(f"127.0.0.1:{sys.argv[1]}", 3, int(sys.argv[2]))) as pr
 
 @pytest.fixture(scope="module")
 def pair():
-    """What each process seen, and what each printed after process 1 was killed between two sums."""
+    """What each process found, and what each printed after process 1 was killed between two sums."""
     processes = start_all(2, [SUPPORT / "joined_checks.py"])
     seen = []
     for process in processes:

@@ -38,14 +38,14 @@ def kept_by(size, **settings):
     return zip(rows, np.isfinite(np.asarray(filtered(Sampler(1.0, **settings), rows))), strict=True)
 
 
-@pytest.mark.parametrize(("size", "k"), [*((11, k) for k in (1, 2, 5, 10, 11, 14)), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "k"), [*((11, k) for k in (1, 5, 10, 14)), (2, 1)])
 def test_top_k_keeps_exactly_k(size, k):
     for row, kept in kept_by(size, top_k=k):
         best = sorted(range(size), key=lambda i: (-row[i], i))[:k]
         assert np.flatnonzero(kept).tolist() == sorted(best)
 
 
-@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.05, 0.3, 0.52, 0.81, 0.95)), (2, 0.6)])
+@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.05, 0.52, 0.9)), (2, 0.6)])
 def test_top_p_keeps_the_fewest_that_reach_p(size, p):
     clear = 0
     for row, kept in kept_by(size, top_p=p):
@@ -59,7 +59,7 @@ def test_top_p_keeps_the_fewest_that_reach_p(size, p):
     assert clear > 500
 
 
-@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.01, 0.2, 0.7, 1.0)), (2, 0.5)])
+@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.01, 0.4, 1.0)), (2, 0.5)])
 def test_min_p_keeps_what_is_likely_enough(size, p):
     for row, kept in kept_by(size, min_p=p):
         share = np.exp(row.astype(float) - max(row))
@@ -101,8 +101,8 @@ def test_all_64_bits_of_a_seed_count():
     ("temperature", "settings"),
     [
         *((temperature, {}) for temperature in (1e-3, 1e-38, 1e-40, 1e-300)),
-        *((temperature, {"top_p": 0.9}) for temperature in (1e-3, 1e-40)),
-        *((temperature, {"min_p": 0.5, "top_k": 3}) for temperature in (1e-38, 1e-300)),
+        (1e-40, {"top_p": 0.9}),
+        (1e-300, {"min_p": 0.5, "top_k": 3}),
     ],
 )
 def test_next_to_nothing_is_greedy(temperature, settings):
@@ -121,10 +121,10 @@ def test_draws_have_the_probabilities():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, float("inf"), float("nan"), "1"]),
+        ("temperature", [-0.1, -1.0, float("inf"), float("nan"), "1"]),
         ("top_k", [0, -1, 1.5, True]),
-        ("top_p", [0.0, 1.1, -1.0, float("nan")]),
-        ("min_p", [0.0, 1.1, float("nan")]),
+        ("top_p", [0.0, 1.1, 1.5, -1.0, float("nan")]),
+        ("min_p", [0.0, 1.1, -1, float("nan")]),
     ],
 )
 def test_bad_samplers_name_the_field(field, values):

@@ -98,6 +98,7 @@ def test_sixteen_bit_states(tmp_path, dtype):
     assert_same(load_state(tmp_path / "state", params), state)
 
 
+@slow
 def test_a_step_does_not_compile_anew_for_a_loaded_state(tmp_path):
     """The other way round: the first step that is ever compiled for a policy is a loaded state's."""
     params = init_params(dataclasses.replace(SMALL, vocab_size=17))  # of no other test

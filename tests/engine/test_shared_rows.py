@@ -7,6 +7,7 @@ from cases import CAPACITY, TINY, model, prefilled, random_tokens
 
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
+from jshadow.engine.verify import resident_twin
 from jshadow.errors import CapacityError, StateMismatch
 
 SETTING = ("shadowkv", "restricted")
@@ -80,6 +81,8 @@ def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
         state.insert(0, state)
     with pytest.raises(StateMismatch, match="must have one row, got 3"):
         state.share(2)
+    with pytest.raises(StateMismatch, match="verify needs a prompt half for each row, got 3"):
+        resident_twin(state)
     for rows in (0, True, 2.0):
         with pytest.raises(StateMismatch, match="rows must be an integer of at least 1"):
             one.share(rows)

@@ -123,8 +123,11 @@ ROWS, TOKENS = (139, 77, 5, 16), 192
         *((name, "group2", 48) for name in ("vertical_slash", "pattern")),
         *(pytest.param(name, "group2", 48, marks=slow) for name in ("a_shape", "block_sparse")),
         pytest.param("large_blocks", "group2", 64, marks=slow),
-        *(pytest.param(name, shape, None, marks=slow) for name in ATTENTIONS for shape in SHAPES),
-        *(pytest.param(name, "group2", 16, marks=slow) for name in ATTENTIONS if name != "large_blocks"),
+        *(pytest.param(name, shape, None, marks=slow) for name in ("vertical_slash", "pattern") for shape in SHAPES),
+        pytest.param("a_shape", "group4", None, marks=slow),
+        pytest.param("block_sparse", "group3", None, marks=slow),
+        pytest.param("large_blocks", "group1", None, marks=slow),
+        *(pytest.param(name, "group2", 16, marks=slow) for name in ("block_sparse", "pattern")),
     ],
 )
 def test_the_oracle_agrees(name, shape, size):
@@ -137,7 +140,7 @@ def test_the_oracle_agrees(name, shape, size):
 
 
 @slow
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", ["pattern", "large_blocks"])
 def test_bfloat16(name):
     """The sets are chosen from float32 scores of the same bfloat16 numbers."""
     check_oracle(ATTENTIONS[name], sized(4, 2, 16), ROWS[:2], TOKENS, dtype="bfloat16", atol=0.03)
@@ -147,7 +150,7 @@ def test_bfloat16(name):
 
 
 @slow
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", ["pattern", "large_blocks"])
 def test_the_lists_of_the_kernel_give_the_same(name, monkeypatch):
     """So does the number of tiles. The kernel itself runs in `tests/kernels`."""
     config, lengths = sized(4, 2, 16), ROWS[:2]
@@ -213,7 +216,7 @@ def test_what_covers_everything_is_exact(attention):
 
 
 @slow
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", ["pattern", "large_blocks"])
 def test_a_row_alone_and_every_piece_through_the_model(name):
     attention = ATTENTIONS[name]
     if name == "pattern":
@@ -438,6 +441,7 @@ def test_the_estimate_is_below_three_hundredths_of_exact_attention():
     assert found < 0.03 * 4 * 4 * 64 * tokens * (tokens + 1) / 2
 
 
+@slow
 def test_one_program_serves_all_layers():
     """Sizes of a pattern are data: two patterns with the same largest sizes share a compiled layer too."""
     rows = [
@@ -485,6 +489,8 @@ def test_the_search_agrees_with_brute_force():
     found = search_pattern(model(config), text, share=share, settings=settings)
     count, budget = 16, int(share * 16 * 17 / 2)
     assert found.recovered.shape == found.tiles.shape == (2, 4, len(found.names))
+    with pytest.raises(ConfigError, match="share must leave room"):
+        search_pattern(model(config), text, share=0.01, settings=settings)
     for layer, prompt in enumerate(prompts_of(model(config), text[:128])):
         q, k = (np.asarray(x[0], np.float64) for x in (prompt.q_post, prompt.k_post))
         for head in range(4):
@@ -585,7 +591,6 @@ def test_a_pattern_of_a_model_with_windows():
             "block must be the pattern's own 16, got 64",
         ),
         (lambda: search_pattern(model(), random_tokens(128), share=0), "share must be above 0"),
-        (lambda: search_pattern(model(), random_tokens(128), share=0.01), "share must leave room"),
     ],
 )
 def test_bad_settings_are_told(make, words):

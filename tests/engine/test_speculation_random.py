@@ -69,10 +69,11 @@ def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
     """Greedy and drawn, with stop tokens, and with a second turn on the state. Rows are independent cases."""
     rng, ties, cases = np.random.default_rng(len(name)), 0, 0
     policy = WIDE[name] if name in WIDE else setting(name, "restricted")
+    stop = rng.integers(0, TINY.vocab_size, 3).tolist()  # of all rounds but the first, which then share programs
     for round_, temperature in enumerate(ROUNDS):
         texts = prompts(rng)
         asked = {"max_new_tokens": 20, "sampler": Sampler(temperature), "seed": round_, "capacity": CAPACITY}
-        asked["stop"] = [int(token) for token in rng.integers(0, TINY.vocab_size, 3)] if round_ else None
+        asked["stop"] = stop if round_ else None
         plain = jshadow.generate(model(), texts, policy, **asked)
         fast = jshadow.generate(model(), texts, policy, **asked, speculate=drafter)
         for row, (one, other) in enumerate(zip(plain, fast, strict=True)):

@@ -27,7 +27,7 @@ VOCAB = TINY.vocab_size
 slow = pytest.mark.slow
 
 
-def of_small(policy, lengths, capacity, width=3):
+def of_small(policy, lengths, capacity, width=5):
     """The smallest model, and a state of it."""
     params, tokens = small()[0], random_tokens(len(lengths), width, config=SMALL)
     return params, decode.prefill(params, tokens, lengths, policy, capacity=capacity)[1]
@@ -77,7 +77,7 @@ turn_core = jax.jit(decode.extend_steps, static_argnums=(1, 5))
 
 @pytest.mark.parametrize("policy", [Full(), StreamingLLM(sinks=1, window=2)], ids=lambda policy: policy.name)
 def test_a_full_row_in_a_user_s_jit_gives_nan(policy):
-    params, state = of_small(policy, [3, 2], 3)
+    params, state = of_small(policy, [5, 4], 5)
     weights = params.weights
     logits, _ = jax.jit(lambda token, state: decode.step(weights, SMALL, token, state))(np.array([1, 2]), state)
     assert np.isnan(logits).all(axis=1).tolist() == [True, False]

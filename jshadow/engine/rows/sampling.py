@@ -98,14 +98,14 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
     values |= _bias(settings.logit_bias, parts)
     if parts.grammar:
         values["allowed"] = pack_mask(np.ones(size, bool))
-    return RowSampling(**{name: jnp.asarray(np.asarray(value)[None]) for name, value in values.items()})
+    return RowSampling(**{name: jax.device_put(np.asarray(value)[None]) for name, value in values.items()})
 
 
 def idle_rows(parts: RowParts, count: int) -> RowSampling:
     """Return `count` greedy rows, to be replaced with `set_row`. Raises ConfigError if the count is below 1."""
     check_positive("rows", count=count)
     row = jax.tree.map(np.asarray, row_of(RowSettings(), parts))
-    return jax.tree.map(lambda array: jnp.asarray(np.repeat(array, count, axis=0)), row)
+    return jax.tree.map(lambda array: jax.device_put(np.repeat(array, count, axis=0)), row)
 
 
 def set_row(rows: RowSampling, index: int, row: RowSampling) -> RowSampling:
