@@ -21,6 +21,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import footprint, full_bytes
 from jshadow.policies import Full, ShadowKV, StreamingLLM
+from jshadow.policies.base import why_dense
 from jshadow.policies.sizing import at_share
 from jshadow.weights.params import init_params
 
@@ -76,6 +77,7 @@ def test_published_config(name):
     assert plan["full_bytes"] / plan["device_bytes"] > 3.5
 
 
+@pytest.mark.slow
 def test_a_published_model_is_planned_by_its_name(capsys, tmp_path):
     assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200", "--json"]) == 0
     named = json.loads(capsys.readouterr().out)["plans"]
@@ -200,6 +202,12 @@ def test_published_code_is_ignored_where_it_is_the_model_s_own():
     assert read("phi3", auto_map=code | {"AutoTokenizer": "Xenova/gpt-4o"}) == plain  # Phi-4-mini's
 
 
+def test_a_model_of_sliding_layers_alone_has_nothing_to_select():
+    config, told = read("mistral", sliding_window=16), "every layer of the model sees a window of 16 tokens only"
+    assert why_dense(ShadowKV(rank=8, budget=16), config, 89) == told
+
+
+@pytest.mark.slow
 def test_a_model_of_sliding_layers_alone_falls_back():
     params = init_params(read("mistral", sliding_window=16))
     out = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2)

@@ -14,6 +14,7 @@ import jshadow
 from jshadow.cli.main import main
 from jshadow.engine.decode import decode_step, extend, prefill
 from jshadow.errors import ConfigError
+from jshadow.evaluation.laws import inputs
 from jshadow.models.int8 import quantize_int8, quantized
 from jshadow.models.layers import Linear
 from jshadow.policies import Full, ShadowKV
@@ -111,14 +112,14 @@ def test_int8_answers_with_every_mode(tmp_path):
 
 
 def test_states_know_their_weights(tmp_path):
-    """A saved state of the int8 model does not load into the plain model."""
-    directory, plain = tiny_directory(tmp_path / "m")
-    params = load(directory, "float32", quantize="int8")
-    _, state = prefill(params, np.arange(1, 41)[None], np.array([40]), SHADOW, capacity=64)
-    jshadow.save_state(tmp_path / "s", state, params)
-    assert jshadow.load_state(tmp_path / "s", params).capacity == 64
+    """A saved state of the plain model does not load into the int8 model."""
+    plain = inputs.model()
+    save(plain, tmp_path / "m")
+    params = load(tmp_path / "m", "float32", quantize="int8")
+    jshadow.save_state(tmp_path / "s", inputs.prefilled(Full())[1], plain)
+    assert jshadow.load_state(tmp_path / "s", plain).capacity == inputs.CAPACITY
     with pytest.raises(jshadow.errors.StateMismatch, match="weights"):
-        jshadow.load_state(tmp_path / "s", plain)
+        jshadow.load_state(tmp_path / "s", params)
 
 
 def test_outputs_beyond_float16_before_their_factor():

@@ -60,6 +60,7 @@ def test_transformers_reads_what_save_writes(tmp_path, case):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers_on_a_ragged_batch(tmp_path):
     params = jshadow.load(seeded.write_checkpoint(seeded.GREEDY, tmp_path / "m"), dtype="float32")
     outs = jshadow.generate(params, seeded.prompts(), jshadow.Full(), max_new_tokens=seeded.NEW_TOKENS)

@@ -16,7 +16,6 @@ import numpy as np
 import seeded
 
 HERE = Path(__file__).resolve().parent
-INSTALL = f"{sys.executable} -m pip install torch==2.13.0 -r {HERE / 'requirements.txt'}"
 # The most that two makings of a part may differ by: they round differently.
 ROUNDING = {"tiny": 2e-5, "smollm2": 5e-4, "kvpress": 0.0}
 Made = dict[str, dict[str, Any]]  # "told" becomes a JSON file, and "arrays" a file of arrays
@@ -223,7 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import torch
     except ImportError:
-        print(f"torch is not installed. This command installs it:\n{INSTALL}", file=sys.stderr)
+        needed = HERE / ("requirements-kvpress.txt" if chosen.part == "kvpress" else "requirements.txt")
+        command = f"{sys.executable} -m pip install torch==2.13.0 -r {needed}"
+        print(f"torch is not installed. This command installs it:\n{command}", file=sys.stderr)
         return 2
     from transformers.utils import logging
 
@@ -242,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         made = kvpress(chosen.model, texts())
     there = (HERE / f"{chosen.part}.npz").exists()
-    found = differences(committed(chosen.part), made, ROUNDING[chosen.part]) if there else ["no file"]
+    found = differences(committed(chosen.part), made, ROUNDING[chosen.part]) if there else [": has no file yet"]
     for line in found:
         print(f"{chosen.part}{line}", file=sys.stderr)
     if chosen.check:

@@ -22,6 +22,8 @@ from jshadow.cli.main import main
 from jshadow.models.registry import family_of
 from jshadow.weights.convert import convert
 from jshadow.weights.convert.huggingface import flat_abstract
+from jshadow.weights.convert.huggingface_write import config_to_hf, write_shards
+from jshadow.weights.convert.tensors import placements
 from jshadow.weights.params import init_params, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,20 +86,17 @@ def test_dtypes_are_cast_on_the_way(tmp_path, stored, wanted):
     assert load(tmp_path / "kept", stored).config == params.config
 
 
-def test_save_to_orbax_is_the_same_model(tmp_path):
+def test_save_to_orbax_is_the_same_model_and_any_orbax_user_reads_it(tmp_path):
     _, params = tiny_directory(tmp_path / "m", "bfloat16")
     save(params, tmp_path / "orbax", format="orbax")
     assert_same(load(tmp_path / "orbax"), params)
     convert(tmp_path / "orbax", tmp_path / "hf")
     assert tensors(tmp_path / "hf") == tensors(tmp_path / "m")
-
-
-def test_any_orbax_user_reads_it(tmp_path):
-    directory, params = tiny_directory(tmp_path / "m")
-    convert(directory, tmp_path / "out", "float32", format="orbax")
+    convert(tmp_path / "m", tmp_path / "out", format="orbax")
     with ocp.StandardCheckpointer() as checkpointer:
-        tree = checkpointer.restore((tmp_path / "out" / "weights").absolute(), params.weights)
-    jax.tree.map(np.testing.assert_array_equal, tree, params.weights)
+        for name in ("orbax", "out"):
+            tree = checkpointer.restore((tmp_path / name / "weights").absolute(), params.weights)
+            jax.tree.map(np.testing.assert_array_equal, tree, params.weights)
 
 
 def test_the_command(tmp_path, capsys):
@@ -109,6 +108,15 @@ def test_the_command(tmp_path, capsys):
     capsys.readouterr()
     assert main(["convert", str(directory), str(tmp_path / "p"), "--format", "pickle"]) == 2
     assert "format must be one of" in capsys.readouterr().err
+
+
+def run(code: str, *arguments: Any, **environment: str) -> str:
+    """Run code in another process on the CPU, and return what it prints."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    told = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=told, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 MESH = """
@@ -151,16 +159,7 @@ def test_weights_go_straight_to_a_mesh(tmp_path, format):
     """In a process of four CPU devices, each holds its part, results are the same, and saving gathers the weights."""
     save(init_params(dataclasses.replace(TINY, kv_heads=4, vocab_size=96, eos_ids=()), seed=1), tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "c", "float32", format=format)
-    environment = os.environ | {"XLA_FLAGS": FLAGS.format(8), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", MESH, tmp_path / "c", tmp_path / "again"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert done.stdout.strip() == "spread", done.stderr[-3000:]
+    assert run(MESH, tmp_path / "c", tmp_path / "again", XLA_FLAGS=FLAGS.format(8)) == "spread\n"
 
 
 MEMORY = """
@@ -182,19 +181,8 @@ SHARD = 128 * 2**20
 
 def large_directory(path: Path, layers: int) -> int:
     """Write a checkpoint of `layers` times 32 MiB in bfloat16, in shards of 128 MiB. Return the largest file size."""
-    from jshadow.weights.convert.huggingface_write import config_to_hf, write_shards
-    from jshadow.weights.convert.tensors import placements
-
-    config = dataclasses.replace(
-        TINY,
-        num_layers=layers,
-        model_dim=1024,
-        ffn_dim=4096,
-        q_heads=16,
-        kv_heads=8,
-        head_dim=64,
-        vocab_size=8192,
-    )
+    sizes = {"model_dim": 1024, "ffn_dim": 4096, "q_heads": 16, "kv_heads": 8, "head_dim": 64, "vocab_size": 8192}
+    config = dataclasses.replace(TINY, num_layers=layers, **sizes)
     wanted = flat_abstract(config)
     family = family_of({"model_type": "llama"})
     shapes = {name: placed.tensor_shape(wanted) for name, placed in placements(family, wanted).items()}
@@ -207,17 +195,7 @@ def large_directory(path: Path, layers: int) -> int:
 
 def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
     """Return by how many bytes a conversion raises the peak memory of a process that has imported everything."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, source, target, dtype, format, str(SHARD)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout)
+    return int(run(MEMORY, source, target, dtype, format, SHARD))
 
 
 @pytest.mark.slow

