@@ -23,7 +23,7 @@ from pallas_kernels.tiles import LEAST, LOG2_E, MASKED, blocks, can_do, dot, gro
 from pallas_kernels.unpack import exp2, scaled_numbers
 
 
-def attend_chunks_kernel(q, values, keys, *results, scale, form, early, interpret):  # type: ignore[no-untyped-def]
+def attend_chunks_kernel(q, values, keys, *results, scale, form, interpret):  # type: ignore[no-untyped-def]
     """One program: attend to `form.tokens` tokens of one KV head.
 
     Args:
@@ -34,14 +34,12 @@ def attend_chunks_kernel(q, values, keys, *results, scale, form, early, interpre
             scores times log2(e), both [B, h_kv, programs, R].
         scale: factor of the scores.
         form: the form of the kernel.
-        early: whether the values are loaded before the keys are rebuilt.
         interpret: as in `pallas_kernels.unpack`.
     """
     (out, total, top), (j, h, b) = results, (pl.program_id(axis) for axis in range(3))
     count, dim, row = form.tokens, keys.dim, iota(0, LEAST)
     asked = row < q.shape[2]
-    tokens = tokens_of(keys, b, h, j * count, count, by_chunks=form.by_chunks)
-    loaded = load_values(values, keys, tokens, b, h) if early else None
+    tokens = tokens_of(keys, b, h, j * count, count)
     scores = jnp.zeros((count, LEAST), jnp.float32)
     for column, inside, tile in rotated_tiles(keys, tokens, b, h, form, interpret):
         column = column[0]
@@ -56,7 +54,7 @@ def attend_chunks_kernel(q, values, keys, *results, scale, form, early, interpre
     scores = jnp.where(there, scores * (scale * LOG2_E), MASKED)
     largest = scores.max(axis=0)
     weights = jnp.where(there, exp2(scores - largest[None], interpret), 0.0)
-    tiles, scales = loaded or load_values(values, keys, tokens, b, h)
+    tiles, scales = load_values(values, keys, tokens, b, h)
     width, turned = values.token_width(dim), weights.astype(values.value_dtype).T
     for (start, block), words in zip(spans(width), tiles, strict=True):
         for place in range(values.places):
@@ -71,17 +69,11 @@ def attend_chunks_kernel(q, values, keys, *results, scale, form, early, interpre
     pltriton.store(top.at[b, h, j, row], largest, mask=asked)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret", "form", "early"))
+@functools.partial(jax.jit, static_argnames=("scale", "interpret", "form"))
 def attend_chunks(
-    q: jax.Array,
-    values: HostRows,
-    keys: ChosenKeys,
-    scale: float,
-    interpret: bool,
-    form: Form | None = None,
-    early: bool = False,
+    q: jax.Array, values: HostRows, keys: ChosenKeys, scale: float, interpret: bool, form: Form | None = None
 ) -> jax.Array:
-    """See `pallas_kernels.attend_chunks`. If `form` is None, it is chosen. `early` is as in the kernel.
+    """See `pallas_kernels.attend_chunks`. If `form` is None, it is that of `form_of`, but with twice the tokens.
 
     Raises:
         NotImplementedError: heads are wider than 256, a KV head has more than 16 query heads, an array is empty, or a
@@ -94,12 +86,14 @@ def attend_chunks(
     rows = group_rows(q, heads)
     if rows.shape[2] > LEAST:
         raise NotImplementedError(f"attend_chunks: the kernel takes up to {LEAST} queries a head, got {rows.shape[2]}")
-    form = form or form_of(keys, 64)
+    if form is None:
+        form = form_of(keys)
+        form = form._replace(tokens=2 * form.tokens)
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), blocks(tokens, form.tokens)
     lead = (batch, heads, count, rows.shape[2])
     operands = rows, values, keys
     out, total, top = pl.pallas_call(
-        functools.partial(attend_chunks_kernel, scale=scale, form=form, early=early, interpret=interpret),
+        functools.partial(attend_chunks_kernel, scale=scale, form=form, interpret=interpret),
         grid=(count, heads, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 3,

@@ -71,7 +71,7 @@ def move_tokens(
     Otherwise all work on the values does.
     """
     values, keys, keys_out, _ = refs
-    fetched = tokens(by_chunks=form.by_chunks)
+    fetched = tokens(by_chunks=True)
     loaded = load_values(values, keys, fetched, b, h)
     if not early:
         store_values(refs, loaded, fetched, b, h, interpret)
@@ -175,9 +175,8 @@ def fetch_reconstruct(
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
     batch, heads, tokens, _ = keys.out_shape  # only missed chunks have work, at most all k
     on_host = in_host_memory(values.prompt)
-    # More programs are needed to fill the bus than to fill the device. But packed keys need larger blocks.
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    form = form or form_of(keys, 32 if on_host and keys.profile is None else 64)
+    form = form or form_of(keys)
     grid = blocks(tokens, form.tokens), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
     move = functools.partial(move_tokens, form=form, early=early, interpret=interpret)

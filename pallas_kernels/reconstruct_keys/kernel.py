@@ -8,6 +8,9 @@ that the tiles leave registers for more programs on a multiprocessor.
 The products run in a loop, because Triton overlaps loads with products only in a loop: while one block of the rows is
 multiplied, the copies of the next ones to shared memory are under way. Without it, each product waits for its own
 loads. Copies have 4 to 16 bytes, so the bytes of a token's part should begin and end at multiples of 16.
+
+Each place has its own product. One product of the codes in all places of a byte, joined as neighbors, is wrong on a
+GPU: the compiler puts the codes of two tokens into a register that should hold two codes of one token.
 """
 
 import functools
@@ -24,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.bits import Part, parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
-from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, warps
+from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans
 from pallas_kernels.unpack import cos_sin, middle_numbers, multiply_add
 
 # For each tile of keys: its head columns [1, n], and whether each exists, or None if all do.
@@ -39,21 +42,14 @@ class Form(NamedTuple):
     Attributes:
         tokens: number of tokens of a program, a power of two.
         warps: number of warps of a program.
-        width: number of elements of a left row that one step multiplies, a power of two of at least 16.
-        stages: how many steps have their loads under way at once, if they run in a loop.
-        looped: whether the steps run in a loop. Otherwise they stand one after another in the code.
-        joined: whether one product takes the codes in all places of a byte. Otherwise each place has its own.
-        by_chunks: whether the threads of a warp load values of neighboring tokens, which lie side by side in memory.
-            Otherwise they load those of several chunks.
+        width: number of elements of a left row that one step of the loop multiplies, a power of two of at least 16.
+        stages: how many steps have their loads under way at once.
     """
 
     tokens: int
     warps: int
     width: int = LEAST
     stages: int = 3
-    looped: bool = True
-    joined: bool = False
-    by_chunks: bool = True
 
 
 class Block(NamedTuple):
@@ -257,7 +253,7 @@ def factor_tiles(work: Work) -> Tiles:
 
     shapes = [(work.tokens.position.size, column.shape[1]) for column, _ in work.columns]
     return summed_up(
-        work.keys.right.shape[2], work.form, step, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        work.keys.right.shape[2], work.form.width, step, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
     )
 
 
@@ -269,23 +265,18 @@ def code_tiles(work: Work) -> Tiles:
     ]
     tiles = tuple(jnp.broadcast_to(mean, (count, mean.shape[1])) for mean in means)
     for part in parts_of(keys.profile):
-        tiles = summed_up(part.size, work.form, functools.partial(add_codes, work, part), tiles)
+        tiles = summed_up(part.size, work.form.width, functools.partial(add_codes, work, part), tiles)
     return tiles
 
 
 def add_codes(work: Work, part: Part, block: Block, out: Tiles) -> Tiles:
     """Add the products of the codes in a block of the bytes of a part of the profile, and `right`, to the tiles."""
-    byte, places, kind = block.elements, 8 // part.bits, work.keys.right.dtype
+    byte, kind = block.elements, work.keys.right.dtype
     packed = load_left(work.keys, work.tokens, part.byte + byte, block.inside(byte), work.b)
-    numbers = [middle_numbers(packed, place, part.bits, kind, work.interpret) for place in range(places)]
-    if work.form.joined:
-        index = iota(0, places * block.width)
-        byte = block.first + lax.div(index, jnp.int32(places))
-        r = part.column + lax.rem(index, jnp.int32(places)) * part.size + byte
-        return add_products(work, joined(numbers), r, block.inside(byte), out)
-    for place, number in enumerate(numbers):
+    for place in range(8 // part.bits):
+        numbers = middle_numbers(packed, place, part.bits, kind, work.interpret)
         r = part.column + place * part.size + byte
-        out = add_products(work, number, r, block.inside(byte), out)
+        out = add_products(work, numbers, r, block.inside(byte), out)
     return out
 
 
@@ -300,25 +291,16 @@ def add_products(work: Work, numbers: jax.Array, r: jax.Array, inside: jax.Array
     return tuple(tile + dot(numbers, right) for tile, right in zip(out, rights, strict=True))
 
 
-def joined(tiles: list[jax.Array]) -> jax.Array:
-    """Join 1, 2 or 4 tiles [m, n], so that the elements of one column of all tiles in turn are neighbors, [m, ...]."""
-    if len(tiles) == 1:
-        return tiles[0]
-    even, odd = joined(tiles[::2]), joined(tiles[1::2])
-    pairs = lax.concatenate([even[..., None], odd[..., None]], dimension=2)
-    return pairs.reshape(even.shape[0], -1)
-
-
-def summed_up(size: int, form: Form, step: Callable[..., Tiles], tiles: Tiles) -> Tiles:
+def summed_up(size: int, width: int, step: Callable[..., Tiles], tiles: Tiles) -> Tiles:
     """Call `step` with the elements below `size` in blocks, each with what `step` made of the blocks before.
 
     Args:
         size: number of elements of the left rows.
-        form: the width of the blocks, and whether whole blocks run in a loop.
+        width: width of the blocks.
         step: maps a block and tiles to new tiles.
         tiles: the first tiles.
     """
-    width, whole = form.width, size // form.width if form.looped else 0
+    whole = size // width
     if whole > 1:
         tiles = lax.fori_loop(
             np.int32(0), np.int32(whole), lambda index, tiles: step(Block(index * width, width, None), tiles), tiles
@@ -364,14 +346,14 @@ def reconstruct_keys_kernel(keys, out, *, form, interpret):  # type: ignore[no-u
 
 @functools.partial(jax.jit, static_argnames=("interpret", "form"))
 def reconstruct_keys(keys: ChosenKeys, interpret: bool, form: Form | None = None) -> jax.Array:
-    """See `pallas_kernels.reconstruct_keys`. If `form` is None, it is `form_of(keys, 64)`.
+    """See `pallas_kernels.reconstruct_keys`. If `form` is None, it is `form_of(keys)`.
 
     Raises:
         NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
             float16.
     """
     can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
-    form = form or form_of(keys, 64)
+    form = form or form_of(keys)
     batch, heads, tokens, _ = keys.out_shape
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -396,23 +378,14 @@ def cost_of(keys: ChosenKeys) -> dict[str, int]:
     return {"flops": 2 * rows * keys.right.shape[2] * dim, "moved": moved + shared}
 
 
-def form_of(keys: ChosenKeys, most: int) -> Form:
+def form_of(keys: ChosenKeys) -> Form:
     """Return the form of a kernel that rebuilds keys.
 
-    Args:
-        keys: the keys.
-        most: the usual number of tokens of a program. It is smaller for float32 tiles and wide heads, which take more
-            registers. It is larger for packed codes, because each program reads the whole matrix `right`, which for
-            the same bytes then has about four times as many rows.
-
-    Products of float32 do not use the tensor cores, and hold their operands in registers. So they have no loop.
+    It was the fastest of those that ran on an H200 (docs/benchmarks/gpu.md). Wide heads need more warps and fewer
+    stages, so that tiles fit into registers and shared memory. Products of float32 do not use the tensor cores, and
+    hold their operands in registers.
     """
-    single, packed = any(x.dtype == jnp.float32 for x in keys.multiplied), keys.profile is not None
-    most = most // (2 if single else 1) // (2 if keys.dim > 128 else 1) * (2 if packed else 1)
-    looped = packed and not single
-    return Form(
-        max(LEAST, most),
-        8 if packed else warps(keys.dim, *keys.multiplied),
-        stages=3 if looped and keys.dim <= 128 else 2,
-        looped=looped,
-    )
+    single = any(x.dtype == jnp.float32 for x in keys.multiplied)
+    if single or keys.dim > 128:
+        return Form(32 if single else 64, 8, stages=2)
+    return Form(64, 4)

@@ -6,12 +6,12 @@ folder, which is written after each row.
 
 The sections:
 
-- "rebuild": `fetch_reconstruct` with everything on the device, for `packed(small=True)`. Forms of the first round of
-  codes (parts of any number of bytes, steps one after another), of whole pieces, and of whole pieces in a loop.
+- "rebuild": `fetch_reconstruct` with everything on the device, for `packed(small=True)`, and a program that does
+  nothing.
 - "attend": `attend_chunks`, which writes no keys, beside `fetch_reconstruct` and `sparse_attention`.
 - "fetch": `fetch_reconstruct` with values in host memory, for `packed()`, with nothing and with 60 % kept; and a
   kernel that fetches the values alone.
-- "factors": low-rank keys in a loop or not.
+- "factors": the same as "rebuild" with low-rank keys.
 """
 
 import argparse
@@ -45,9 +45,7 @@ from pallas_kernels.tiles import blocks
 KEPT = 0.6  # share of the chunks that a step finds on the device
 NEAR = 1e-2  # relative error of results in bfloat16, by the norm
 ROTATED = 500_000.0
-OLD, SMALL = (22, 214, 168), (16, 224, 192)  # profiles of 4/3 bits a column
-OLD_PACKED, PACKED = (149, 214, 0), (144, 224, 0)  # and of 2 bits
-FIRST = Form(128, 8, 16, 2, looped=False, by_chunks=False)  # the form before parts filled whole pieces
+SMALL, PACKED = (16, 224, 192), (144, 224, 0)  # profiles of 4/3 and of 2 bits a column
 
 
 class World(NamedTuple):
@@ -95,8 +93,8 @@ class Case(NamedTuple):
         form: the form of the kernel, or None for its default.
         share: share of the chunks that are kept.
         host: whether the values lie in host memory.
-        kind: "fetch", "values" (no keys), "attend" (the kernel alone), "early" (the same, values first), "both" (fetch,
-            then attention), or "empty" (a program with the arguments of "fetch" that does nothing).
+        kind: "fetch", "values" (no keys), "attend", "both" (fetch, then attention), or "empty" (a program with the
+            arguments of "fetch" that does nothing).
     """
 
     name: str
@@ -110,35 +108,19 @@ class Case(NamedTuple):
 
 def told(form: Form) -> str:
     """Return a short name of a form."""
-    parts = [f"{form.tokens} tokens", f"{form.warps} warps", f"width {form.width}", f"{form.stages} stages"]
-    parts += ["in a loop" if form.looped else "unrolled", "places joined" if form.joined else "each place"]
-    return ", ".join([*parts, "values by chunks" if form.by_chunks else "values by tokens"])
+    return f"{form.tokens} tokens, {form.warps} warps, width {form.width}, {form.stages} stages"
 
 
 def rebuild_cases(world: World) -> list[Case]:
     """Return the cases of "rebuild", the most important first."""
     rows = world.resident
     cases = [
-        Case(f"first form, {OLD}", rows, OLD, FIRST),
-        Case(f"first form, {SMALL}", rows, SMALL, FIRST),
         Case("the default", rows, SMALL),
         Case("nothing at all", rows, SMALL, kind="empty"),
+        Case("the default, 60 % kept", rows, SMALL, share=KEPT),
     ]
-    shapes = ((128, 8), (64, 4))
-    forms = [
-        Form(*shape, width, stages, True, joined, True)
-        for stages in (3, 2, 4)
-        for width in (16, 32)
-        for joined in (False, True)
-        for shape in shapes
-    ]
-    forms += [Form(128, 4, 16, 3, True, joined, True) for joined in (False, True)]
-    forms += [Form(128, 8, 16, 3, True, False, False), Form(64, 4, 64, 2, True, False, True), Form(32, 4, 16, 3)]
-    cases += [Case(told(form), rows, SMALL, form) for form in forms]
-    cases += [
-        Case(f"60 % kept, {name}", rows, SMALL, form, KEPT) for name, form in (("default", None), ("first", FIRST))
-    ]
-    return cases
+    forms = [Form(128, 4), Form(128, 8), Form(32, 4), Form(64, 4, 32), Form(64, 4, stages=2), Form(64, 4, stages=4)]
+    return cases + [Case(told(form), rows, SMALL, form) for form in forms]
 
 
 def attend_cases(world: World) -> list[Case]:
@@ -146,54 +128,28 @@ def attend_cases(world: World) -> list[Case]:
     rows = world.resident
     cases = [Case("fetch and attention", rows, SMALL, kind="both"), Case("the default", rows, SMALL, kind="attend")]
     cases.append(Case("fetch and attention, 60 % kept", rows, SMALL, None, KEPT, kind="both"))
-    for form in (
-        Form(128, 8, 16, 3, True, False, False),
-        Form(64, 4, 16, 3, True, True, False),
-        Form(64, 4, 16, 3, True, False, False),
-        Form(64, 4, 16, 3, True, True, True),
-        Form(64, 4, 32, 2, True, True, False),
-        Form(128, 8, 16, 3, True, True, False),
-        Form(128, 4, 16, 3, True, False, False),
-    ):
-        cases += [Case(f"{kind}, {told(form)}", rows, SMALL, form, kind=kind) for kind in ("attend", "early")]
-    return cases
+    return cases + [Case(told(form), rows, SMALL, form, kind="attend") for form in (Form(64, 4), Form(128, 8))]
 
 
 def fetch_cases(world: World) -> list[Case]:
     """Return the cases of "fetch". Cases with the same arrays follow each other."""
-    looped = Form(128, 8, 16, 3)
-    forms = [
-        ("first form", OLD_PACKED, FIRST),
-        ("values by chunks", PACKED, looped),
-        ("values by tokens", PACKED, looped._replace(by_chunks=False)),
-        ("first form, values by chunks", PACKED, FIRST._replace(by_chunks=True)),
-        ("64 tokens, 4 warps", PACKED, looped._replace(tokens=64, warps=4)),
-        ("32 tokens, 4 warps", PACKED, looped._replace(tokens=32, warps=4)),
-    ]
     cases = []
     for rows in world.host:
         for share in (0.0, KEPT):
             where = f"{rows} rows, {100 * share:.0f} % kept"
-            cases += [Case(f"{where}, {name}", rows, profile, form, share, True) for name, profile, form in forms]
-            for form in (
-                Form(128, 8),
-                Form(128, 8, by_chunks=False),
-                Form(128, 4),
-                Form(32, 4),
-                Form(64, 2),
-                Form(16, 1),
-            ):
-                order = "chunks" if form.by_chunks else "tokens"
-                name = f"{where}, no keys, by {order}, {form.tokens} tokens, {form.warps} warps"
+            forms = (("the default", None), *((told(form), form) for form in (Form(32, 4), Form(128, 8))))
+            cases += [Case(f"{where}, {name}", rows, PACKED, form, share, True) for name, form in forms]
+            for form in (Form(64, 4), Form(32, 4), Form(16, 1)):
+                name = f"{where}, no keys, {form.tokens} tokens, {form.warps} warps"
                 cases.append(Case(name, rows, PACKED, form, share, True, "values"))
-    return sorted(cases, key=lambda case: (case.rows, case.profile != OLD_PACKED))  # equal arrays follow each other
+    return cases
 
 
 def factor_cases(world: World) -> list[Case]:
     """Return the cases of "factors"."""
-    rows = world.resident
-    forms = [Form(tokens, 4, 16, stages, looped) for looped in (False, True) for tokens, stages in ((32, 2), (64, 3))]
-    return [Case(told(form), rows, None, form) for form in forms]
+    forms = (Form(32, 4), Form(128, 4))
+    cases = [Case(told(form), world.resident, None, form) for form in forms]
+    return [Case("the default", world.resident, None), *cases]
 
 
 SECTIONS: dict[str, Callable[[World], list[Case]]] = {
@@ -298,13 +254,13 @@ class Variants:
                 layer = jax.tree.map(on_device, layer)
             if case.kind == "empty":
                 return caches, layer.q[0, 0, 0, 0]
-            if case.kind in ("attend", "early"):
-                early, values = case.kind == "early", layer.values
-                return caches, attend.attend_chunks(layer.q, values, layer.keys, scale, interpret, case.form, early)
+            if case.kind == "attend":
+                return caches, attend.attend_chunks(layer.q, layer.values, layer.keys, scale, interpret, case.form)
             places = jnp.broadcast_to(jnp.arange(layer.missed.shape[2], dtype=jnp.int32), layer.missed.shape)
             kept = KeptRows(caches[0], caches[1], places, layer.missed)
             if case.kind == "values":
-                fetched = fetch_values(layer.values, kept, layer.keys, case.form or Form(128, 8), interpret)
+                assert case.form is not None
+                fetched = fetch_values(layer.values, kept, layer.keys, case.form, interpret)
                 return (fetched, caches[1]), fetched[0, 0, 0, 0]
             keys, values = fetch.fetch_reconstruct(layer.values, kept, layer.keys, interpret, case.form)
             if case.kind == "fetch":
@@ -327,7 +283,7 @@ class Variants:
 
     def truth(self, case: Case, arrays: Layer) -> Any:
         """Return what the reference makes of the arrays: keys and values, or the attention to them."""
-        kind = "attend" if case.kind in ("attend", "early", "both") and not case.share else "fetch"
+        kind = "attend" if case.kind in ("attend", "both") and not case.share else "fetch"
         if kind not in self.wanted:
 
             def want(layer: Layer) -> Any:
@@ -409,7 +365,7 @@ class Variants:
     def tasks(self, cases: list[Case]) -> Iterator[Task]:
         """Compile all cases of a section at once, and yield their tasks."""
         if self.world.dry:
-            cases = cases[:4] + cases[4::6]
+            cases = cases[:4] + cases[4::4]
         # Cases that differ only in what is kept have the same program.
         same = {case.name: case._replace(name="", share=0.0) for case in cases}
         programs = side_by_side(
@@ -430,7 +386,7 @@ def fetch_values(values: HostRows, kept: KeptRows, keys: ChosenKeys, form: Form,
 
         @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, CHUNK)]) < keys.ids.shape[2])
         def _() -> None:
-            found = tokens_of(keys, b, h, j * count, count, kept, form.by_chunks)
+            found = tokens_of(keys, b, h, j * count, count, kept, by_chunks=True)
             loaded = fetch.load_values(values, keys, found, b, h)
             fetch.store_values((values, keys, None, out), loaded, found, b, h, interpret)
 
