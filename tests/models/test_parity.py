@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 import saved
 import seeded
+from family_cases import ONE_OF_EACH
 from safetensors.numpy import load_file
 
 import jshadow
 
-QUICK = ("gqa-llama3", "llama_dynamic", "mistral_sliding", "glm4", "gemma3", "smollm3")
-CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in seeded.CASES]
+QUICK = ("gqa-llama3", "mistral_sliding", "glm4", "gemma3", "smollm3")
+QUICK_SAVED = (*ONE_OF_EACH, "gqa-llama3", "gqa-biased")
+
+
+def cases(quick):
+    """All cases, those that are not quick with their marker."""
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in seeded.CASES]
 
 
 @functools.cache
@@ -37,7 +43,7 @@ def full_logits(params, tokens):
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(QUICK))
 def test_logits_are_those_of_transformers(tmp_path, case):
     """Where the length decides on the rotation, also within the original context."""
     params = jshadow.load(seeded.write_checkpoint(case, tmp_path / case), dtype="float32")
@@ -47,7 +53,7 @@ def test_logits_are_those_of_transformers(tmp_path, case):
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=0, err_msg=f"{length} tokens")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(QUICK_SAVED))
 def test_transformers_reads_what_save_writes(tmp_path, case):
     """These are the files with which transformers gives the same logits; tests/references/make.py asks it."""
     files = saved.saved(case, tmp_path)
