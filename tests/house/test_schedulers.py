@@ -18,6 +18,7 @@ from jshadow.cli.main import parser
 from jshadow.evaluation.parts import Part, parse_part
 
 MANY, HOSTS = REPO / "examples" / "many_workers", REPO / "examples" / "several_hosts"
+pytestmark = pytest.mark.process  # of bash, which take milliseconds
 SCRIPTS = [MANY / "slurm_array.sh", HOSTS / "slurm.sh"]
 JOB = yaml.safe_load((MANY / "kubernetes_indexed_job.yaml").read_text())
 GROUP = yaml.safe_load((HOSTS / "kubernetes_leaderworkerset.yaml").read_text())

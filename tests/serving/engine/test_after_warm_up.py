@@ -1,4 +1,8 @@
-"""After `warm`, no request compiles anything. This file comes first, because it forgets all compiled programs."""
+"""After `warm`, no request compiles anything. This file comes first, because it forgets all compiled programs.
+
+One worker runs its cases in their order. A case needs only the programs to be forgotten that earlier files compiled.
+The earlier cases of this file compile nothing after their warm-up.
+"""
 
 import time
 
@@ -13,10 +17,17 @@ from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Request
 
+pytestmark = pytest.mark.xdist_group("warm")
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    """The programs that earlier tests compiled."""
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
 def test_requests_compile_nothing(count):
-    jax.clear_caches()  # the programs that earlier tests compiled
     warm = engine_of()
     warm.warm()
     before = CompileClock.programs
@@ -25,7 +36,7 @@ def test_requests_compile_nothing(count):
     assert warm.report().counts.finished == count + 2
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(150, marks=pytest.mark.slow)])
 def test_questions_on_any_document_compile_nothing(tmp_path, count):
     """On documents in memory, on disk, and on one that was added after the warm-up; in rows of both rooms."""
     settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
@@ -37,8 +48,6 @@ def test_questions_on_any_document_compile_nothing(tmp_path, count):
     with jshadow.Library(tmp_path, **settings) as library:
         library.load(library.longest(documents[0]).key)
         library.add(documents[3])
-        if count > 10:
-            jax.clear_caches()  # the quick case keeps those of the test above, which are not those of documents
         engine = engine_of(library=library)
         engine.warm()
         compiled, rng, answers = CompileClock.programs, np.random.default_rng(count), []

@@ -2,19 +2,24 @@
 
 import pytest
 from server_cases import tiny_service
+from starlette.testclient import TestClient
 
 from jshadow.serving.http.app import make_app
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library")) as service:
+def folder(tmp_path_factory):
+    """The folder of the server's library."""
+    return tmp_path_factory.mktemp("library")
+
+
+@pytest.fixture(scope="module")
+def service(folder):
+    with tiny_service(folder) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
 def client(service):
-    from starlette.testclient import TestClient
-
-    with TestClient(make_app(service)) as client:
+    with TestClient(make_app(service), raise_server_exceptions=False) as client:
         yield client

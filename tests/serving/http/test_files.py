@@ -16,23 +16,6 @@ from jshadow.serving.http.uploads import Upload
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("library")
-
-
-@pytest.fixture(scope="module")
-def service(folder):
-    with tiny_service(folder) as service:
-        yield service
-
-
-@pytest.fixture
-def client(service):
-    with TestClient(make_app(service)) as client:
-        yield client
-
-
 def put(client, data, name="a.txt"):
     answer = client.post("/v1/files", files={"file": (name, data)}, data={"purpose": "user_data"})
     return answer.status_code, answer.json()

@@ -42,7 +42,7 @@ def free_ports(count):
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(holds, seconds=150):
+def wait_until(holds, seconds=400):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(httpx2.TransportError):
@@ -125,6 +125,7 @@ def started(model, library, keys, log):
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def test_what_the_router_adds_is_accepted_with_its_value_alone():

@@ -10,7 +10,7 @@ from jshadow.serving.http.app import make_app
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = 80
+EXAMPLES = 40
 
 
 @pytest.fixture(scope="module")

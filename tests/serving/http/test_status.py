@@ -30,18 +30,6 @@ VLLM = {
 TEXT = b"The sea is calm, and the lamp of the harbor burns. " * 2
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library")) as service:
-        yield service
-
-
-@pytest.fixture
-def client(service):
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
-        yield client
-
-
 def figures(client):
     """The samples by name and labels except the model's name, and the type of each family. All names are valid."""
     answer = client.get("/metrics")
