@@ -13,9 +13,9 @@ from jshadow.policies.costs import costs_of
 # is assumed, and not measured here. FlashAttention-3 (arXiv 2407.08608, figure 5) reports 0.6 to 0.75 of an H100's rate
 # for causal attention in bfloat16 with heads of 128 columns and 16,384 tokens.
 PREFILL_SHARE = 0.6
-# Seconds from one small kernel to the next. On an H100, the compression of a layer of Llama-3.1-8B took 11.9 ms when it
-# had 1,679 kernels and 144 library calls.
-LAUNCH_SECONDS = 5.3e-6
+# Seconds from one small kernel to the next, from the compression of a layer of Llama-3.1-8B on an H200. See
+# docs/benchmarks/gpu.md.
+LAUNCH_SECONDS = 2e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,8 @@ class PrefillTime:
     Attributes:
         flops: operations of the projections, exact attention and MLPs of all layers, with those of a second pass.
         compress_flops: operations of the matrix products with which the policy compresses the prompt in all layers.
-        compress_launches: about how many kernels the compression of all layers launches.
+        compress_launches: about how many kernels the compression of all layers launches. Library calls count as the
+            launches that take as long.
         flops_per_second: the assumed rate of both.
         seconds: time of `flops` at this rate.
         compress_seconds: time of `compress_flops` at this rate, and LAUNCH_SECONDS for each launch.

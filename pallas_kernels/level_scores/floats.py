@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.chunk_scores.packed import LEAST_PEAK
 from pallas_kernels.level_scores.groups import Place, Sizes, chunks_at
-from pallas_kernels.tiles import LOG2_E, MASKED, blocks, dot, iota, summed
+from pallas_kernels.tiles import LOG2_E, MASKED, dot, iota, summed
 from pallas_kernels.unpack import exp2
 
 
@@ -54,30 +54,19 @@ def load_queries(q: Any, means: Any, place: Place, sizes: Sizes) -> Queries:
 
 
 def score(
-    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, only: jax.Array | None = None
+    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, j: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the chunks and their logits. Arguments and results are those of `packed.score`."""
+    """Write the chunks of block j and their logits. Arguments and results are those of `packed.score`."""
     groups, logits = scratch
     queries = load_queries(operands[0], operands[2].means, place, sizes)
-    head = iota(0, sizes.heads)
-
-    def step(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = iota(j * sizes.block, sizes.block)
-        number, there = chunks_at(at, operands[1], groups, place, sizes)
-        pltriton.store(ids.at[*place, at], jnp.where(there, number, 0), mask=at < sizes.chunks)
-        logit = tile_logits(queries, operands[2], (number, there), place, sizes)
-        mask = (head < sizes.group)[:, None] & (at < sizes.chunks)[None]
-        pltriton.store(logits.at[*place, head[:, None], at[None]], logit, mask=mask)
-        peak, mass = carry
-        higher = jnp.maximum(peak, logit)
-        weight = exp2(logit - higher, sizes.interpret)
-        return higher, mass * exp2(peak - higher, sizes.interpret) + weight
-
-    shape = sizes.heads, sizes.block
-    carry = jnp.full(shape, LEAST_PEAK, jnp.float32), jnp.zeros(shape, jnp.float32)
-    peak, mass = lax.fori_loop(0, blocks(sizes.chunks, sizes.block), step, carry) if only is None else step(only, carry)
-    highest = peak.max(axis=1)
-    return highest, (mass * exp2(peak - highest[:, None], sizes.interpret)).sum(axis=1)
+    head, at = iota(0, sizes.heads), iota(j * sizes.block, sizes.block)
+    number, there = chunks_at(at, operands[1], groups, place, sizes)
+    pltriton.store(ids.at[*place, at], jnp.where(there, number, 0), mask=at < sizes.chunks)
+    logit = tile_logits(queries, operands[2], (number, there), place, sizes)
+    mask = (head < sizes.group)[:, None] & (at < sizes.chunks)[None]
+    pltriton.store(logits.at[*place, head[:, None], at[None]], logit, mask=mask)
+    peak = jnp.maximum(logit.max(axis=1), LEAST_PEAK)
+    return peak, exp2(logit - peak[:, None], sizes.interpret).sum(axis=1)
 
 
 def tile_logits(

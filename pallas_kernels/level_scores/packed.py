@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.chunk_scores import packed
 from pallas_kernels.chunk_scores.finish import joined
 from pallas_kernels.chunk_scores.operands import Chunks
 from pallas_kernels.level_scores.groups import Place, Sizes, chunks_at
-from pallas_kernels.tiles import MASKED, blocks, iota
+from pallas_kernels.tiles import MASKED, iota
 from pallas_kernels.unpack import exp2
 
 
@@ -45,42 +44,32 @@ def load_queries(q: Any, place: Place, sizes: Sizes) -> Queries:
 
 
 def score(
-    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, only: jax.Array | None = None
+    operands: Any, ids: Any, scratch: Any, place: Place, sizes: Sizes, j: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the chunks and their logits. Return the maximum and the sum of all masses of each query row.
+    """Write the chunks of block j and their logits. Return the maximum and the sum of their masses of each query row.
 
     Args:
         operands: refs of the queries, of the scores, and of the landmarks.
         ids: ref of the chunks.
         scratch: refs of the chosen groups, and of the logits.
-        place: the indices of the program.
+        place: the indices of the query and the KV head.
         sizes: the sizes of the program.
-        only: the one block of chunks that is scored, or None for all of them.
+        j: the number of the block.
 
     Returns:
         float32 [heads] each. Masses are relative to the maximum.
     """
     groups, logits = scratch
     queries = load_queries(operands[0], place, sizes)
-    row = queries.means.number[..., None, None, None, :]
-
-    def step(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = chunks_of(j)
-        number, there = chunks_at(at, operands[1], groups, place, sizes)
-        pltriton.store(ids.at[*place, at], jnp.where(there, number, 0), mask=at < sizes.chunks)
-        logit = tile_logits(queries, operands, (number, there), place, sizes)
-        rows, places = jnp.broadcast_arrays(row, at[..., None])
-        pltriton.store(logits.at[*place, rows, places], logit, mask=(rows < sizes.group) & (places < sizes.chunks))
-        peak, mass = carry
-        higher = jnp.maximum(peak, logit.max(axis=-2))
-        weight = exp2(logit - higher[..., None, :], sizes.interpret)
-        return higher, mass * exp2(peak - higher, sizes.interpret) + weight.sum(axis=-2)
-
-    shape = (*queries.means.number.shape[:-1], 4, 8, packed.LANES)
-    carry = jnp.full(shape, packed.LEAST_PEAK, jnp.float32), jnp.zeros(shape, jnp.float32)
-    peak, mass = (
-        lax.fori_loop(0, blocks(sizes.chunks, packed.BLOCK), step, carry) if only is None else step(only, carry)
-    )
+    at, row = chunks_of(j), queries.means.number[..., None, None, None, :]
+    number, there = chunks_at(at, operands[1], groups, place, sizes)
+    pltriton.store(ids.at[*place, at], jnp.where(there, number, 0), mask=at < sizes.chunks)
+    logit = tile_logits(queries, operands, (number, there), place, sizes)
+    rows, places = jnp.broadcast_arrays(row, at[..., None])
+    pltriton.store(logits.at[*place, rows, places], logit, mask=(rows < sizes.group) & (places < sizes.chunks))
+    # First over the chunks of a lane, then over the lanes and the warps.
+    peak = jnp.maximum(logit.max(axis=-2), packed.LEAST_PEAK)
+    mass = exp2(logit - peak[..., None, :], sizes.interpret).sum(axis=-2)
     highest = peak.max(axis=-2).max(axis=-2)
     mass = (mass * exp2(peak - highest[..., None, None, :], sizes.interpret)).sum(axis=-2).sum(axis=-2)
     return highest.reshape(sizes.heads), mass.reshape(sizes.heads)

@@ -111,7 +111,7 @@ def test_the_plan_of_a_prefill():
     assert time.flops == full.flops == 32 * layer_operations(llama(), None, 122_880)
     assert time.seconds == pytest.approx(time.flops / (PREFILL_SHARE * 989.5e12))
     assert 0.001 < time.compress_flops / time.flops < 0.003
-    assert 32 * 400 < time.compress_launches < 32 * 1200
+    assert 32 * 1000 < time.compress_launches < 32 * 2000
     operations = time.compress_flops / time.flops * time.seconds
     assert time.compress_seconds == pytest.approx(operations + LAUNCH_SECONDS * time.compress_launches)
     assert (full.compress_flops, full.compress_launches, full.compress_seconds) == (0, 0, 0)

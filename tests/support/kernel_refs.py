@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from random_arrays import array
 
-from pallas_kernels.level_scores import kernel as level_kernel
 from pallas_kernels.select_chunks import kernel as select_kernel
 
 NEVER = -1  # the time of what has not happened
@@ -137,8 +136,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(jax.custom_batching, "custom_vmap", WithoutRule)
     monkeypatch.setattr(pl, "pallas_call", pallas_call)
     monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
-    for module in (select_kernel, level_kernel):
-        monkeypatch.setattr(module, "barrier", pass_barrier)
+    monkeypatch.setattr(select_kernel, "barrier", pass_barrier)
     monkeypatch.setattr(pltriton, "load", load)
     monkeypatch.setattr(pltriton, "store", store)
     with jax.disable_jit():

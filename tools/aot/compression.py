@@ -1,9 +1,9 @@
 """The compression of a prompt in one layer: its operations and predicted time, compared with the rest of the layer.
 
 The operations are those of the compiled program, each loop as often as it runs. The launches of its kernels are counted
-in the same way, because they take most of the time. XLA calls cuSOLVER and cuBLAS for the
-Cholesky factors and the triangular solves of the basis. The compiler here has no cuSOLVER, so the program is compiled
-with a copy instead of the factor. Operations of both calls are counted from their shapes, at the rate LIBRARY.
+in the same way. XLA calls cuSOLVER and cuBLAS for the Cholesky factors and the triangular solves of the basis. These
+calls take most of the time. The compiler here has no cuSOLVER, so the program is compiled with a copy instead of the
+factor. Operations of both calls are counted from their shapes, at the rate LIBRARY.
 """
 
 import dataclasses
@@ -29,18 +29,15 @@ from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of
-from jshadow.policies.shadowkv.key_codecs.basis import CALL_LAUNCHES
+from jshadow.policies.shadowkv.key_codecs.basis import COLUMNS_A_LAUNCH
 
 TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed(), "packed small": ShadowKV.packed(small=True)}
-SHARES = {
-    "paper": 0.015,
-    "packed": 0.02,
-    "packed small": 0.02,
-}  # maximum operations of the compression, in those of the layer
+# Maximum operations of the compression, in those of the layer.
+SHARES = {"paper": 0.015, "packed": 0.02, "packed small": 0.02}
 ESTIMATE = 0.05  # maximum relative error of `compress_flops`
 LAUNCHES = 0.15  # maximum relative error of `compress_launches`
-MOST_LAUNCHES = 1200  # of a prompt of TOKENS tokens, with those of library calls
+MOST_LAUNCHES = 3500  # of a prompt of TOKENS tokens, with what library calls count as
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
 # The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
@@ -67,6 +64,7 @@ class Work(NamedTuple):
         library: operations of library calls.
         kernels: number of its kernels and copies.
         calls: number of its library calls: Cholesky factors and triangular solves.
+        columns: number of columns of all Cholesky factors.
         bytes: bytes that its kernels move.
         seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
         scalar: names of the kernels that multiply matrices without instructions of tensor cores.
@@ -77,6 +75,7 @@ class Work(NamedTuple):
     library: float
     kernels: int
     calls: int
+    columns: int
     bytes: int
     seconds: float
     scalar: list[str]
@@ -89,8 +88,8 @@ class Work(NamedTuple):
 
     @property
     def launches(self) -> int:
-        """Number of launches, with CALL_LAUNCHES for each library call."""
-        return self.kernels + CALL_LAUNCHES * self.calls
+        """Number of launches. COLUMNS_A_LAUNCH columns of library calls count as one."""
+        return self.kernels + self.columns // COLUMNS_A_LAUNCH
 
 
 def one_layer(policy: Policy) -> CacheSpec:
@@ -158,7 +157,8 @@ def work_of(program: Program, gpu: str) -> Work:
     bodies = computations(program.text)
     start = re.search(r"\nENTRY %?([\w.-]+)", program.text)
     assert start is not None
-    work: dict[str, Any] = {"products": [], "library": 0.0, "kernels": 0, "calls": 0, "bytes": 0, "seconds": 0.0}
+    work: dict[str, Any] = {"products": [], "library": 0.0, "seconds": 0.0}
+    work |= dict.fromkeys(("kernels", "calls", "columns", "bytes"), 0)
 
     def called(instruction: Instruction, key: str) -> str | None:
         found = re.search(rf"{key}=%?([\w.-]+)", instruction.line)
@@ -189,6 +189,7 @@ def work_of(program: Program, gpu: str) -> Work:
                 operations = rows * columns**2 + columns**3 / 3  # the solve, and the Cholesky factor before it
                 work["library"] += runs * operations
                 work["calls"] += 2 * runs
+                work["columns"] += columns * runs
                 work["seconds"] += runs * operations / LIBRARY
             else:
                 work["kernels"] += runs

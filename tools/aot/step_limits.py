@@ -12,12 +12,13 @@ KERNELS = {
     "full": 14,
     "paper": 18,
     "paper, pool of 2": 18,
-    "packed": 18,
+    "packed": 20,
     "packed small": 18,
     "packed small, one row": 18,
 }
 # Predicted tokens a second, divided by those of full attention in its largest batch.
 RATIOS = {"h200": {"paper": 2.5, "paper, pool of 2": 4.0, "packed": 5.0, "packed small": 10.0}}
+FENCES = 40  # instructions of a kernel that rebuilds keys that wait until writes to memory are done
 ISSUE = {"packed small": 0.28}  # the largest issue floor of a layer in milliseconds, on an H200
 
 
@@ -29,6 +30,7 @@ def faults_of(tables: Iterable[StepTable]) -> Iterator[str]:
         told = table.report()
         start = f"{table.setting.name} on {table.gpu}: "
         yield from (start + fault for fault in launch_faults(table, told))
+        yield from (start + fault for fault in rebuild_faults(table))
         if table.setting.batch > 1:
             yield from (start + fault for fault in kernel_faults(table, told))
         least = RATIOS.get(table.gpu, {}).get(table.setting.name)
@@ -49,6 +51,19 @@ def launch_faults(table: StepTable, told: dict) -> Iterator[str]:
         yield f"{told['command_buffers']} command buffers, and {told['outside_buffers']} launches outside"
     if table.gpu == "h200" and told["issue_floor_ms"] > ISSUE.get(name, float("inf")):
         yield f"an issue floor of {told['issue_floor_ms']:.3f} ms a layer, of at most {ISSUE[name]}"
+
+
+def rebuild_faults(table: StepTable) -> Iterator[str]:
+    """Yield the faults of the kernels of a layer that rebuild keys."""
+    for one in table.layer:
+        if one.code is None or not one.name.startswith(("fetch_reconstruct", "reconstruct_keys")):
+            continue
+        if one.code.byte_loads or not one.code.copies:
+            yield f"{one.name} has {one.code.byte_loads} loads of bytes in loops and {one.code.copies} copies"
+        if one.code.spilled or one.code.fences > FENCES:
+            yield f"{one.name} spills {one.code.spilled} bytes and has {one.code.fences} fences, of at most {FENCES}"
+        if one.blocks < table.target.cores:
+            yield f"{one.name} has {one.blocks} programs for {table.target.cores} multiprocessors"
 
 
 def kernel_faults(table: StepTable, told: dict) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:tools:tests/support python3 -m gpu.variants_compress
 
-It answers how many columns a library's Cholesky factor should have, how many iterations and polishes a basis needs,
-what one batch for the bases of several layers saves, and what blocks of more tokens save. It also compares both forms
-of level_scores, and the loads of chunk_scores with and without a cache hint. The results of all variants are compared
-with a reference on the same GPU. Each task writes its results to a JSON file at once. --dry-run runs tiny sizes.
+It compares the basis of keys with that of 16 iterations, larger library calls, one batch for the bases of several
+layers, and CUDA graphs for its loop. It compares the whole compression of a layer with that in blocks of fewer tokens.
+It also compares the loads of chunk_scores with and without a cache hint. The results of all variants are compared with
+a reference on the same GPU. Each task writes its results to a JSON file at once. --dry-run runs tiny sizes.
 
 A program is timed in two ways. "alone": calls one after the other, so that the host may be slower than the GPU.
 "behind": one call while the GPU still works on something else for long, as in a prefill, so that the host is ahead. It
@@ -45,41 +45,26 @@ from jshadow.policies.shadowkv.key_codecs.base import KeyCode
 from pallas_kernels.chunk_scores import kernel as chunk_kernel
 from pallas_kernels.chunk_scores import reference as chunk_reference
 from pallas_kernels.chunk_scores.operands import Chunks
-from pallas_kernels.level_scores import kernel as level_kernel
-from pallas_kernels.level_scores import reference as level_reference
-from pallas_kernels.level_scores.operands import TwoLevels
 
 WORKERS = 16
-OLD = basis.Way(iterations=16, multiple=1)
-NEW = basis.USUAL
-# The most important bases come first, because each group is compiled, timed and written before the next one.
-BASES: tuple[dict[str, tuple[Any, int, dict[str, Any]]], ...] = (
+Way = dict[str, int]  # constants of the module `basis` that a variant replaces
+NEW: Way = {}
+OLD: Way = {"ITERATIONS": 16, "MULTIPLE": 1}
+# Each group is compiled, timed and written before the next one.
+BASES: tuple[dict[str, tuple[Way, int, dict[str, Any]]], ...] = (
     {
         "old": (OLD, 1, {}),
         "new": (NEW, 1, {}),
-        "leaf 256": (NEW._replace(leaf=256), 1, {}),
-        "leaf 512": (NEW._replace(leaf=512), 1, {}),
+        "leaf 256": ({"LEAF": 256}, 1, {}),
+        "leaf 512": ({"LEAF": 512}, 1, {}),
         "batch 8": (NEW, 8, {}),
-        "batch 8, leaf 256": (NEW._replace(leaf=256), 8, {}),
-        "batch 8, leaf 512": (NEW._replace(leaf=512), 8, {}),
+        "batch 8, leaf 256": ({"LEAF": 256}, 8, {}),
+        "batch 8, leaf 512": ({"LEAF": 512}, 8, {}),
     },
     {
-        "leaf 64": (NEW._replace(leaf=64), 1, {}),
-        "batch 8, leaf 64": (NEW._replace(leaf=64), 8, {}),
-        "one polish": (NEW._replace(polishes=1), 1, {}),
-        "batch 8, one polish": (NEW._replace(polishes=1), 8, {}),
-        "columns as they are": (NEW._replace(multiple=1), 1, {}),
-        "multiples of 128": (NEW._replace(multiple=128), 1, {}),
+        "columns as they are": ({"MULTIPLE": 1}, 1, {}),
         "loops in graphs": (NEW, 1, {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,WHILE"}),
         "no graphs": (NEW, 1, {"xla_gpu_enable_command_buffer": ""}),
-    },
-    {
-        "16 iterations": (NEW._replace(iterations=16), 1, {}),
-        "16 iterations, leaf 256": (NEW._replace(iterations=16, leaf=256), 1, {}),
-        "16 iterations, leaf 512": (NEW._replace(iterations=16, leaf=512), 1, {}),
-        "batch 8, 16 iterations": (NEW._replace(iterations=16), 8, {}),
-        "one polish, leaf 256": (NEW._replace(polishes=1, leaf=256), 1, {}),
-        "one polish, leaf 512": (NEW._replace(polishes=1, leaf=512), 1, {}),
         "batch 32": (NEW, 32, {}),
     },
 )
@@ -96,9 +81,8 @@ class Shapes:
         width: number of key columns of the Gram matrices.
         count: number of columns of a basis.
         prompts: tokens of the prompts.
-        rows: rows of level_scores and of chunk_scores.
+        rows: rows of chunk_scores.
         chunks: chunks of a row.
-        groups: groups that level_scores chooses.
         calls: number of calls of a series.
         repeats: number of series.
         busy: side of the matrices of the work that keeps the GPU busy, and the number of its products.
@@ -111,19 +95,16 @@ class Shapes:
     width: int
     count: int
     prompts: tuple[int, int]
-    rows: tuple[int, int]
+    rows: int
     chunks: int
-    groups: int
     calls: int
     repeats: int
     busy: tuple[int, int]
     interpret: bool
 
 
-REAL_SHAPES = Shapes(
-    False, LLAMA, REAL.policies, 1024, 432, (30_720, 122_880), (22, 17), 15_356, 239, 4, 7, (8192, 24), False
-)
-DRY_SHAPES = Shapes(True, DRY.config, DRY.policies, 96, 40, (512, 1024), (2, 2), 61, 5, 2, 2, (64, 2), True)
+REAL_SHAPES = Shapes(False, LLAMA, REAL.policies, 1024, 432, (30_720, 122_880), 17, 15_356, 4, 7, (8192, 24), False)
+DRY_SHAPES = Shapes(True, DRY.config, DRY.policies, 96, 40, (512, 1024), 2, 61, 2, 2, (64, 2), True)
 
 
 # Compiling and timing
@@ -240,10 +221,9 @@ def bases(shapes: Shapes, timer: Timer, group: int) -> dict[str, Any]:
     def batch_of(size: int) -> Any:
         return jnp.asarray(np.resize(eight, (size, shapes.width, shapes.width)))
 
-    def job(way: Any, size: int, options: dict[str, Any]) -> Callable[[], Any]:
-        return built(
-            functools.partial(basis.iterated, count=shapes.count, way=way), batch_of(size), options=options or None
-        )
+    def job(way: Way, size: int, options: dict[str, Any]) -> Callable[[], Any]:
+        with settings_of(way, 0):
+            return built(functools.partial(basis.iterated, count=shapes.count), batch_of(size), options=options)
 
     programs = compiled({name: job(*one) for name, one in settings.items()})
     rows: dict[str, Any] = {}
@@ -257,7 +237,7 @@ def bases(shapes: Shapes, timer: Timer, group: int) -> dict[str, Any]:
             first = np.asarray(program(given)[0])
             return timer.both(lambda: program(given)) | quality(eight[0], first, least)
 
-        rows[name] = {"way": dict(way._asdict()), "batch": size} | attempt(measured)
+        rows[name] = {"way": way, "batch": size} | attempt(measured)
         free(given)
     return {"width": shapes.width, "count": shapes.count, "rows": rows} | verdict(rows)
 
@@ -266,52 +246,6 @@ def verdict(rows: dict[str, Any]) -> dict[str, Any]:
     """Return whether each basis that was measured loses at most 3 % more than the best one, and is orthogonal."""
     bad = [name for name, row in rows.items() if row.get("lost", 1.0) > 1.03 or row.get("orthogonal", 0.0) > 1e-5]
     return {"ok": not bad, "bad": bad}
-
-
-def parts(shapes: Shapes, timer: Timer) -> dict[str, Any]:
-    """Measure the parts of one iteration: library calls by their size, products, and the inverse factor by its leaf."""
-    width, most = shapes.width, basis.columns_of(shapes.width, shapes.count)
-    sizes = (16, 32) if shapes.dry else (64, 128, 224, 448)
-    batches = (1, 2) if shapes.dry else (1, 8)
-    jobs, given = {}, {}
-
-    def matrix(size: int, batch: int) -> Any:
-        rows = drawn(size, 1.0, shape=(batch, 2 * size, size), dtype="float32")
-        return jnp.einsum("bmr,bms->brs", rows, rows) / (2 * size) + jnp.eye(size)
-
-    def solved(lower: Any) -> Any:
-        identity = jnp.broadcast_to(jnp.eye(lower.shape[1]), lower.shape)
-        return lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
-
-    def cholesky(x: Any) -> Any:
-        return jnp.linalg.cholesky(x, symmetrize_input=False)
-
-    ways: dict[str, tuple[Any, Any]] = {}
-    for batch in batches:
-        for size in sizes:
-            ways[f"factor {size}, batch {batch}"] = cholesky, matrix(size, batch)
-            ways[f"solve {size}, batch {batch}"] = solved, jnp.tril(matrix(size, batch)) + jnp.eye(size)
-        for leaf in (16, 64) if shapes.dry else (64, 128, 256, 512):
-            way = NEW._replace(leaf=leaf)
-            ways[f"inverse {most}, leaf {leaf}, batch {batch}"] = (
-                functools.partial(basis.inverse_cholesky, way=way),
-                matrix(most, batch),
-            )
-        columns = drawn(3, width**-0.5, shape=(batch, width, most), dtype="float32")
-        ways[f"polish, batch {batch}"] = basis.polished, columns
-        ways[f"products, batch {batch}"] = basis.products_of, columns
-    for name, (function, x) in ways.items():
-        jobs[name], given[name] = built(function, x), x
-    programs, rows = compiled(jobs), {}
-    for name, program in programs.items():
-
-        def behind(program: Any = program, x: Any = given[name]) -> dict[str, float]:
-            found = timer.behind(lambda: [program(x) for _ in range(8)])
-            return {key: value / 8 for key, value in found.items()}
-
-        rows[name] = program if isinstance(program, dict) else attempt(behind)
-    free(given)
-    return {"rows": rows, "note": "eight calls behind other work, divided by eight"}
 
 
 # The whole compression
@@ -337,13 +271,14 @@ def prompt_of(shapes: Shapes, tokens: int, batch: int, policy: Any) -> PromptKV:
 
 
 @contextlib.contextmanager
-def settings_of(way: Any, block: int) -> Iterator[None]:
-    """Return a context in which the compression is traced with a way of the basis, and with blocks of `block` tokens.
+def settings_of(way: Way, block: int) -> Iterator[None]:
+    """Return a context in which the compression is traced with other constants, and with blocks of `block` tokens.
 
     A block of 0 tokens stands for the usual ones.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(basis, "iterated", functools.partial(basis.iterated, way=way)))
+        for name, value in way.items():
+            stack.enter_context(mock.patch.object(basis, name, value))
         for module in (transform, lowrank) if block else ():
             stack.enter_context(mock.patch.object(module, "BLOCK", block))
         for name in ("prompt_landmarks", "prompt_spread") if block else ():
@@ -413,62 +348,9 @@ def compressions(shapes: Shapes, timer: Timer, tokens: int, names: dict[str, tup
 # Scores
 
 
-def level_arrays(shapes: Shapes) -> tuple[Any, Any, TwoLevels]:
-    """Return the queries, the scores of the means and the landmarks in two levels of `packed()`."""
-    config, batch, n = shapes.config, shapes.rows[0], shapes.chunks
-    heads, dim = config.kv_heads, config.head_dim
-
-    def scales(seed: int, count: int) -> Any:
-        return (0.02 + 0.01 * jnp.abs(drawn(seed, 1.0, shape=(batch, heads, n, count), dtype="float32"))).astype(
-            jnp.float16
-        )
-
-    levels = TwoLevels(
-        drawn(1, 1.0, shape=(batch, heads, n, dim), dtype="uint8"),
-        drawn(2, 1.0, shape=(batch, heads, n, 3 * dim // 2), dtype="uint8"),
-        scales(3, 1),
-        scales(4, 3),
-        scales(5, 4),
-    )
-    scores = jax.random.uniform(jax.random.key(6), (batch, heads, 1, n))
-    scores = jnp.where(jnp.arange(n) % 17 == 3, -1, scores)
-    return on_device(7, 1.0, (batch, 1, config.q_heads, dim)), scores, levels
-
-
-def levels_of(shapes: Shapes, timer: Timer) -> dict[str, Any]:
-    """Measure level_scores in one kernel and in three, and the choice of its groups alone."""
-    q, scores, levels = level_arrays(shapes)
-    options: Any = {"count": shapes.groups, "size": 4, "scale": q.shape[3] ** -0.5}
-    call = functools.partial(level_kernel.level_scores, **options, interpret=shapes.interpret)
-    ways = {name: functools.partial(call, split=split) for name, split in (("one kernel", False), ("three", True))}
-    count = 2 if shapes.dry else 50
-    jobs = {name: built(way, q, scores, levels) for name, way in ways.items()}
-    for name, way in ways.items():
-        many = looped(lambda q, way=way: way(q, scores, levels), q, count)
-        jobs[f"{name}, in a loop"] = built(many, q)
-    jobs["reference"] = built(functools.partial(level_reference.level_scores, **options), q, scores, levels)
-    programs = compiled(jobs)
-    want, rows, good = programs["reference"](q, scores, levels), {}, True
-    for name in ways:
-        program, many = programs[name], programs[f"{name}, in a loop"]
-        if isinstance(program, dict) or isinstance(many, dict):
-            rows[name], good = program if isinstance(program, dict) else many, False
-            continue
-        got = program(q, scores, levels)
-        same = bool((got.ids == want.ids).all()) and bool(jnp.allclose(got.scores, want.scores, rtol=1e-4, atol=1e-6))
-        found = series(lambda many=many: many(q), 2, shapes.repeats)
-        times = {key: 1e6 * value / count for key, value in found._asdict().items()}
-        rows[name] = (
-            {"microseconds": times, "ok": same, "error": None} if same else {"ok": False, "microseconds": times}
-        )
-        good &= same
-    free(q, scores, levels)
-    return {"rows_of_the_batch": shapes.rows[0], "chunks": shapes.chunks, "rows": rows, "ok": good}
-
-
-def hints_of(shapes: Shapes, timer: Timer) -> dict[str, Any]:
+def hints_of(shapes: Shapes) -> dict[str, Any]:
     """Measure chunk_scores with and without the cache hint, for landmarks of 4 bits with a spread, and of 8 bits."""
-    config, batch, n = shapes.config, shapes.rows[1], shapes.chunks
+    config, batch, n = shapes.config, shapes.rows, shapes.chunks
     heads, dim = config.kv_heads, config.head_dim
     q = on_device(7, 1.0, (batch, 1, config.q_heads, dim))
     lead, there = (batch, heads, n), jnp.ones((batch, heads, n), bool)
@@ -524,12 +406,9 @@ def tasks(shapes: Shapes) -> Iterator[Task]:
     at_length = {"old": small["old"], "new": small["new"]}
     yield Task("bases 1", need, functools.partial(bases, shapes, timer, 0))
     yield Task(f"compress, {short:,}", need, functools.partial(compressions, shapes, timer, short, small))
-    yield Task("level_scores", need, functools.partial(levels_of, shapes, timer))
-    yield Task("chunk_scores", need, functools.partial(hints_of, shapes, timer))
+    yield Task("chunk_scores", need, functools.partial(hints_of, shapes))
     yield Task(f"compress, {long:,}", need, functools.partial(compressions, shapes, timer, long, at_length))
     yield Task("bases 2", need, functools.partial(bases, shapes, timer, 1))
-    yield Task("parts of an iteration", need, functools.partial(parts, shapes, timer))
-    yield Task("bases 3", need, functools.partial(bases, shapes, timer, 2))
 
 
 def main(given: list[str] | None = None) -> int:

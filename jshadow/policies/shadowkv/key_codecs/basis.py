@@ -7,7 +7,6 @@ This costs little: a code needs the subspace, and columns that share close varia
 """
 
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,32 +18,21 @@ from jshadow.policies.shadowkv.key_codecs.base import Spread
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
 SHARE = 0.75  # largest share of the columns for which subspace iteration is used
 SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
-CALL_LAUNCHES = 4  # kernels of a library call on a small matrix; a guess that agrees with a measured time
+# The time on a GPU is that of library calls and launches, not that of operations. With 8 iterations, the lost variance
+# is within 1 % of the least possible for all spectra of the tests. With 16 it is within 0.3 %. With one polish, more is
+# lost if one variance is a million times the others, as that of a large mean.
+ITERATIONS = 8  # products with the Gram matrix
+POLISHES = 2  # how often the columns are polished after each Cholesky-QR
+LEAF = 128  # most columns of a Cholesky factor that a library computes
+# The number of columns is raised to a multiple of MULTIPLE. More columns change none of the others. Without them, XLA
+# copies most operands of the products into larger arrays first.
+MULTIPLE = 64
+# On an H200, the Cholesky factor and the triangular solve of a library take about 1 us a column, for 64 to 448 columns.
+# So many columns take as long as one small kernel.
+COLUMNS_A_LAUNCH = 2
 # Each float32 number is the sum of three bfloat16 numbers. Six products of these sum up to a product in float32, to 22
 # bits, and run on tensor cores. A CPU multiplies in float32 instead.
 SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-
-
-class Way(NamedTuple):
-    """How the subspace iteration runs. The time on a GPU is that of its launches, not that of its operations.
-
-    Attributes:
-        iterations: number of products with the Gram matrix.
-        polishes: how often the columns are polished after each Cholesky-QR. The last two have two polishes.
-        leaf: most columns of a Cholesky factor that a library computes.
-        multiple: the number of columns is raised to a multiple of it. More columns change none of the others. Without
-            them, XLA copies most operands of the products into larger arrays first.
-    """
-
-    iterations: int = 8
-    polishes: int = 2
-    leaf: int = 128
-    multiple: int = 64
-
-
-# The lost variance is within 1 % of the least possible for all spectra of the tests. With 16 iterations it is within
-# 0.3 %. One polish loses more if one variance is a million times the others, as that of a large mean.
-USUAL = Way()
 
 
 def leading_columns(
@@ -87,32 +75,32 @@ def eigenvectors(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {
     return jnp.linalg.eigh(gram)[1][:, :, ::-1][:, :, :count]
 
 
-def iterated(gram: Float[Array, "B m m"], count: int, way: Way = USUAL) -> Float[Array, "B m {count}"]:
+def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
     """Compute `leading_columns` by subspace iteration. The start is fixed, so equal matrices give equal results."""
     width = gram.shape[-1]
     most = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
     gram = gram / jnp.where(most > 0, most, 1)
-    start = jnp.asarray(np.random.default_rng(0).standard_normal((width, columns_of(width, count, way))), jnp.float32)
+    start = jnp.asarray(np.random.default_rng(0).standard_normal((width, columns_of(width, count))), jnp.float32)
 
     def times(columns: Array) -> Array:
         return product("bmn,bnr->bmr", gram, columns)
 
     def iterate(_: Array, columns: Array) -> Array:
-        return orthogonal(times(columns), way)
+        return orthogonal(times(columns))
 
-    columns = lax.fori_loop(0, way.iterations, iterate, jnp.broadcast_to(start, (gram.shape[0], *start.shape)))
-    columns = lax.fori_loop(0, 2, lambda _, columns: orthogonal(columns, way._replace(polishes=2)), columns)
+    columns = lax.fori_loop(0, ITERATIONS, iterate, jnp.broadcast_to(start, (gram.shape[0], *start.shape)))
+    columns = lax.fori_loop(0, 2, lambda _, columns: orthogonal(columns), columns)
     columns = columns[..., :count]
     variance = (columns * times(columns)).sum(axis=1)
     return jnp.take_along_axis(columns, jnp.argsort(-variance, axis=1, stable=True)[:, None], axis=2)
 
 
-def columns_of(width: int, count: int, way: Way = USUAL) -> int:
+def columns_of(width: int, count: int) -> int:
     """Return the number of columns that the iteration has."""
-    return min(width, -(-count // way.multiple) * way.multiple)
+    return min(width, -(-count // MULTIPLE) * MULTIPLE)
 
 
-def orthogonal(columns: Float[Array, "B m r"], way: Way = USUAL) -> Float[Array, "B m r"]:
+def orthogonal(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
     """Return nearly orthonormal columns, of which the first k span the same space as the first k arguments.
 
     The factor is that of shifted Cholesky-QR (Fukaya et al. 2020, SIAM J. Sci. Comput. 42(1)) of columns of length 1. A
@@ -122,36 +110,36 @@ def orthogonal(columns: Float[Array, "B m r"], way: Way = USUAL) -> Float[Array,
     products, identity = products_of(columns), jnp.eye(columns.shape[-1])
     square = jnp.diagonal(products, axis1=1, axis2=2)
     unit = lax.rsqrt(jnp.where(square > 0, square, 1))
-    inverse = inverse_cholesky(unit[:, :, None] * products * unit[:, None] + SHIFT * identity, way)
+    inverse = inverse_cholesky(unit[:, :, None] * products * unit[:, None] + SHIFT * identity)
     columns = product("bmr,bsr->bms", columns, inverse * unit[:, None])
-    for _ in range(way.polishes):
+    for _ in range(POLISHES):
         columns = polished(columns)
     return columns
 
 
-def inverse_cholesky(matrix: Float[Array, "B r r"], way: Way = USUAL) -> Float[Array, "B r r"]:
+def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
     """Return the inverse of the lower Cholesky factor of positive definite matrices, mostly by matrix products.
 
     The factor is computed in blocks (Golub & Van Loan, Matrix Computations, section 4.2.9). Only blocks of at most
-    `way.leaf` columns are left to a library, which takes longer for each operation than matrix products do.
+    `LEAF` columns are left to a library, which takes longer for each operation than matrix products do.
     """
     size = matrix.shape[-1]
-    if size <= way.leaf:
+    if size <= LEAF:
         lower, identity = jnp.linalg.cholesky(matrix, symmetrize_input=False), jnp.eye(size)
         return lax.linalg.triangular_solve(lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True)
 
-    half = half_of(size, way)
-    first = inverse_cholesky(matrix[:, :half, :half], way)
+    half = half_of(size)
+    first = inverse_cholesky(matrix[:, :half, :half])
     below = product("bik,bjk->bij", matrix[:, half:, :half], first)
-    second = inverse_cholesky(matrix[:, half:, half:] - product("bik,bjk->bij", below, below), way)
+    second = inverse_cholesky(matrix[:, half:, half:] - product("bik,bjk->bij", below, below))
     corner = -product("bij,bjk->bik", second, product("bij,bjk->bik", below, first))
     above = jnp.zeros((matrix.shape[0], half, size - half), matrix.dtype)
     return jnp.concatenate([jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1)
 
 
-def half_of(size: int, way: Way) -> int:
-    """Return the number of columns of the first half of a matrix: a multiple of `way.multiple` if it has so many."""
-    return max(1, -(-(size // 2) // way.multiple)) * way.multiple if size > way.multiple else size // 2
+def half_of(size: int) -> int:
+    """Return the number of columns of the first half of a matrix: a multiple of `MULTIPLE` if it has so many."""
+    return max(1, -(-(size // 2) // MULTIPLE)) * MULTIPLE if size > MULTIPLE else size // 2
 
 
 def polished(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
@@ -171,49 +159,48 @@ def product(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, precision=SIX_PRODUCTS)
 
 
-def basis_operations(width: int, count: int, way: Way = USUAL) -> int:
+def basis_operations(width: int, count: int) -> int:
     """Return the operations of `leading_columns` on a GPU for one matrix. A product is six products in bfloat16.
 
     Eigenvectors take 9 * width^3 operations (Golub & Van Loan, section 8.3.3).
     """
     if not by_products(width, count):
         return 9 * width**3
-    most, each = columns_of(width, count, way), 2 * width
+    most, each = columns_of(width, count), 2 * width
     # `orthogonal` has one product of all pairs of columns, one with the factor, and two in each `polished`.
-    steps = way.iterations * (2 + 2 * way.polishes) + 2 * (2 + 2 * 2)
-    square = each * width * (most * way.iterations + count)
-    inner, library = inverse_operations(most, way)
-    total: int = 6 * (square + each * most**2 * steps) + (6 * inner + library) * (way.iterations + 2)
+    steps = (ITERATIONS + 2) * (2 + 2 * POLISHES)
+    square = each * width * (most * ITERATIONS + count)
+    inner, library = inverse_operations(most)
+    total: int = 6 * (square + each * most**2 * steps) + (6 * inner + library) * (ITERATIONS + 2)
     return total
 
 
-def inverse_operations(size: int, way: Way = USUAL) -> tuple[int, int]:
+def inverse_operations(size: int) -> tuple[int, int]:
     """Return the operations of one `inverse_cholesky`: those of matrix products, and those of library calls."""
-    if size <= way.leaf:
+    if size <= LEAF:
         return 0, size**3 + size**3 // 3  # the triangular solve and the factor
-    half = half_of(size, way)
-    parts = [inverse_operations(half, way), inverse_operations(size - half, way)]
+    half = half_of(size)
+    parts = [inverse_operations(half), inverse_operations(size - half)]
     # In half columns: half * rest * half, rest * half * rest, rest * half * half and rest * rest * half.
     return 4 * half * (size - half) * size + sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
-def basis_launches(width: int, count: int, way: Way = USUAL) -> int:
-    """Return about how many kernels a GPU launches for `leading_columns`, for any number of matrices.
+def basis_launches(width: int, count: int) -> int:
+    """Return about how many kernels a GPU launches for `leading_columns` of one matrix.
 
-    `make aot` compares it with a compiled program. The launches of cuSOLVER's eigenvectors are not known. They count as
-    none.
+    A library call counts as the launches that take as long. `make aot` compares the sum with a compiled program. The
+    launches of cuSOLVER's eigenvectors are not known. They count as none.
     """
     if not by_products(width, count):
         return 0
-    inverse = inverse_launches(columns_of(width, count, way), way)
+    inverse = inverse_launches(columns_of(width, count))
     # A product that is cut into parts and their sum are two kernels. A polish has two products.
-    iteration, last = (7 + 4 * polishes + inverse for polishes in (way.polishes, 2))
-    return way.iterations * iteration + 2 * last
+    return (ITERATIONS + 2) * (7 + 4 * POLISHES + inverse)
 
 
-def inverse_launches(size: int, way: Way = USUAL) -> int:
-    """Return about how many kernels one `inverse_cholesky` launches."""
-    if size <= way.leaf:
-        return 2 + 2 * CALL_LAUNCHES
-    half = half_of(size, way)
-    return 7 + inverse_launches(half, way) + inverse_launches(size - half, way)
+def inverse_launches(size: int) -> int:
+    """Return about how many kernels one `inverse_cholesky` launches, with what its library calls count as."""
+    if size <= LEAF:
+        return 2 + size // COLUMNS_A_LAUNCH
+    half = half_of(size)
+    return 7 + inverse_launches(half) + inverse_launches(size - half)
