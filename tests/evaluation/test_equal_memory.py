@@ -75,7 +75,9 @@ def test_every_policy_is_at_or_under_its_share(rows, params):
 def test_a_smaller_share_agrees_less(params, monkeypatch):
     """The divergence from full attention grows. Full attention itself has none."""
     monkeypatch.setattr(runner, "run_case", cases.run_case)
-    rows = runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put")
+    rows = runner.evaluate(
+        params, ["agreement"], [LENGTH], POLICIES[:3], samples=1, shares=[0.5, 0.06], fetch="device_put"
+    )
     kl = {(row["name"], row["share"]): row["kl"] for row in rows if not row["infeasible"]}
     assert kl["full", None] == pytest.approx(0, abs=1e-6)
     assert all(value > 1e-6 for (name, _), value in kl.items() if name != "full")
