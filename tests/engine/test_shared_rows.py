@@ -1,6 +1,7 @@
 """Rows that share a prompt half (`share`): turns, steps, bytes, and what is refused. `generate` is in its own file."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAPACITY, TINY, model, prefilled, random_tokens
@@ -55,6 +56,7 @@ def test_a_ragged_turn_of_shared_rows_is_that_of_forks(one):
         np.testing.assert_allclose(logits[row, : lengths[row]], np.asarray(alone)[0, : lengths[row]], atol=1e-5)
         np.testing.assert_array_equal(state.take([row]).lengths, fork.lengths)
     np.testing.assert_array_equal(state.lengths, np.asarray(one.lengths) + lengths)
+    turn, lengths = jnp.asarray(turn), jnp.asarray(lengths)
     core, _ = decode.extend_steps(model().weights, TINY, turn, lengths, one.share(3))
     np.testing.assert_allclose(core[1], logits[1, 3], atol=1e-5)
 

@@ -120,7 +120,8 @@ def test_the_longest_and_newest_agreement_is_found(ngram):
     memory = lookup.begin(Text(texts[:, :40], lengths, TINY), SimpleNamespace(capacity=60))
     more, counts = np.zeros((60, 5), np.int32), np.zeros(60, np.int32)
     for _ in range(3):
-        memory, guesses, ready = hear_and_propose(lookup, memory, more, counts)
+        memory, *proposed = hear_and_propose(lookup, memory, more, counts)
+        guesses, ready = map(np.asarray, proposed)
         for row, count in enumerate(counts):
             texts[row, lengths[row] : lengths[row] + count] = more[row, :count]
         lengths = lengths + counts
@@ -248,7 +249,7 @@ def test_a_draw_depends_on_its_number_alone():
 
         for place in range(4):
             for row in range(3):
-                assert alone(logits[:, place], first[row] + place)[row] == together[row, place]
+                assert np.asarray(alone(logits[:, place], first[row] + place))[row] == together[row, place]
 
 
 @slow

@@ -75,7 +75,9 @@ def test_an_impossible_token_spoils_the_rest_of_its_turn(place, bad):
 turn_core = jax.jit(decode.extend_steps, static_argnums=(1, 5))
 
 
-@pytest.mark.parametrize("policy", [Full(), StreamingLLM(sinks=1, window=2)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [Full(), pytest.param(StreamingLLM(sinks=1, window=2), marks=slow)], ids=lambda policy: policy.name
+)
 def test_a_full_row_in_a_user_s_jit_gives_nan(policy):
     params, state = of_small(policy, [5, 4], 5)
     weights = params.weights
@@ -109,10 +111,11 @@ def test_decode_steps_is_the_greedy_loop(name):
     # the third token of row 0 stops it: it is emitted, and the row then neither emits nor feeds
     stop = int(want[0, 2])
     stopped, after = decode.decode_steps(model(), first, state, 6, stop=[stop, VOCAB + 5])
+    stopped = np.asarray(stopped)
     ends = [(row == stop).argmax() if stop in row else 5 for row in want]
     for row, end in enumerate(ends):
         np.testing.assert_array_equal(stopped[row, : end + 1], want[row, : end + 1])
-        assert (np.asarray(stopped[row, end + 1 :]) == -1).all()
+        assert (stopped[row, end + 1 :] == -1).all()
     assert np.asarray(after.lengths).tolist() == [n + end + 1 for n, end in zip(LENGTHS, ends, strict=True)]
 
 
