@@ -10,7 +10,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, PROMPT, SMALL, by_tier, run_steps
+from cases import CAPACITY, LENGTHS, PROMPT, SMALL, run_steps
 from family_cases import ONE_OF_EACH, family_config
 
 import jshadow
@@ -54,7 +54,8 @@ def six_steps(name: str, policy: Policy):
     return run_steps(family_params(name), prefilled(name, policy)[1], TURN[:, :6])[0]
 
 
-@pytest.mark.parametrize("name", by_tier(ONE_OF_EACH, ("gemma3",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_family_is_lossless(name):
     lossless = dataclasses.replace(ShadowKV.lossless(CAPACITY, family_config(name)), **SMALL)
     logits, state = prefilled(name, lossless, "device_put")  # the other laws here run resident
