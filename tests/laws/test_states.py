@@ -47,9 +47,8 @@ def state_of(name: str, fetch: str | None = None):
 # Rows
 
 
-@pytest.mark.parametrize(
-    "name", ["quest", *[pytest.param(name, marks=slow) for name in ("shadowkv", "infllm", "kivi")]]
-)
+@slow
+@pytest.mark.parametrize("name", ["quest", "shadowkv", "infllm", "kivi"])
 def test_prompts_of_all_lengths_have_their_room(name):
     """How many tokens a prompt leaves beside its whole units depends on its length."""
     lengths = np.arange(1, 49)
