@@ -1,7 +1,7 @@
 """How `make aot` counts instructions: on short listings in the form that nvdisasm prints."""
 
 from aot.launches import without_number
-from aot.machine_code import MachineCode, lines_of, loops_of
+from aot.machine_code import MachineCode, lines_of, loops_of, memory_instructions
 
 COUNTED = """
         /*0000*/                   MOV R67, 0x4000 ;
@@ -35,6 +35,17 @@ UNKNOWN = """
         /*0020*/              @!P0 BRA `(.L_x_0) ;
 """
 
+MEMORY = """
+        /*0000*/                   LDG.E.U8 R1, desc[UR4][R2.64] ;
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R3], desc[UR4][R4.64] ;
+.L_x_0:
+        /*0020*/              @!P1 LDG.E.U8 R1, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+        /*0040*/                   LDGSTS.E.64 [R3], desc[UR4][R4.64], P0 ;
+        /*0050*/                   MEMBAR.ALL.CTA ;
+        /*0060*/               @P1 BRA `(.L_x_0) ;
+"""
+
 
 def runs(listing: str) -> list[int | None]:
     return [loop.runs for loop in loops_of(lines_of(listing))]
@@ -48,6 +59,11 @@ def test_a_loop_runs_as_often_as_its_counter_says():
 
 def test_a_loop_whose_end_is_not_a_constant_is_told():
     assert runs(UNKNOWN) == [None]
+
+
+def test_loads_of_bytes_in_loops_copies_and_fences():
+    lines = lines_of(MEMORY)
+    assert memory_instructions(lines, loops_of(lines)) == (1, 2, 1)
 
 
 def test_padding_is_no_instruction():

@@ -25,6 +25,9 @@ class MachineCode(NamedTuple):
         instructions: instructions that a warp issues. Each loop counts as often as it runs.
         unknown_loops: number of loops whose number of runs could not be read from the code. They count once.
         spilled: bytes of registers that a thread stores in local memory.
+        byte_loads: instructions in loops that load single bytes from device memory into registers.
+        copies: instructions that copy from device memory to shared memory while the kernel goes on (cp.async).
+        fences: instructions that wait until writes to memory are done (MEMBAR).
     """
 
     registers: int
@@ -32,6 +35,9 @@ class MachineCode(NamedTuple):
     instructions: int
     unknown_loops: int
     spilled: int = 0
+    byte_loads: int = 0
+    copies: int = 0
+    fences: int = 0
 
     def blocks_by_registers(self, threads: int) -> int:
         """Return how many blocks of `threads` threads the registers of a multiprocessor hold."""
@@ -89,7 +95,8 @@ def machine_code(ptx: str, architecture: str, tools: str) -> MachineCode:
         int(match[1]) if (match := re.search(pattern, report)) else 0
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores")
     )
-    return MachineCode(registers, shared, sum(counts), sum(loop.runs is None for loop in found), spilled)
+    unknown = sum(loop.runs is None for loop in found)
+    return MachineCode(registers, shared, sum(counts), unknown, spilled, *memory_instructions(lines, found))
 
 
 def lines_of(listing: str) -> list[Line]:
@@ -103,6 +110,14 @@ def lines_of(listing: str) -> list[Line]:
                 lines.append(Line(int(found[1], 16), re.sub(r"^@!?U?P\w+\s+", "", found[2]).strip(), tuple(labels)))
             labels = []
     return lines
+
+
+def memory_instructions(lines: list[Line], loops: list[Loop]) -> tuple[int, int, int]:
+    """Return how many instructions are loads of bytes in loops, asynchronous copies, and fences, as in MachineCode."""
+    names = [line.text.split()[0] for line in lines]
+    inside = {index for loop in loops for index in range(loop.first, loop.last + 1)}
+    loads = sum(re.match(r"LDG\b.*\.[US]8\b", names[index]) is not None for index in inside)
+    return loads, sum(name.startswith("LDGSTS") for name in names), sum(name.startswith("MEMBAR") for name in names)
 
 
 def loops_of(lines: list[Line]) -> list[Loop]:

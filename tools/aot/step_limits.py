@@ -18,7 +18,7 @@ KERNELS = {
 }
 # Predicted tokens a second, divided by those of full attention in its largest batch.
 RATIOS = {"h200": {"paper": 2.5, "paper, pool of 2": 4.0, "packed": 5.0, "packed small": 10.0}}
-FENCES = 40  # instructions of a kernel that rebuilds keys that wait until writes to memory are done
+FENCES = 27  # instructions of a kernel that rebuilds keys that wait until writes to memory are done
 ISSUE = {"packed small": 0.28}  # the largest issue floor of a layer in milliseconds, on an H200
 
 
