@@ -1,6 +1,5 @@
 """The runner of evaluations, on a tiny random model with a byte tokenizer."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -113,13 +112,17 @@ def by_hand(params: Params, case: tasks.Case) -> list[str]:
 
 @pytest.mark.slow
 def test_prefills_of_few_states_and_forgotten_programs_change_nothing(params, monkeypatch):
-    twice = [KVzip(kept=200, chunk=300), KVzip(kept=200, chunk=300, normalized=True)]
-    policies = [POLICY, dataclasses.replace(POLICY, budget=16), *twice, StreamingLLM(window=30)]
-    options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies}
+    """Full attention and two policies share prefills of at most two states. KVzip reads the prompt twice, by itself."""
+    policies = [POLICY, KVzip(kept=200, chunk=300), StreamingLLM(window=30)]
+    options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies, "samples": 1}
+    forgotten: list[int] = []
+    monkeypatch.setattr(runner.jax, "clear_caches", lambda: forgotten.append(1))
     want = evaluate(params, **options)
+    assert not forgotten
     monkeypatch.setattr(cases, "MOST_TOGETHER", 2)
     monkeypatch.setattr(runner, "MOST_PROGRAMS", 1)
     got = evaluate(params, **options)
+    assert len(forgotten) == 2  # before each of two tasks
     assert [row["policy"] for row in got] == [row["policy"] for row in want]
     for one, other in zip(got, want, strict=True):
         assert one["score"] == other["score"]
