@@ -1,6 +1,7 @@
 """What the tests of serving share: one model, two classes of rows, and options. So all files share compiled programs.
 
-Rows of the short class are dense.
+The first test that needs some of these pays for them, and may take more than two seconds. Rows of the short class are
+dense.
 
 The engine's tests call `run_once` themselves. The servers of server_cases.py have the same engine in a thread. Prompts
 in the class of long ones have 65 to 128 tokens where `generate` answers them too, because it rounds their lengths up

@@ -26,6 +26,7 @@ def forgotten():
     jax.clear_caches()
 
 
+# Over two seconds, because it compiles what the other tests of serving use.
 @pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
 def test_requests_compile_nothing(count):
     warm = engine_of()
@@ -36,11 +37,11 @@ def test_requests_compile_nothing(count):
     assert warm.report().counts.finished == count + 2
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(150, marks=pytest.mark.slow)])
-def test_questions_on_any_document_compile_nothing(tmp_path, count):
+@pytest.mark.slow
+def test_questions_on_any_document_compile_nothing(tmp_path):
     """On documents in memory, on disk, and on one that was added after the warm-up; in rows of both rooms."""
+    count, lengths = 150, (5, 30, 61, 100)
     settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
-    lengths = (5, 30, 61, 100) if count > 10 else (70, 96, 100, 121)
     documents = [prompt_of(length, length) for length in lengths]
     with jshadow.Library(tmp_path, **settings) as before:
         for document in documents[:3]:
