@@ -136,16 +136,14 @@ def landmark_logits(queries: list[jax.Array], chunks: Any, rows: Rows, scale: fl
 # Calls
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret", "once"))
-def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool, once: bool = False) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
     """See `pallas_kernels.chunk_scores`. Under vmap, queries of several rows on one prompt read its landmarks once.
-
-    `once` is a hint for the loads of packed landmarks; see `packed.Tile`.
 
     Raises:
         NotImplementedError: as in `scores_of`.
     """
-    scores = functools.partial(scores_of, scale=scale, interpret=interpret, once=once)
+    scores = functools.partial(scores_of, scale=scale, interpret=interpret)
     run = jax.custom_batching.custom_vmap(scores)
 
     @run.def_vmap
@@ -161,7 +159,7 @@ def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool, on
     return result
 
 
-def scores_of(q: jax.Array, chunks: Chunks, scale: float, interpret: bool, once: bool = False) -> jax.Array:
+def scores_of(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
     """See `pallas_kernels.chunk_scores`.
 
     Raises:
@@ -182,7 +180,7 @@ def scores_of(q: jax.Array, chunks: Chunks, scale: float, interpret: bool, once:
     else:
         can_do("chunk_scores", q.shape[3], q, chunks.scale, packed=(chunks.landmarks,))
         sizes = q.shape[0] * kv_heads, queries.shape[2], chunks.candidates.shape[2]
-        tile, warp_count, kernel = tile_of(scale, bits, sizes, interpret, once), 4, packed_logits_kernel
+        tile, warp_count, kernel = tile_of(scale, bits, sizes, interpret), 4, packed_logits_kernel
     partial = launch(kernel, queries, chunks, tile, warp_count)
     return finish(partial, chunks.candidates, q.shape[2] // kv_heads, interpret=interpret)
 

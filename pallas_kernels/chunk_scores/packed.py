@@ -44,8 +44,6 @@ class Tile(NamedTuple):
         steps: number of tiles of chunks.
         bits: bits of a landmark's codes, 8 or 4.
         interpret: whether JAX's interpreter runs the program.
-        once: whether landmarks leave the second-level cache first, because nothing reads them again. The logits, which
-            the next kernel reads, then stay there.
     """
 
     scale: float
@@ -53,7 +51,6 @@ class Tile(NamedTuple):
     steps: int
     bits: int
     interpret: bool = False
-    once: bool = False
 
     @property
     def block(self) -> int:
@@ -93,12 +90,12 @@ class Queries(NamedTuple):
     digits: list[jax.Array]
 
 
-def tile_of(scale: float, bits: int, sizes: tuple[int, int, int], interpret: bool, once: bool = False) -> Tile:
+def tile_of(scale: float, bits: int, sizes: tuple[int, int, int], interpret: bool) -> Tile:
     """Return the sizes of a program for (pairs of a request and a KV head, query rows, chunks)."""
     heads, rows, count = sizes
     height = min(ROWS, max(LANES, 1 << (rows - 1).bit_length()))
     tiles = heads * blocks(rows, height) * blocks(count, BLOCK)
-    return Tile(scale, height, max(1, min(STEPS, tiles // PROGRAMS)), bits, interpret, once)
+    return Tile(scale, height, max(1, min(STEPS, tiles // PROGRAMS)), bits, interpret)
 
 
 def packed_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore[no-untyped-def]
@@ -242,18 +239,19 @@ def landmark_logits(queries: Queries, chunks: Any, place: Place, tile: Tile) -> 
 def products(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax.Array:
     """Return the products of the query rows in fixed point with a tile of landmarks, as rounded to float32.
 
-    Arguments and axes are those of `landmark_logits`. Products of 4-bit codes are 16 times as large.
+    Landmarks leave the second-level cache first, because nothing reads them again. The logits, which the next kernel
+    reads, then stay there. Arguments and axes are those of `landmark_logits`. Products of 4-bit codes are 16 times as
+    large.
     """
     b, h, number = place
     rows = number.transpose(2, 0, 1)[..., None, None]  # [chunk, warp, group, 1, 1]
     size, digits = chunks.landmarks.shape[3], iter(queries.digits)
     total = jnp.zeros((BLOCK, DIGITS * tile.rows), jnp.int32)
-    hint: Any = {"eviction_policy": "evict_first"} if tile.once else {}
     for start, width in spans_of(size):
         share = width // LANES  # bytes that a lane loads
         byte = (start + share * iota(0, LANES)[:, None] + iota(0, share)[None])[None, None, None]
         mask = (rows < chunks.landmarks.shape[2]) & (byte < size)
-        packed = pltriton.load(chunks.landmarks.at[b, h, rows, byte], mask=mask, other=0, **hint)
+        packed = pltriton.load(chunks.landmarks.at[b, h, rows, byte], mask=mask, other=0, eviction_policy="evict_first")
         for part in range(8 // tile.bits):
             numbers = operand(shifted_numbers(packed, part, tile.bits, tile.interpret))
             contract = (((1,), (1,)), ((), ()))

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from few import one_of
 from kernel_calls import chunk_scores
-from kernel_cases import PACKED_SCORES, SCORES, TOLERANCE, name, score_inputs
+from kernel_cases import SCORES, TOLERANCE, name, score_inputs
 from kernel_refs import watched  # noqa: F401, a fixture
-
-from pallas_kernels.chunk_scores import kernel
-from pallas_kernels.chunk_scores.operands import Chunks
 
 
 @pytest.mark.parametrize("case", one_of(4, SCORES), ids=name)
@@ -63,16 +60,6 @@ def test_the_kernel_reads_each_landmark_once_and_nothing_beyond(case, watched): 
     assert (chunks.landmarks.reads == blocks).all()
     assert (chunks.candidates.reads == blocks).all()
     assert (queries.reads == queries.reads[0, 0, 0, 0]).all()
-
-
-def test_the_hint_changes_no_score():
-    inputs = score_inputs(PACKED_SCORES[7])
-    chunks = Chunks(inputs["landmarks"], inputs["candidates"], inputs["landmark_scale"], inputs["spread"])
-    usual, hinted = (
-        kernel.chunk_scores(inputs["q"], chunks, scale=inputs["scale"], interpret=True, once=once)
-        for once in (False, True)
-    )
-    np.testing.assert_array_equal(usual, hinted)
 
 
 def test_scores_inside_jit_with_a_mask_that_is_traced():

@@ -50,8 +50,8 @@ class Watched:
         return lanes, places
 
 
-def load(view: Any, *, mask: Any = None, other: Any = None) -> jax.Array:
-    """pltriton.load."""
+def load(view: Any, *, mask: Any = None, other: Any = None, eviction_policy: str | None = None) -> jax.Array:
+    """pltriton.load. The hint for the cache changes no value."""
     ref, index = view
     lanes, places = ref.touch(index, mask)
     if not ref.given:

@@ -1,11 +1,11 @@
-"""Variants of the compression of a prompt and of the scores of landmarks, measured beside each other on one GPU.
+"""Variants of the compression of a prompt, measured beside each other on one GPU.
 
     PYTHONPATH=.:tools:tests/support python3 -m gpu.variants_compress
 
 It compares the basis of keys with that of 16 iterations, larger library calls, one batch for the bases of several
 layers, and CUDA graphs for its loop. It compares the whole compression of a layer with that in blocks of fewer tokens.
-It also compares the loads of chunk_scores with and without a cache hint. The results of all variants are compared with
-a reference on the same GPU. Each task writes its results to a JSON file at once. --dry-run runs tiny sizes.
+The results of all variants are compared with a reference on the same GPU. Each task writes its results to a JSON file
+at once. --dry-run runs tiny sizes.
 
 A program is timed in two ways. "alone": calls one after the other, so that the host may be slower than the GPU.
 "behind": one call while the GPU still works on something else for long, as in a prefill, so that the host is ahead. It
@@ -42,9 +42,6 @@ from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.policies.shadowkv import landmarks
 from jshadow.policies.shadowkv.key_codecs import basis, lowrank, transform
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode
-from pallas_kernels.chunk_scores import kernel as chunk_kernel
-from pallas_kernels.chunk_scores import reference as chunk_reference
-from pallas_kernels.chunk_scores.operands import Chunks
 
 WORKERS = 16
 Way = dict[str, int]  # constants of the module `basis` that a variant replaces
@@ -81,12 +78,9 @@ class Shapes:
         width: number of key columns of the Gram matrices.
         count: number of columns of a basis.
         prompts: tokens of the prompts.
-        rows: rows of chunk_scores.
-        chunks: chunks of a row.
         calls: number of calls of a series.
         repeats: number of series.
         busy: side of the matrices of the work that keeps the GPU busy, and the number of its products.
-        interpret: whether JAX's interpreter runs the kernels.
     """
 
     dry: bool
@@ -95,16 +89,13 @@ class Shapes:
     width: int
     count: int
     prompts: tuple[int, int]
-    rows: int
-    chunks: int
     calls: int
     repeats: int
     busy: tuple[int, int]
-    interpret: bool
 
 
-REAL_SHAPES = Shapes(False, LLAMA, REAL.policies, 1024, 432, (30_720, 122_880), 17, 15_356, 4, 7, (8192, 24), False)
-DRY_SHAPES = Shapes(True, DRY.config, DRY.policies, 96, 40, (512, 1024), 2, 61, 2, 2, (64, 2), True)
+REAL_SHAPES = Shapes(False, LLAMA, REAL.policies, 1024, 432, (30_720, 122_880), 4, 7, (8192, 24))
+DRY_SHAPES = Shapes(True, DRY.config, DRY.policies, 96, 40, (512, 1024), 2, 2, (64, 2))
 
 
 # Compiling and timing
@@ -345,48 +336,6 @@ def compressions(shapes: Shapes, timer: Timer, tokens: int, names: dict[str, tup
     return {"tokens": tokens, "rows": rows, "ok": good and bool(found)}
 
 
-# Scores
-
-
-def hints_of(shapes: Shapes) -> dict[str, Any]:
-    """Measure chunk_scores with and without the cache hint, for landmarks of 4 bits with a spread, and of 8 bits."""
-    config, batch, n = shapes.config, shapes.rows, shapes.chunks
-    heads, dim = config.kv_heads, config.head_dim
-    q = on_device(7, 1.0, (batch, 1, config.q_heads, dim))
-    lead, there = (batch, heads, n), jnp.ones((batch, heads, n), bool)
-    steps = (0.02 + 0.01 * jnp.abs(drawn(3, 1.0, shape=(*lead, 1), dtype="float32"))).astype(jnp.float16)
-    cases = {
-        f"{bits} bits": Chunks(drawn(1, 1.0, shape=(*lead, dim * bits // 8), dtype="uint8"), there, steps, steps)
-        for bits in (4, 8)
-    }
-    count, scale = (2 if shapes.dry else 50), dim**-0.5
-    jobs = {}
-    for name, chunks in cases.items():
-        jobs[f"{name}, reference"] = built(functools.partial(chunk_reference.chunk_scores, scale=scale), q, chunks)
-        for once in (False, True):
-            way = functools.partial(chunk_kernel.chunk_scores, scale=scale, interpret=shapes.interpret, once=once)
-            jobs[f"{name}, hint {once}"] = built(way, q, chunks)
-            many = looped(lambda q, way=way, chunks=chunks: way(q, chunks), q, count)
-            jobs[f"{name}, hint {once}, in a loop"] = built(many, q)
-    programs, rows, good = compiled(jobs), {}, True
-    for name, chunks in cases.items():
-        want = programs[f"{name}, reference"](q, chunks)
-        for once in (False, True):
-            key = f"{name}, hint {once}"
-            program, many = programs[key], programs[f"{key}, in a loop"]
-            if isinstance(program, dict) or isinstance(many, dict):
-                rows[key], good = program if isinstance(program, dict) else many, False
-                continue
-            same = bool(jnp.allclose(program(q, chunks), want, rtol=1e-4, atol=1e-6))
-            found = series(lambda many=many: many(q), 2, shapes.repeats)
-            rows[key] = {"ok": same} | {
-                "microseconds": {field: 1e6 * value / count for field, value in found._asdict().items()}
-            }
-            good &= same
-    free(q, cases)
-    return {"rows_of_the_batch": batch, "chunks": n, "rows": rows, "ok": good}
-
-
 # The run
 
 
@@ -406,7 +355,6 @@ def tasks(shapes: Shapes) -> Iterator[Task]:
     at_length = {"old": small["old"], "new": small["new"]}
     yield Task("bases 1", need, functools.partial(bases, shapes, timer, 0))
     yield Task(f"compress, {short:,}", need, functools.partial(compressions, shapes, timer, short, small))
-    yield Task("chunk_scores", need, functools.partial(hints_of, shapes))
     yield Task(f"compress, {long:,}", need, functools.partial(compressions, shapes, timer, long, at_length))
     yield Task("bases 2", need, functools.partial(bases, shapes, timer, 1))
 
