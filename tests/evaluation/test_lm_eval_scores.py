@@ -125,6 +125,7 @@ def test_rolling_loglikelihoods_score_each_token_once(params, context_tokens):
     assert got == [pytest.approx(total, abs=2e-4), 0.0, pytest.approx(short, abs=1e-4)]
 
 
+@pytest.mark.slow
 def test_equal_contexts_are_prefilled_once(params, monkeypatch):
     seen: list[int] = []
     real = decode.prefill_many
