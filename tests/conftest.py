@@ -22,7 +22,6 @@ MOST_PAGES = 3 * 2**30 // os.sysconf("SC_PAGE_SIZE")  # of a worker's memory; tw
 COUNT_EACH = 5  # mappings are counted after every fifth test
 tests_run, mappings = itertools.count(), [0]
 kept_pages = [0]  # what a worker held when its programs were dropped last
-MARKED = ("laws", "cache")
 # What tests of laws record with `record_property`. The numbers are added up at the end of a run.
 COUNTS = ("law_cases", "sets_compared", "near_ties", "random_cases", "mismatches")
 
@@ -74,32 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They also come together in the order of the run, so that a worker needs no more than one policy's at a time.
     """
     from cases import POLICY_CASES
-    from tiers import is_in_part, is_whole
-
-    from jshadow.policies import POLICIES
 
     def policy_of(item: pytest.Item) -> str:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
         return name if isinstance(name, str) and name in POLICY_CASES else ""
 
     items.sort(key=policy_of)  # stable
-    places: Counter[str] = Counter()  # how many cases of a function came before, by its file and name
-    left_out, part, only_whole = set(), os.environ.get("TESTS_PART", ""), bool(os.environ.get("TESTS_PART_OF_WHOLE"))
     for item in items:
-        policy = policy_of(item)
-        if policy:
+        if policy := policy_of(item):
             item.add_marker(pytest.mark.xdist_group(policy))
-        function = getattr(item, "originalname", item.name)
-        case = item.callspec.id if hasattr(item, "callspec") else ""
-        place = f"{item.path}::{function}"
-        marked = item.path.parent.name in MARKED  # the markers of these rooms stand at their tests
-        if not marked and is_whole(function, case, policy, places[place], policy in POLICIES):
-            item.add_marker(pytest.mark.slow)
-        # The cases of a policy share programs.
-        if not is_in_part(policy or item.nodeid, part) and (item.get_closest_marker("slow") or not only_whole):
-            left_out.add(id(item))
-        places[place] += 1
-    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

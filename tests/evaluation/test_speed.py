@@ -5,7 +5,8 @@ import json
 import fake_torch
 import numpy as np
 import pytest
-from cases import POLICY_CASES, policies_of
+from cases import POLICY_CASES
+from few import quick
 
 from jshadow import cli
 from jshadow.evaluation import speed as bench
@@ -44,7 +45,7 @@ def test_a_row_of_shadowkv(fetch):
     assert row["bytes_moved"] < row["bytes_device"] + row["bytes_host"]
 
 
-@pytest.mark.parametrize("name", policies_of("full", "specache", "infllm", "shadowkv_plus_transform"))
+@pytest.mark.parametrize("name", quick(["full"], ["full", "specache", "infllm", "shadowkv_plus_transform"]))
 def test_every_policy_can_be_measured(name):
     row = bench.bench_layer(SHAPE, POLICY_CASES[name].restricted, "resident", repeats=1)
     assert row["step_seconds"] > 0
@@ -116,7 +117,7 @@ def test_the_stages_of_shadowkv(fetch):
     assert all(row["step_seconds"] > 0 for row in rows.values())
 
 
-@pytest.mark.parametrize("name", policies_of("full", "specache", "infllm", "shadowkv_plus_transform"))
+@pytest.mark.parametrize("name", quick(["full"], ["full", "specache", "infllm", "shadowkv_plus_transform"]))
 def test_every_policy_has_stages(name):
     rows = bench.bench_stages(SHAPE, POLICY_CASES[name].restricted, "resident", repeats=1)
     assert {"append", "attend"} <= {row["stage"] for row in rows}
