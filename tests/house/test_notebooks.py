@@ -18,13 +18,16 @@ from jshadow.policies import find_policy
 
 FOLDER = REPO / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
-SECONDS = 1800  # the limit of all notebooks together, on a machine that does much else
+SECONDS = 900  # the limit of one notebook, on a machine that does much else
 MOST_BYTES, MOST_PICTURE_BYTES = 1_500_000, 100_000  # of the whole folder, of one picture in a notebook
 
 ERRORS = {"02_svd_rank": "±", "03_chunk_size_and_outliers": "±", "04_methods_side_by_side": "±"}
 BARS = ("06_add_a_policy", "07_batch_decode")
-# What runs first. A notebook sees nothing of the ones before it, but the model is loaded once.
-FIRST = "import functools, jshadow; jshadow.load = functools.cache(jshadow.load)"
+# What runs before a notebook, so that the model is loaded once.
+FIRST = """import functools, jshadow
+if not hasattr(jshadow.load, "cache_info"):
+    jshadow.load = functools.cache(jshadow.load)
+del functools, jshadow"""
 # Where fewer samples show as well that the cells run.
 FEWER = {
     "LENGTH, SAMPLES = 1024, 3": "LENGTH, SAMPLES = 1024, 2",
@@ -132,30 +135,43 @@ def test_the_class_of_the_recipe_is_a_policy_by_itself(tmp_path):
         assert subject_of(policy).small == policy(kept=14, recent=4)
 
 
+@pytest.fixture(scope="module")
+def kernel(smollm2_dir):
+    """One kernel for all notebooks, in the folder that they lie in, with this checkout's jshadow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        resources = {"metadata": {"path": str(FOLDER)}}
+        client = NotebookClient(nbformat.v4.new_notebook(), timeout=SECONDS, kernel_name="python3", resources=resources)
+        with client.setup_kernel():
+            yield client
+
+
+def code_of(source: Path) -> list[str]:
+    """The code cells of a notebook, with fewer samples."""
+    cells = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code"]
+    for many, few in FEWER.items():
+        cells = [text.replace(many, few) for text in cells]
+    return cells
+
+
+def test_samples_can_be_fewer():
+    code = "".join(cell.source for source in SOURCES for cell in jupytext.read(source).cells)
+    assert all(many in code for many in FEWER)
+
+
 @pytest.mark.real
 @pytest.mark.process
 @pytest.mark.timeout(SECONDS)
+@pytest.mark.xdist_group("notebooks")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_notebooks_run(smollm2_dir, monkeypatch):
-    """One after the other in one kernel, from the folder that they lie in, with this checkout's jshadow.
-
-    Each prints something and draws something.
-    """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    whole, parts = nbformat.v4.new_notebook(), {}
-    whole.cells.append(nbformat.v4.new_code_cell(FIRST))
-    used = set()
-    for source in SOURCES:
-        code = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code"]
-        for many, few in FEWER.items():
-            used |= {many for text in code if many in text}
-            code = [text.replace(many, few) for text in code]
-        parts[source.stem] = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in code])
-        whole.cells += [nbformat.v4.new_code_cell("%reset -f"), *parts[source.stem].cells]
-    assert used == FEWER.keys()
-    resources = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(whole, timeout=SECONDS, kernel_name="python3", resources=resources).execute()
-    for name, part in parts.items():
-        assert pictures(part), f"{name} shows a picture"
-        assert printed(part), name
+@pytest.mark.parametrize("source", SOURCES, ids=stem)
+def test_notebooks_run(source, kernel):
+    """Each prints something and draws something. It sees no name of the notebooks before it."""
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in ("%reset -f", FIRST, *code_of(source))]
+    kernel.nb = notebook
+    for place, cell in enumerate(notebook.cells):
+        kernel.execute_cell(cell, place)
+    assert pictures(notebook), "a notebook shows a picture"
+    assert printed(notebook)
