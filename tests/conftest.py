@@ -68,9 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs all cases of a policy (`--dist loadgroup`): they share traced programs and prefilled states.
+    """One worker runs all cases of a policy (`--dist loadgroup`), and all other tests of a room.
 
-    They also come together in the order of the run, so that a worker needs no more than one policy's at a time.
+    They share programs, prefilled states and servers. The rooms come first, because their groups are larger.
     """
     from cases import POLICY_CASES
 
@@ -80,8 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=policy_of)  # stable
     for item in items:
-        if policy := policy_of(item):
-            item.add_marker(pytest.mark.xdist_group(policy))
+        room = item.path.relative_to(REPO).parts[1]
+        item.add_marker(pytest.mark.xdist_group(policy_of(item) or room))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
