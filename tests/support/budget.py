@@ -75,15 +75,20 @@ class Costs:
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
+        self.failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the cost of a test."""
+        """Keep the cost of a test, and whether it failed."""
+        if report.failed:
+            self.failed.add(report.nodeid)
         if report.when == "teardown":
             cost = next(value for name, value in report.user_properties if name == "cost")
             self.tests[report.nodeid] = cost
             if path := os.environ.get("TESTS_COSTS"):
                 with Path(path).open("a") as file:
-                    file.write(json.dumps({"test": report.nodeid} | cost) + "\n")
+                    file.write(
+                        json.dumps({"test": report.nodeid, "failed": report.nodeid in self.failed} | cost) + "\n"
+                    )
 
     @property
     def programs(self) -> int:

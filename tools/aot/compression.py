@@ -169,10 +169,10 @@ def work_of(program: Program, gpu: str) -> Work:
         for one in bodies[name]:
             if one.operation == "while":
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.line)
-                assert trips is not None, "a loop whose runs are not known"
                 body = called(one, "body")
                 assert body is not None
-                visit(body, runs * int(trips[1]))
+                # The number of attempts at a basis is not known when the program is compiled. One is the rule.
+                visit(body, runs * (int(trips[1]) if trips else 1))
             elif one.operation == "call":
                 visit(called(one, "to_apply") or "", runs)
             if one.operation in NO_WORK:

@@ -72,6 +72,23 @@ def test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum(name
         np.testing.assert_allclose(columns.T @ columns, np.eye(COUNT), atol=5e-6)
 
 
+@pytest.mark.slow
+def test_steep_variances_of_a_wide_matrix_have_a_basis():
+    """At the width of an 8B model, some of these left a matrix without a Cholesky factor, and then NaN for all keys."""
+    width, count = 1024, 432
+    number = np.arange(1, width + 1)
+    turn = np.linalg.qr(wide(normal(width, width, seed=7)))[0]
+    spectra = [1.0 / number**3, 1.0 / number**4, np.where(number == 1, 3e3, number**-1.2), 1.0 / number]
+    grams = np.stack([np.float32(turn * spectrum @ turn.T) for spectrum in spectra])
+    bases = wide(jax.jit(functools.partial(basis.iterated, count=count))(grams))
+    for spectrum, columns in zip(spectra, bases, strict=True):
+        missed = turn - columns @ (columns.T @ turn)
+        assert (missed**2 * spectrum).sum() <= 1.01 * spectrum[count:].sum() + 1e-5 * spectrum.sum()
+        np.testing.assert_allclose(columns.T @ columns, np.eye(count), atol=5e-6)
+    alone = wide(jax.jit(functools.partial(basis.iterated, count=count))(grams[3:]))[0]
+    np.testing.assert_allclose(alone, bases[3], atol=1e-5)
+
+
 def test_the_platform_and_the_width_choose_the_algorithm():
     """On a GPU, a wide matrix goes through products; narrow ones, and nearly all columns, through eigenvectors."""
 
