@@ -306,7 +306,9 @@ def test_later_tokens_in_other_codes(name):
     np.testing.assert_allclose(turn, steps, atol=1e-4)
     for one, other in zip(extended.layers, stepped.layers, strict=True):
         if one.live.left.size:  # exact keys are stored as the bytes of float32 numbers
-            left, same = (np.asarray(layer.live.left).view(np.float32) for layer in (one, other))
-            np.testing.assert_allclose(left, same, atol=1e-5)
-            assert left.any()
+            left, other_left = (np.asarray(layer.live.left).view(np.float32) for layer in (one, other))
+            with np.errstate(invalid="ignore", over="ignore"):  # rows that hold no token can have any bits
+                near = np.abs(left - other_left) <= 1e-5
+            assert (near | (left.view(np.uint32) == other_left.view(np.uint32))).all()
+            assert left.view(np.uint32).any()
     assert offload.host_bytes(offloaded.specs) > 0
