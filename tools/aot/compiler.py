@@ -18,6 +18,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+from jax._src.pallas.triton import gpu_info
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
@@ -188,7 +189,10 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
         platform="cuda", target_config=TARGETS[gpu].text(), topology=f"1x1x{devices}"
     )
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
-    with device_named(TARGETS[gpu].name), with_cudnn(TARGETS[gpu].capability[:2]):
+    with device_named(TARGETS[gpu].name), with_cudnn(TARGETS[gpu].capability[:2]), contextlib.ExitStack() as patches:
+        if devices > 1:  # a shard_map over several devices names none, so Pallas would find no GPU in it
+            known = gpu_info.get_gpu_info()
+            patches.enter_context(mock.patch.object(gpu_info, "get_gpu_info", return_value=known))
         traced = jitted.trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
