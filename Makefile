@@ -44,7 +44,7 @@ test: check
 	$(MAKE) test-quick
 
 test-quick: $(BIN)/.setup
-	TESTS_LIMIT=2800 $(PYTEST)
+	TESTS_LIMIT=3000 $(PYTEST)
 
 # Everything. `make test-slow ROOMS="tests/laws tests/kernels"` runs a part.
 # The quick tests, the other tests on tiny models, and those on a real model.
