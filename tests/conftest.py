@@ -22,7 +22,7 @@ MOST_PAGES = 3 * 2**30 // os.sysconf("SC_PAGE_SIZE")  # of a worker's memory; tw
 COUNT_EACH = 5  # mappings are counted after every fifth test
 tests_run, mappings = itertools.count(), [0]
 kept_pages = [0]  # what a worker held when its programs were dropped last
-# What tests of laws record with `record_property`. The numbers are added up at the end of a run.
+# Tests of laws record these numbers with `record_property`. Their sums are printed at the end of a run.
 COUNTS = ("law_cases", "sets_compared", "near_ties", "random_cases", "mismatches")
 
 # Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk. Without the

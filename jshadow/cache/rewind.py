@@ -81,6 +81,6 @@ def rewind(state: Any, lengths: Any, last: Any) -> Any:
         if tokens.shape != held.shape:
             raise StateMismatch(f"last must be integers of shape {held.shape}, got {tokens.shape}")
         tokens = jnp.where(wanted >= 0, tokens, state.last)
-    # `wanted` is the minimum. What is computed from arrays of the state is placed like them, and arrays that are placed
-    # otherwise would make JAX compile the next step anew.
+    # The new lengths are computed from an array of the state, so that they are placed like it. If they were placed
+    # otherwise, JAX would compile the next step again.
     return rewound(state, jnp.minimum(state.lengths, wanted.astype(np.int32)), tokens)

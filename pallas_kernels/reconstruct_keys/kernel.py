@@ -223,7 +223,7 @@ def load_some(ref: Any, index: tuple[jax.Array, ...], mask: jax.Array | None) ->
 
 
 class Work(NamedTuple):
-    """What a program rebuilds, before RoPE.
+    """The keys that a program rebuilds, before RoPE.
 
     Attributes:
         keys: the kernel's refs, as ChosenKeys.

@@ -31,7 +31,7 @@ def run(capsys, model, *arguments):
     ("name", "settings"), [("quest", QUEST), pytest.param("shadowkv", SMALL, marks=pytest.mark.slow)]
 )
 def test_generate_prints_text_and_table(tiny_model, name, settings, capsys):
-    """What offloading costs on a CPU stands below the table. ShadowKV is the policy where none is named."""
+    """A line below the table says what offloading costs on a CPU. The default policy is ShadowKV."""
     assert main(["generate", tiny_model, "--prompt", TEXT, *LENGTH, *settings, "--baseline", "full"]) == 0
     out = capsys.readouterr().out
     for label in (
@@ -211,7 +211,7 @@ def test_every_command_has_help_and_json(capsys):
         assert f"usage: jshadow {' '.join(path)}" in capsys.readouterr().out
 
 
-# What is refused before the weights are loaded
+# Errors before the weights are loaded
 
 
 def damaged(path):

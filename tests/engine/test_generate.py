@@ -226,7 +226,7 @@ def test_a_closed_stream_frees_its_state():
     assert leaf() is None
 
 
-# What is refused
+# Refused arguments
 
 
 BAD = {

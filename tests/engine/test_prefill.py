@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, model, modes_of, prefilled, setting
+from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, mode_of, model, prefilled, setting
 from family_cases import family_config
 from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
@@ -184,7 +184,7 @@ def pause_everywhere(params, tokens, lengths, policy, **options):
 )
 def test_paused_at_every_unit_the_state_is_equal_to_the_bit(name):
     policy = setting(name, "restricted")
-    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch=modes_of(name)[0])
+    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch=mode_of(name))
     want = jshadow.prefill(model(), PROMPT, LENGTHS, policy, **settings)
     got, seen = pause_everywhere(model(), PROMPT, LENGTHS, policy, **settings)
     assert_same(got, want)

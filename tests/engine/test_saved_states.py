@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, STEPS, TINY, model, modes_of, prefilled, random_tokens, run_steps, setting
+from cases import CAPACITY, LENGTHS, STEPS, TINY, mode_of, model, prefilled, random_tokens, run_steps, setting
 from safetensors import safe_open
 from small_state import LENGTHS_SMALL, POLICY, SMALL, small
 from tiny_text import byte_tokenizer
@@ -63,11 +63,7 @@ def assert_same(mine, theirs, *, stepped: bool = False) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fetch"),
-    [
-        pytest.param(name, fetch, marks=() if (name, fetch) in QUICK else slow)
-        for name in NAMES
-        for fetch in modes_of(name)
-    ],
+    [pytest.param(name, mode_of(name), marks=() if (name, mode_of(name)) in QUICK else slow) for name in NAMES],
 )
 def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name, fetch):
     state = decoded(name, fetch)

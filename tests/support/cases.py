@@ -18,7 +18,8 @@ from probe import Probe
 from jshadow.cache.state import KVState
 from jshadow.evaluation.laws import Case, Subject, inputs
 from jshadow.evaluation.laws.inputs import BATCH as BATCH
-from jshadow.evaluation.laws.inputs import CAPACITY, FETCH_MODES, TINY, offloads
+from jshadow.evaluation.laws.inputs import CAPACITY, TINY, offloads
+from jshadow.evaluation.laws.inputs import FETCH_MODES as FETCH_MODES
 from jshadow.evaluation.laws.inputs import LENGTHS as LENGTHS
 from jshadow.evaluation.laws.inputs import PROMPT as PROMPT
 from jshadow.evaluation.laws.inputs import STEPS as STEPS
@@ -62,8 +63,6 @@ CONFIGS = {
     "tied": dataclasses.replace(TINY, num_layers=2, tie_embeddings=True, attention_bias=True),
     "llama3_rope": dataclasses.replace(TINY, num_layers=2, rope=LLAMA3_ROPE),
 }
-
-OFFLOADED = FETCH_MODES[1:]
 
 
 class PolicyCase(NamedTuple):
@@ -199,11 +198,6 @@ FEW = ("full", "h2o", "quest", "omnikv", "specache", "infllm", "shadowkv", "shad
 ZERO_COPY = ("shadowkv_plus", "shadowkv_transform", "shadowkv_plus_transform")
 
 
-def policies_of(*few: str) -> list[str]:
-    """The cases that a long test runs on."""
-    return list(few or FEW)
-
-
 def by_tier(names: Iterable[Any], quick: Collection[Any], *before: Any) -> list[Any]:
     """Parameters (*before, name). Those of names outside `quick` run in the complete suite only."""
     return [pytest.param(*before, name, marks=() if name in quick else pytest.mark.slow) for name in names]
@@ -214,11 +208,6 @@ def mode_of(name: str) -> str:
     if name in DEVICE_ONLY:
         return "resident"
     return "zero_copy" if name in ZERO_COPY else "device_put"
-
-
-def modes_of(name: str) -> tuple[str, ...]:
-    """The fetch modes of a case's tests."""
-    return (mode_of(name),)
 
 
 POLICY_FETCHES = [(name, mode_of(name)) for name in POLICY_CASES]
