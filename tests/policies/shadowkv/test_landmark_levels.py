@@ -1,4 +1,4 @@
-"""Landmarks in one and in two levels, and of order 2: their scores, the spread, the choice, and the bytes of a step."""
+"""Landmarks in one and in two levels, of few bits, of order 2: scores, the spread, the choice, bytes; packed rows."""
 
 import dataclasses
 import functools
@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_codec
 import pytest
 import shadow_layers
-from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
-from few import quick
+from cases import SMALL, TINY
+from few import one_of, quick
+from oracle_shadowkv import worst_of
 from random_arrays import normal, wide
 from shadow_layers import layer_of, step_of
 
-from jshadow.engine import decode
-from jshadow.errors import ConfigError
-from jshadow.ops import layout as chunking
+from jshadow.ops import packing
 from jshadow.ops.packing import ROW_BITS, dequantize_rows
 from jshadow.planner.bytes import footprint, step_footprint
-from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies import ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, Landmarks, landmarks, selection
 from jshadow.policies.shadowkv.landmark_levels import GROUP, mean_kind, store_levels
@@ -29,38 +29,108 @@ from jshadow.policies.shadowkv.selection import Scoring
 from pallas_kernels import hadamard
 
 
-def test_landmarks_and_their_scores():
-    keys = np.asarray(normal(1, 2, 5, 4, 16, seed=5))
-    means, worst = jax.jit(landmarks.chunk_landmarks)(keys)
-    want = wide(keys).mean(axis=3)
-    np.testing.assert_allclose(means, want, atol=1e-6)
-    cosine = np.einsum("bhncd,bhnd->bhnc", wide(keys), want)
-    cosine /= np.linalg.norm(wide(keys), axis=-1) * np.linalg.norm(want, axis=-1)[..., None]
-    np.testing.assert_allclose(worst, cosine.min(-1), atol=1e-6)
-    # only the first of two queries is valid, and a chunk that is not a candidate gets no mass
-    q, candidates = np.asarray(normal(1, 2, 6, 16, seed=6)), np.ones((1, 2, 5), bool)
+@functools.partial(jax.jit, static_argnums=4)
+def scores_of(q, means, candidates, valid, scoring):
+    logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
+    return selection.chunk_scores(logits, valid, scoring)
+
+
+def test_the_scores_of_separate_shared_and_rounded_choices():
+    """A chunk that is not a candidate gets no mass, and of a shared choice the first of two queries alone is valid."""
+    means, q = np.asarray(normal(1, 2, 5, 16, seed=5)), np.asarray(normal(1, 2, 6, 16, seed=6))
+    candidates, both = np.ones((1, 2, 5), bool), np.array([[True, True]])
     candidates[0, 1, 3] = False
-
-    @functools.partial(jax.jit, static_argnums=4)
-    def scored(q, means, candidates, valid, scoring):
-        logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
-        return selection.chunk_scores(logits, valid, scoring)
-
-    def scores(valid, scoring):
-        return scored(q, means, candidates, valid, scoring)
-
-    both = np.array([[True, True]])
-    shared = np.asarray(scores(np.array([[True, False]]), Scoring(0.25, shared=True)))
-    each, rounded = (np.asarray(scores(both, one)) for one in (Scoring(0.25), Scoring(0.25, True, "bfloat16")))
+    choices = (
+        (both & [True, False], Scoring(0.25, shared=True)),
+        (both, Scoring(0.25)),
+        (both, Scoring(0.25, True, "bfloat16")),
+    )
+    shared, each, rounded = (np.asarray(scores_of(q, means, candidates, *choice)) for choice in choices)
     for head in range(2):
         open_to = candidates[0, head]
-        products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25 for t in range(2)]
+        products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ wide(means[0, head]).T * 0.25 for t in range(2)]
         mass = [oracle.softmax(np.where(open_to, product, -np.inf)) for product in products]
         np.testing.assert_allclose(shared[0, head, 0], np.where(open_to, mass[0].max(axis=0), -1.0), atol=1e-6)
         for t in range(2):
             np.testing.assert_allclose(each[0, head, t], np.where(open_to, mass[t].max(axis=0), -1.0), atol=1e-6)
         coarse = sum(m.astype(np.float32).astype(jnp.bfloat16).astype(np.float64) for m in mass).max(axis=0)
         np.testing.assert_allclose(rounded[0, head, 0], np.where(open_to, coarse, -1.0), rtol=0.01)
+
+
+STORED = ((2, "int4"), (8, "int8"), (4, "model"), (1, "int8"))  # tokens of a landmark, and its dtype
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "parts"))
+def marks_and_scores(keys, q, candidates, *, kind, dtype, parts):
+    """The landmarks of four chunks of eight, the worst cosine of a chunk, and the scores by the stored landmarks."""
+    means, worst = landmarks.prompt_landmarks(keys, 4, 8, block=16, parts=parts)
+    stored, there = landmarks.store_landmarks(means, kind, dtype), jnp.repeat(candidates, parts, axis=2)[:, :, None]
+    logits = landmarks.landmark_logits(q, stored, there, 0.3)
+    return means, worst, selection.chunk_scores(logits, jnp.ones((1, 2), bool), selection.Scoring(0.3), parts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "dtype"), one_of(4, [(*k, d) for k in STORED for d in ("bfloat16", "float32")])
+)
+def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
+    """33 tokens are four chunks of eight. The fourth is not a candidate in the second KV head."""
+    rng, parts = np.random.default_rng(tokens), 8 // tokens
+    keys = rng.standard_normal((1, 33, 2, 12)).astype(dtype)
+    q = (2 * rng.standard_normal((1, 2, 6, 12))).astype(dtype)
+    candidates = np.ones((1, 2, 4), bool)
+    candidates[0, 1, 3] = False
+    made = marks_and_scores(keys, q, candidates, kind=kind, dtype=dtype, parts=parts)
+    means, worst, scores = map(np.asarray, made)
+    for head in range(2):
+        rows, kept = wide(keys)[0, :32, head].reshape(4, parts, tokens, 12), wide(means)[0, head]
+        want = rows.mean(axis=2)
+        np.testing.assert_allclose(kept, want.reshape(-1, 12), rtol=0.01, atol=1e-2)
+        cosine = (rows * want[:, :, None]).sum(-1)
+        cosine /= np.linalg.norm(rows, axis=-1) * np.linalg.norm(want, axis=-1)[:, :, None]
+        np.testing.assert_allclose(worst[0, head], cosine.min(axis=(1, 2)), atol=1e-5)
+        kept = kept.reshape(4, parts, 12)
+        if kind != "model":
+            kept = oracle_codec.rounded_rows(kept, ROW_BITS[kind], dtype)
+        for t in range(2):
+            group = wide(q)[0, t, 3 * head : 3 * head + 3]
+            want = oracle_codec.chunk_scores(group, kept, candidates[0, head], 0.3)
+            np.testing.assert_allclose(scores[0, head, t], want, atol=1e-5)
+
+
+packed_rows = jax.jit(packing.quantize_chunks, static_argnums=(1, 2))
+unpacked_rows = jax.jit(packing.dequantize_chunks, static_argnums=(1, 2, 3, 4))
+quantized = jax.jit(packing.quantize_rows, static_argnums=(1, 2))
+dequantized = jax.jit(dequantize_rows, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), one_of(2, itertools.product((8, 4), ("float32", "bfloat16", "float16"))))
+def test_host_rows_are_the_oracle_s(bits, dtype):
+    values = np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)).astype(dtype)
+    values[0, 0, 1, 2] = 0
+    rows = np.asarray(packed_rows(values, bits, dtype))
+    assert rows.shape == (1, 1, 5, packing.row_words(4, 6, bits, dtype))
+    assert rows.shape[3] == (32 if (bits, dtype) == (8, "float32") else 16)  # of 20, 16, 16 and 12 words
+    want, real = oracle_codec.host_row_values(rows[0, 0], 4, 6, bits, dtype), wide(values)[0, 0]
+    np.testing.assert_allclose(want, oracle_codec.rounded_rows(real, bits, dtype), atol=1e-6)
+    back = np.asarray(unpacked_rows(rows, 4, 6, bits, dtype))
+    np.testing.assert_array_equal(back[0, 0], want.astype(back.dtype))
+    assert not want[1, 2].any()
+    scale = np.abs(real).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
+    assert (np.abs(want - real) <= scale * 0.51).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_past_their_scale_are_clipped(bits):
+    """Numbers of a bfloat16 model may exceed the range of their float16 scales."""
+    most = 2 ** (bits - 1) - 1
+    values = np.array([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]]).astype(jnp.bfloat16)
+    rows = quantized(values, bits, "bfloat16")
+    scale = np.asarray(rows.scale)
+    assert (scale.dtype, float(scale[0, 0])) == (np.float16, 65504.0)
+    back = np.asarray(dequantized(rows, bits, "float32"))
+    np.testing.assert_array_equal(back[0], 65504.0 * most * np.array([1, -1, 1, 0]))
+    assert (np.abs(back[1] - np.asarray(values, np.float32)[1]) <= 32_000).all()
+    np.testing.assert_allclose(back, oracle_codec.rounded_rows(wide(values), bits, "bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -72,29 +142,33 @@ def test_landmarks_of_a_prompt_do_not_depend_on_the_block(tokens, size, chunks, 
     means, worst = map(np.asarray, made)
     assert means.shape == (2, 3, chunks, 16)
     there = min(chunks, tokens // size)
-    whole = jax.jit(lambda keys: landmarks.chunk_landmarks(chunking.to_chunks(keys, there, size)))(keys)
-    np.testing.assert_allclose(means[:, :, :there], whole[0], atol=1e-6)
-    np.testing.assert_allclose(worst[:, :, :there], whole[1], atol=1e-6)
-    assert not np.asarray(means[:, :, there:]).any()
+    for row, real in enumerate(wide(keys)[:, : there * size]):
+        want = real.reshape(there, size, 3, 16).mean(axis=1).swapaxes(0, 1)
+        np.testing.assert_allclose(means[row, :, :there], want, atol=1e-6)
+        np.testing.assert_allclose(worst[row, :, :there], worst_of(real, size, 1), atol=1e-6)
+    assert not means[:, :, there:].any()
 
 
-POLICY = ShadowKV(
-    rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2, landmarks=Landmarks(tokens=1, levels=2)
-)
+BASE = ShadowKV(rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2)
+POLICY = dataclasses.replace(BASE, landmarks=Landmarks(tokens=1, levels=2))
+
+
+def varied(**landmarks):
+    return dataclasses.replace(POLICY, landmarks=dataclasses.replace(POLICY.landmarks, **landmarks))
+
+
+SHARED = {"quirks.turn_selection": "shared"}
 SETTINGS = {
     "model": POLICY,
-    "int4": with_settings(POLICY, {"landmarks.dtype": "int4", "landmarks.tokens": 2}),
-    "int8": with_settings(POLICY, {"landmarks.dtype": "int8"}),
+    "int4": varied(dtype="int4", tokens=2),
+    "int8": varied(dtype="int8"),
     "few_chunks": dataclasses.replace(POLICY, budget=60),  # the budget exceeds the number of groups
-    "variance": with_settings(POLICY, {"landmarks.levels": 1, "landmarks.tokens": 2, "landmarks.order": 2}),
-    "levels_variance": with_settings(POLICY, {"landmarks.tokens": 2, "landmarks.dtype": "int4", "landmarks.order": 2}),
-    "shared_variance": with_settings(
-        POLICY,
-        {"quirks.turn_selection": "shared", "landmarks.dtype": "int8", "landmarks.tokens": 2, "landmarks.order": 2},
-    ),
-    "one_variance": with_settings(POLICY, {"landmarks.tokens": None, "landmarks.order": 2}),
-    "shared": with_settings(POLICY, {"quirks.turn_selection": "shared"}),
-    "shared_int4": with_settings(POLICY, {"quirks.turn_selection": "shared", "landmarks.dtype": "int4"}),
+    "variance": varied(levels=1, tokens=2, order=2),
+    "levels_variance": varied(tokens=2, dtype="int4", order=2),
+    "shared_variance": with_settings(varied(dtype="int8", tokens=2, order=2), SHARED),
+    "one_variance": varied(tokens=None, order=2),
+    "shared": with_settings(POLICY, SHARED),
+    "shared_int4": with_settings(varied(dtype="int4"), SHARED),
 }
 
 
@@ -104,7 +178,7 @@ def kept(levels, parts, kind):
     for rows, row_kind, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
         if row_kind != "model":
             rows = jax.tree.map(lambda x, each=each: np.asarray(x).reshape(*x.shape[:3], each, -1), rows)
-            rows = jax.jit(dequantize_rows, static_argnums=(1, 2))(rows, ROW_BITS[row_kind], "float32")
+            rows = dequantized(rows, ROW_BITS[row_kind], "float32")
         shape = rows.shape[:3]
         found.append(np.asarray(rows, np.float64).reshape(*shape, each, -1))
     return np.concatenate(found, axis=3)
@@ -116,12 +190,11 @@ def landmarks_of(levels, parts, kind):
     return np.einsum("ks,bhnkd->bhnsd", signs, kept(levels, parts, kind))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_the_transform_s_rows_are_orthogonal_and_the_first_is_the_sum(size):
-    matrix = np.asarray(jax.jit(hadamard)(np.eye(size, dtype=np.float32)))
-    assert set(np.unique(matrix)) <= {1.0, -1.0}
-    assert (matrix[0] == 1).all()
-    np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
+def test_the_transform_s_rows_are_orthogonal_and_the_first_is_the_sum():
+    for matrix in map(np.asarray, jax.jit(lambda: [hadamard(jnp.eye(size)) for size in (1, 2, 4, 8, 16)])()):
+        assert set(np.unique(matrix)) <= {1.0, -1.0}
+        assert (matrix[0] == 1).all()
+        np.testing.assert_array_equal(matrix @ matrix.T, len(matrix) * np.eye(len(matrix)))
 
 
 @pytest.mark.parametrize(
@@ -227,64 +300,34 @@ def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
     assert np.isfinite(np.asarray(best)).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
-def test_all_chunks_are_all_chunks(kind):
-    """Two levels of exact landmarks choose as one level does only if the landmarks of all chunks are read."""
-    for budget, same in ((24, True), (4, False)):
-        policies = [
-            kind(rank=12, budget=budget, landmarks=Landmarks(tokens=1, levels=levels), **SMALL) for levels in (1, 2)
-        ]
-        states = [decode.prefill(model(), PROMPT, LENGTHS, one, capacity=96, fetch="resident")[1] for one in policies]
-        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in states)
-        assert np.allclose(one, two, atol=1e-5) == same
+def held_and_read(**changed):
+    """Bytes on the device, and bytes that a step reads."""
+    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
+    policy = ShadowKV(budget=32, **SMALL, **changed)
+    return footprint(TINY, policy, **sizes)["device_bytes"], step_footprint(TINY, policy, **sizes)["bytes_read"]
+
+
+CHUNKS, HEADS = 1024 // 4 - 2, TINY.kv_heads * TINY.num_layers
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("kind", ["model", "int4"])
-def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
-    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
-    policies = [
-        ShadowKV(
-            budget=32, **SMALL, landmarks=Landmarks(tokens=1, dtype=kind, levels=levels), choice=Choice(rounds=rounds)
-        )
+@pytest.mark.parametrize(("kind", "row", "more"), [("model", TINY.head_dim * 2, 0), ("int4", 10, TINY.head_dim // 2)])
+def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, row, more, rounds):
+    (held, read), (held_two, read_two) = (
+        held_and_read(landmarks=Landmarks(tokens=1, dtype=kind, levels=levels), choice=Choice(rounds=rounds))
         for levels in (1, 2)
-    ]
-    kept = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
-    chunks, near = 1024 // 4 - 2, GROUP * rounds * 32 // 4
-    heads, more = TINY.kv_heads * TINY.num_layers, 0 if kind == "model" else TINY.head_dim // 2
-    assert kept[1] - kept[0] == chunks * more * heads
-    one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
-    row = TINY.head_dim * 2 if kind == "model" else TINY.head_dim // 2 + 2
-    assert one - two == ((4 * chunks - (chunks + 4 * near)) * row - (chunks + near) * more) * heads
+    )
+    near = GROUP * rounds * 32 // 4
+    assert held_two - held == CHUNKS * more * HEADS
+    assert read - read_two == ((4 * CHUNKS - (CHUNKS + 4 * near)) * row - (CHUNKS + near) * more) * HEADS
 
 
 @pytest.mark.parametrize(("tokens", "levels", "first", "each"), [(None, 1, 1, 0), (1, 1, 4, 0), (2, 2, 1, 2)])
 def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, each):
     """A step reads the spreads of all chunks, and with two levels those of the landmarks of a few chunks."""
-    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
-    policies = [
-        ShadowKV(budget=32, **SMALL, landmarks=Landmarks(tokens=tokens, levels=levels, order=order)) for order in (1, 2)
-    ]
-    chunks, near, heads = 1024 // 4 - 2, GROUP * 32 // 4, TINY.kv_heads * TINY.num_layers
-    held = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
-    assert held[1] - held[0] == 2 * chunks * (first + each) * heads
-    one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
-    assert two - one == 2 * (chunks * first + near * each) * heads
-    for policy in policies:
-        assert dataclasses.replace(policy, budget=None).resolve(TINY, 96).landmarks.order == policy.landmarks.order
-
-
-@pytest.mark.parametrize("value", [0, 3, 2.0, True])
-@pytest.mark.parametrize("field", ["levels", "order"])
-def test_levels_and_order_are_one_or_two(field, value):
-    for kind in (ShadowKV, ShadowKVPlus):
-        with pytest.raises(ConfigError, match=rf"\.landmarks\.{field} must be an integer in \[1, 2\]"):
-            kind(landmarks=Landmarks(**{field: value})).resolve(TINY, 96)
-
-
-def test_a_chunk_s_landmarks_are_a_power_of_two():
-    with pytest.raises(ConfigError, match=r"a power of two of landmarks a chunk with landmarks\.levels=2, got 3"):
-        ShadowKV(chunk_size=6, landmarks=Landmarks(tokens=2, levels=2)).resolve(TINY, 96)
-    # a chunk with a single landmark has one level, because the landmark is the mean
-    assert ShadowKV(landmarks=Landmarks(levels=2)).resolve(TINY, 96).landmarks.levels == 1
+    marks = [Landmarks(tokens=tokens, levels=levels, order=order) for order in (1, 2)]
+    (held, read), (held_two, read_two) = (held_and_read(landmarks=mark) for mark in marks)
+    assert held_two - held == 2 * CHUNKS * (first + each) * HEADS
+    assert read_two - read == 2 * (CHUNKS * first + GROUP * 32 // 4 * each) * HEADS
+    for mark in marks:
+        assert ShadowKV(**SMALL, landmarks=mark).resolve(TINY, 96).landmarks.order == mark.order

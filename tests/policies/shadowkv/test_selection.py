@@ -13,12 +13,11 @@ from few import one_of, pairwise
 from shadow_layers import layer_of, step_of
 
 from jshadow.engine import decode
-from jshadow.errors import ConfigError
 from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
-from jshadow.policies.shadowkv import Choice
-from jshadow.policies.shadowkv.kept import choose, empty_cache
+from jshadow.policies.shadowkv import Choice, Landmarks
+from jshadow.policies.shadowkv.kept import choose
 from jshadow.policies.shadowkv.selection import Finalists
 
 SHAPES = [(1, 1, 2, 1), (2, 3, 3, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
@@ -67,45 +66,13 @@ def test_several_queries_choose_as_one_after_the_other(shape, spare, pooled):
         resident, ages = got.resident, got.ages
 
 
-@pytest.mark.parametrize("pooled", [0, 3])
-def test_one_query_after_the_other_hits_as_several_at_once(pooled):
-    rng = np.random.default_rng(0)
-    scores, _ = draw(rng, 2, 2, 6, 5, 9)
-    asked = np.ones((2, 6), bool)
-    start = empty_cache((2, 2), 5 + pooled, aged=pooled > 0)
-    together = jax.tree.map(np.asarray, step(Finalists(scores), asked, 5, *start))
-    cache, parts = start, []
-    for q in range(6):
-        one = jax.tree.map(np.asarray, step(Finalists(scores[:, :, q : q + 1]), asked[:, q : q + 1], 5, *cache))
-        cache = one.resident, one.ages
-        parts.append(one)
-    valid = np.concatenate([part.valid for part in parts], axis=2)
-    np.testing.assert_array_equal(valid, together.valid)
-    np.testing.assert_array_equal(np.concatenate([part.ids for part in parts], axis=2)[valid], together.ids[valid])
-    np.testing.assert_array_equal(sum(part.total for part in parts), together.total)
-    hits = sum(part.hits for part in parts)
-    if pooled:  # several queries find only the chunks of the query before
-        assert (hits >= together.hits).all()
-    else:
-        np.testing.assert_array_equal(hits, together.hits)
-        np.testing.assert_array_equal(np.sort(cache[0]), np.sort(together.resident))
-
-
 POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, choice=Choice(rounds=2))
 
 
+PACKED = {"rank": None, "keys": "transform", "keys.profile": (3, 10, 16)}
 SETTINGS = {
     "lowrank": POLICY,
-    "transform": with_settings(
-        POLICY,
-        {
-            "rank": None,
-            "keys": "transform",
-            "keys.profile": (3, 10, 16),
-            "landmarks.dtype": "int4",
-            "landmarks.tokens": 2,
-        },
-    ),
+    "transform": with_settings(POLICY, PACKED | {"landmarks.dtype": "int4", "landmarks.tokens": 2}),
     "few_chunks": dataclasses.replace(POLICY, budget=100),  # twice the budget exceeds the number of chunks
     "shared": with_settings(POLICY, {"quirks.turn_selection": "shared"}),
 }
@@ -144,50 +111,32 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
                 assert set(ids[b, h, chooser][real]) == set(wide[order])
 
 
+LEVELS = [{"landmarks": Landmarks(tokens=1, levels=levels)} for levels in (1, 2)]
+ROUNDS = [{"choice": Choice(rounds=rounds)} for rounds in (1, 2)]
+
+
 @pytest.mark.slow
-def test_all_chunks_are_all_chunks():
-    """A second round changes the result only if the budget is smaller than the number of chunks."""
-    for budget, same in ((96, True), (12, False)):
-        states = [
-            decode.prefill(
-                model(),
-                PROMPT,
-                LENGTHS,
-                ShadowKV(rank=12, budget=budget, choice=Choice(rounds=rounds), **SMALL),
-                capacity=96,
-                fetch="resident",
-            )[1]
-            for rounds in (1, 2)
-        ]
+@pytest.mark.parametrize(
+    ("kind", "settings", "budgets"),
+    [(ShadowKV, ROUNDS, (96, 12)), (ShadowKV, LEVELS, (24, 4)), (ShadowKVPlus, LEVELS, (24, 4))],
+)
+def test_all_chunks_are_all_chunks(kind, settings, budgets):
+    """A second round, or level of landmarks, changes the result only if it cannot choose among all chunks."""
+    for budget, same in zip(budgets, (True, False), strict=True):
+        policies = [kind(rank=12, budget=budget, **one, **SMALL) for one in settings]
+        states = [decode.prefill(model(), PROMPT, LENGTHS, one, capacity=96, fetch="resident")[1] for one in policies]
         one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in states)
         assert np.allclose(one, two, atol=1e-5) == same
 
 
 def test_a_step_rebuilds_three_times_the_keys_and_moves_no_more():
     sizes = dict(capacity=512, prompt=500, dtype="bfloat16", fetch="device_put")
-    one, two = (
-        step_footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), **sizes)
-        for rounds in (1, 2)
-    )
+    policies = [ShadowKV(rank=12, budget=64, **SMALL, **rounds) for rounds in ROUNDS]
+    one, two = (step_footprint(TINY, policy, **sizes) for policy in policies)
     assert two["bytes_moved"] == one["bytes_moved"] > 0
-    left = 2 * 12 * 64 * TINY.kv_heads * TINY.num_layers
-    assert two["bytes_read"] - one["bytes_read"] == 2 * left
-    states = [
-        abstract_state(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), batch=1, **sizes)
-        for rounds in (1, 2)
-    ]
+    assert two["bytes_read"] - one["bytes_read"] == 2 * 2 * 12 * 64 * TINY.kv_heads * TINY.num_layers
+    states = [abstract_state(TINY, policy, batch=1, **sizes) for policy in policies]
     first, second = (state.specs[0].policy.step_flops(state.specs[0], state.layers[0]) for state in states)
     products = 2 * 2 * (12 + TINY.q_heads // TINY.kv_heads) * 64 * TINY.key_columns
     assert products <= second - first <= 1.2 * products  # the formula also counts numbers that are read as multiplied
-    kept = [
-        footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), **sizes)["device_bytes"]
-        for rounds in (1, 2)
-    ]
-    assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize("rounds", [0, 3, 1.0, True])
-def test_rounds_are_one_or_two(rounds):
-    for kind in (ShadowKV, ShadowKVPlus):
-        with pytest.raises(ConfigError, match=r"choice\.rounds must be an integer in \[1, 2\]"):
-            kind(choice=Choice(rounds=rounds)).resolve(TINY, 96)
+    assert len({footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies}) == 1
