@@ -3,17 +3,15 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, TINY, model, random_tokens, run_steps
+from cases import TINY, model, random_tokens, run_steps
 from policy_inputs import DEEP, prompt_of, spec_of
 
 from jshadow import Offloaded
 from jshadow.cache import place
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation.laws import inputs
 from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import DenseFirst, Full, InfiniGen, InfLLM, Loki, OmniKV, Pyramid, Quest, SpeCache
@@ -39,36 +37,36 @@ def test_quest_s_bound_holds_for_every_page(unit):
         np.testing.assert_allclose(scores, products, atol=1e-4)
 
 
+def fed(policy, tokens, lengths, steps, **options):
+    """Logits and state after prompts [B, S] and steps [B, T]."""
+    _, state = decode.prefill(model(), tokens, lengths, policy, **options)
+    return run_steps(model(), state, steps)
+
+
 @pytest.mark.slow
 def test_a_capacity_below_a_page_is_no_error():
+    given = random_tokens(1, 6, seed=33), [6], random_tokens(1, 4, seed=34)
+    want, _ = fed(Full(), *given, capacity=10)
     for policy in (Quest(dense_layers=0), Quest()):
-        tokens, steps = random_tokens(1, 6, seed=33), random_tokens(1, 4, seed=34)
-        _, state = decode.prefill(model(), tokens, [6], policy, capacity=10)
-        _, full = decode.prefill(model(), tokens, [6], Full(), capacity=10)
-        got, want = (run_steps(model(), one, steps)[0] for one in (state, full))
-        np.testing.assert_allclose(got, want, atol=1e-4)
+        np.testing.assert_allclose(fed(policy, *given, capacity=10)[0], want, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_top_p_attends_to_fewer_and_a_flat_context_to_more():
-    prompt = random_tokens(1, 90, seed=8)
-    attended = []
-    for share in (1.0, 0.9, 0.3):
-        policy = Quest(budget=64, unit=4, dense_layers=0, top_p=share)
-        _, state = decode.prefill(model(), prompt, [90], policy, capacity=128)
-        _, state = run_steps(model(), state, random_tokens(1, 4, seed=9))
-        attended.append(float(state.counters.attended[0]))
+    given = random_tokens(1, 90, seed=8), [90], random_tokens(1, 4, seed=9)
+    policies = [Quest(budget=64, unit=4, dense_layers=0, top_p=share) for share in (1.0, 0.9, 0.3)]
+    attended = [float(fed(policy, *given, capacity=128)[1].counters.attended[0]) for policy in policies]
     assert attended[0] > attended[1] > attended[2]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9, 0.5, 0.01])
-def test_the_share_of_a_softmax(share):
-    rng = np.random.default_rng(7)
-    weights = -np.sort(-rng.exponential(size=(3, 20)).astype(np.float32), axis=1)
-    kept = np.asarray(jax.jit(within_share, static_argnums=1)(weights, share))
-    for row, mask in zip(weights, kept, strict=True):
-        count = 20 if share == 1 else next(n for n in range(1, 21) if row[:n].sum() >= share * row.sum() - 1e-6)
-        assert mask.tolist() == [i < count for i in range(20)]
+def test_the_share_of_a_softmax():
+    shares, weights = (1.0, 0.9, 0.5, 0.01), np.random.default_rng(7).exponential(size=(3, 20)).astype(np.float32)
+    weights = -np.sort(-weights, axis=1)
+    kept = jax.jit(lambda weights: [within_share(weights, share) for share in shares])(weights)
+    for share, masks in zip(shares, kept, strict=True):
+        for row, mask in zip(weights, np.asarray(masks), strict=True):
+            count = 20 if share == 1 else next(n for n in range(1, 21) if row[:n].sum() >= share * row.sum() - 1e-6)
+            assert mask.tolist() == [i < count for i in range(20)]
 
 
 def test_loki_with_all_columns_ranks_by_the_products():
@@ -98,11 +96,8 @@ def test_loki_learns_from_a_text():
     fitted = policy.fit(model(), text)
     components = np.asarray(fitted["components"])
     assert components.shape == (TINY.num_layers, TINY.kv_heads, TINY.head_dim, TINY.head_dim)
-    np.testing.assert_allclose(
-        np.einsum("lhde,lhdf->lhef", components, components),
-        np.broadcast_to(np.eye(TINY.head_dim), components.shape),
-        atol=1e-4,
-    )
+    products = np.einsum("lhde,lhdf->lhef", components, components)
+    np.testing.assert_allclose(products, np.broadcast_to(np.eye(TINY.head_dim), components.shape), atol=1e-4)
     tokens = random_tokens(2, 50, seed=4)
     _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
     for layer, basis in zip(state.layers, components, strict=True):
@@ -202,33 +197,14 @@ def test_a_prefill_of_its_own_is_not_shared():
 
 
 @pytest.mark.slow
-def test_specache_without_quantization_is_full_whatever_was_guessed():
-    """No token is quantized while the residual holds all, and the guess is never stored."""
-    tokens, steps = random_tokens(2, 40, seed=11), random_tokens(2, 6, seed=12)
-    _, state = decode.prefill(model(), tokens, [40, 23], SpeCache(group=8, residual=64, fetched=4), capacity=64)
-    _, full = decode.prefill(model(), tokens, [40, 23], Full(), capacity=64)
-    want, _ = run_steps(model(), full, steps)
-    rng = np.random.default_rng(13)
-    for step in range(6):
-        guess = jnp.asarray(rng.integers(0, TINY.vocab_size, 2), jnp.int32)
-        state = state.replace(shared=state.shared.replace(guess=guess))
-        logits, state = decode.decode_step(model(), steps[:, step], state)
-        np.testing.assert_allclose(logits, want[:, step], atol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])
 def test_specache_that_fetches_everything_is_full(fetch):
     """Keys and values have one bit, and all of them are replaced by exact ones."""
-    tokens, steps = random_tokens(2, 50, seed=14), random_tokens(2, 9, seed=15)
-    policy = SpeCache(bits=1, group=8, residual=8, fetched=64)
-    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=64, fetch=fetch)
-    _, full = decode.prefill(model(), tokens, [50, 31], Full(), capacity=64)
-    got, want = (run_steps(model(), one, steps)[0] for one in (state, full))
-    np.testing.assert_allclose(got, want, atol=1e-4)
-    few = dataclasses.replace(policy, fetched=2)
-    _, state = decode.prefill(model(), tokens, [50, 31], few, capacity=64, fetch=fetch)
-    assert np.abs(run_steps(model(), state, steps)[0] - want).max() > 0.05
+    given = random_tokens(2, 50, seed=14), [50, 31], random_tokens(2, 9, seed=15)
+    every, few = (SpeCache(bits=1, group=8, residual=8, fetched=fetched) for fetched in (64, 2))
+    want, _ = fed(Full(), *given, capacity=64)
+    np.testing.assert_allclose(fed(every, *given, capacity=64, fetch=fetch)[0], want, atol=1e-4)
+    assert np.abs(fed(few, *given, capacity=64, fetch=fetch)[0] - want).max() > 0.05
 
 
 def test_omnikv_s_plan_of_layers():
@@ -244,59 +220,30 @@ def test_omnikv_s_plan_of_layers():
     assert policy.for_layer(1, sliding).serves == (5, 7)
 
 
-def test_all_layers_filters_attend_to_everything():
-    every = OmniKV(budget=3, filter_layers=(0, 1, 2))
-    got, want = (inputs.teacher_forced(policy, "resident") for policy in (every, Full()))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-LENGTHS = [61, 27, 5]
-TOKENS = random_tokens(3, 61, seed=3)
-
-
-def run(policy, fetch, dtype="float32", turn=70):
-    """A prompt, a turn of more than 64 tokens, and two steps: the logits [B, T, V] of all, and the state."""
-    params = model(dtype=dtype)
-    logits, state = decode.prefill(params, TOKENS, LENGTHS, policy, capacity=192, fetch=fetch)
-    outs = [logits[:, None]]
-    more = random_tokens(3, turn, seed=4)
-    out, state = decode.extend(params, more, [turn, 3, 0], state, logits="all")
-    outs.append(out)
-    for seed in (5, 6):
-        out, state = decode.decode_step(params, random_tokens(3, 1, seed=seed)[:, 0], state)
-        outs.append(out[:, None])
-    return np.concatenate(outs, axis=1), state
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [7, 1, 16, 500])
 def test_a_stream_is_full_attention(block):
-    """Blocks of any size, prompts that end inside a block, and turns longer than a short one."""
+    """Blocks of any size, prompts that end inside a block, and long turns. `all_tokens` is Full's."""
+    outs, states = [], []
+    for policy, fetch in ((Full(), "resident"), (Offloaded(block=block), "device_put")):
+        logits, state = decode.prefill(
+            model(), random_tokens(3, 61, seed=3), [61, 27, 5], policy, capacity=192, fetch=fetch
+        )
+        turn, state = decode.extend(model(), random_tokens(3, 70, seed=4), [70, 3, 0], state, logits="all")
+        steps, state = run_steps(model(), state, random_tokens(3, 2, seed=5))
+        outs.append(np.concatenate([logits[:, None], turn, steps], axis=1))
+        states.append(state)
     real = np.ones((3, 73), bool)
     real[1, 4:71], real[2, 1:71] = False, False
-    want, _ = run(Full(), "resident")
-    got, state = run(Offloaded(block=block), "device_put")
-    np.testing.assert_allclose(got[real], want[real], atol=2e-5)
-    assert state.policy.block == min(block, 192)
-    rows = TINY.num_layers * 2 * TINY.kv_heads * TINY.head_dim * 4
-    blocks = -(-61 // state.policy.block)  # the longest prompt of the batch
+    np.testing.assert_allclose(outs[1][real], outs[0][real], atol=2e-5)
+    size = states[1].policy.block
+    assert size == min(block, 192)
+    rows, blocks = TINY.num_layers * 2 * TINY.kv_heads * TINY.head_dim * 4, -(-61 // size)  # of the longest prompt
     passes = np.array([3, 3, 2])  # the turn, unless a row has no tokens in it, and two steps
-    moved = np.asarray(state.counters.fetched).astype(int) * 64
-    assert moved.tolist() == (passes * blocks * state.policy.block * rows).tolist()
-
-
-@pytest.mark.slow
-def test_all_tokens_are_those_of_full():
-    states = [run(policy, "resident", turn=8)[1] for policy in (Full(), Offloaded(block=16))]
-    parts = [*(state.specs for state in states), *(state.layers for state in states)]
-    for spec, other, full, streamed in zip(*parts, strict=True):
-        want = spec.policy.all_tokens(spec, full)
-        got = other.policy.all_tokens(other, streamed)
+    moved = np.asarray(states[1].counters.fetched).astype(int) * 64
+    assert moved.tolist() == (passes * blocks * size * rows).tolist()
+    for index in range(TINY.num_layers):
+        want, got = (state.specs[index].policy.all_tokens(state.specs[index], state.layers[index]) for state in states)
         for row, length in enumerate(np.asarray(states[0].lengths)):
             np.testing.assert_allclose(got.k[row, :, :length], want.k[row, :, :length], atol=1e-5)
             np.testing.assert_allclose(got.v[row, :, :length], want.v[row, :, :length], atol=1e-5)
-
-
-def test_a_block_has_tokens():
-    with pytest.raises(ConfigError, match=r"offloaded\.block must be"):
-        decode.prefill(model(), TOKENS, LENGTHS, Offloaded(block=0), capacity=CAPACITY)
