@@ -7,10 +7,10 @@ import re
 import weakref
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_models import BARE, CONFIG, PARAMS, SHADOW
+from few import slow
 
 import jshadow
 from jshadow.engine import token_steps
@@ -29,7 +29,7 @@ TEXT = ("some text " * 21)[:LONG]
 TURN = PROMPTS[2][:27]
 WARM = jshadow.Sampler(temperature=1.0)
 policies = pytest.mark.parametrize("policy", [FULL, SHADOW], ids=["full", "shadowkv"])
-slow = pytest.mark.slow
+samplers = pytest.mark.parametrize("sampler", [None, slow(WARM)], ids=["greedy", "sampled"])
 
 
 def generate(prompt, policy=SHADOW, count=8, params=BARE, **options):
@@ -40,12 +40,10 @@ alone = functools.cache(lambda policy=FULL, count=8, params=BARE: generate(PROMP
 batch = functools.cache(lambda: generate(PROMPTS))
 
 
-@pytest.mark.parametrize("row", [0, *(pytest.param(row, marks=slow) for row in (1, 2))])
-def test_a_batch_of_unequal_prompts_equals_its_rows_alone(row):
-    assert generate(PROMPTS[row]).tokens == batch()[row].tokens
-
-
-def test_stop_ids_end_a_row_and_leave_the_others():
+def test_a_batch_of_unequal_prompts_equals_its_rows_alone():
+    """Each row has a state of its own. A stop id ends a row and leaves the others."""
+    assert batch()[0].tokens == generate(PROMPTS[0]).tokens
+    assert [out.state.lengths.tolist() for out in batch()] == [[LONG + 8], [65], [128]]
     stop = batch()[0].tokens[3]
     for out, whole in zip(generate(PROMPTS, stop=[stop]), batch(), strict=True):
         end = whole.tokens.index(stop) + 1 if stop in whole.tokens else 8
@@ -98,12 +96,8 @@ def test_the_report_adds_up(fetch):
     assert report.policy == SHADOW.resolve(CONFIG, CAPACITY)
     window = np.mean([LONG + step - chunks * 8 for step in range(1, steps + 1)])
     assert report.attended_tokens == pytest.approx(window + 2 * 8 + 64)
-    assert report.attended_parts == {
-        "selected": 64.0,
-        "outliers": 16.0,
-        "window": float(LONG - chunks * 8),
-        "generated": 7.0,
-    }
+    parts = {"selected": 64.0, "outliers": 16.0, "window": float(LONG - chunks * 8), "generated": 7.0}
+    assert report.attended_parts == parts
     assert sum(report.attended_parts.values()) == report.attended_tokens + 3  # the mean is over seven steps
     assert 0 < report.hit_rate < 1
     host = (CAPACITY // 8 - 4) * 8 * heads * dim * 4 * layers
@@ -117,22 +111,16 @@ def test_the_report_adds_up(fetch):
     assert report.to_json()["policy"]["name"] == "shadowkv"
 
 
-def test_the_report_of_full_attention():
+def test_the_report_of_full_attention_and_of_a_large_cache():
+    """With a prompt of 57 tokens beside it, every row has a window of nearly the whole capacity."""
     report = alone().report
     assert report.device_bytes == report.full_bytes == 2 * CAPACITY * 2 * 16 * 4 * 2
-    assert report.hit_rate is None
     assert report.attended_tokens == LONG + 4  # the mean over seven steps
-    assert report.large_cache is None
-
-
-def test_the_report_says_why_a_cache_is_large():
-    """With a prompt of 57 tokens beside it, every row has a window of nearly the whole capacity."""
+    assert report.hit_rate is report.large_cache is None
     report = batch()[0].report
     assert report.device_bytes > report.full_bytes
-    times = report.device_bytes / report.full_bytes
-    start = (
-        f"shadowkv takes {times:.2f} times the device bytes of full attention at capacity=256; its largest parts are "
-    )
+    times = f"{report.device_bytes / report.full_bytes:.2f} times the device bytes of full attention"
+    start = f"shadowkv takes {times} at capacity=256; its largest parts are "
     part = r"[\w ]+ \([\d,]+ bytes\)"
     assert re.fullmatch(f"{re.escape(start)}{part} and {part}", report.large_cache)
     assert "rows that an offloading fetch mode keeps on the host" in report.large_cache
@@ -144,11 +132,11 @@ def test_a_capacity_with_nothing_to_select_falls_back_and_says_so(tmp_path):
     assert "nothing to select at capacity=256" in out.report.fallback
     assert out.tokens == alone().tokens
     # A chat passes its policy every turn, also where the capacity leaves it nothing to do.
-    turns = [
+    one, other = (
         jshadow.generate(BARE, TURN, policy, max_new_tokens=2, state=out.state.fork()).tokens
         for policy in (None, jshadow.ShadowKV())
-    ]
-    assert turns[0] == turns[1]
+    )
+    assert one == other
     jshadow.save_state(tmp_path / "state", out.state, BARE)
     assert jshadow.load_state(tmp_path / "state", BARE, jshadow.ShadowKV()).policy == FULL
     with pytest.raises(StateMismatch, match="policy must be the state's own"):
@@ -166,10 +154,10 @@ def test_a_state_goes_on_where_the_answer_ended(policy):
     kept = held.fork()
     second = jshadow.generate(BARE, TURN, state=held, max_new_tokens=6)
     logits, state = jshadow.extend(BARE, np.array([TURN + [0] * 5]), np.array([27]), kept)
-    tokens = [int(np.argmax(logits))]
+    tokens = [int(np.asarray(logits).argmax())]
     for _ in range(5):
         logits, state = jshadow.decode_step(BARE, np.array(tokens[-1:]), state)
-        tokens.append(int(np.argmax(logits)))
+        tokens.append(int(np.asarray(logits).argmax()))
     assert second.tokens == tokens
     if policy == FULL:
         assert second.tokens == generate(PROMPTS[0] + first.tokens + TURN, policy, 6).tokens
@@ -200,11 +188,7 @@ def test_the_next_turn_of_a_chat_is_the_whole_chat(answer):
     assert first.report.prompt_tokens + len(ids) + second.report.prompt_tokens == whole.report.prompt_tokens
 
 
-def test_rows_of_a_batch_have_states_of_their_own():
-    assert [out.state.lengths.tolist() for out in batch()] == [[LONG + 8], [65], [128]]
-
-
-@slow
+@pytest.mark.slow
 def test_generate_continues_shared_rows():
     document = generate(PROMPTS[0], count=0, fetch="device_put").state
     turns = [[9, 8], [4]]
@@ -229,61 +213,58 @@ def test_a_closed_stream_frees_its_state():
 # Refused arguments
 
 
-BAD = {
-    "fewer_than_no_tokens": (ConfigError, "max_new_tokens", {"max_new_tokens": -1}),
-    "half_a_token": (ConfigError, "max_new_tokens", {"max_new_tokens": 1.5}),
-    "over_the_context": (CapacityError, r"context=512 tokens, got 203 \+ 310", {"max_new_tokens": 310}),
-    "over_the_capacity": (CapacityError, "capacity=210", {"capacity": 210, "max_new_tokens": 8}),
-    "capacity_over_the_context": (CapacityError, "context=512", {"capacity": 600}),
-    "not_a_sampler": (ConfigError, "sampler", {"sampler": "greedy"}),
-    "unknown_fetch": (ConfigError, "fetch", {"fetch": "teleport"}),
-    "no_name_of_a_fetch": (ConfigError, "fetch must be", {"fetch": np.ones(2)}),
-    "capacity_in_words": (CapacityError, "capacity must be an integer", {"capacity": "many"}),
-    "capacity_of_many": (CapacityError, "capacity must be an integer", {"capacity": np.array([256, 300])}),
-    "seed_in_halves": (ConfigError, r"seed must be an integer .*got 1.5", {"seed": 1.5}),
-    "no_seed": (ConfigError, "seed must be an integer", {"seed": None}),
-    "seed_of_many_bits": (ConfigError, r"seed must be an integer in \[-2\*\*63, 2\*\*63\)", {"seed": 2**63}),
-    "stop_in_halves": (ConfigError, "stop must be", {"stop": 1.5}),
-    "not_a_state": (StateMismatch, "state must be a KVState.*got 'mine'", {"state": "mine"}),
-    "empty_stop": (ConfigError, "stop", {"stop": ""}),
-    "rank": (ConfigError, r"shadowkv.rank must be an integer in \[1, 32\], got 33", {"policy": jshadow.ShadowKV(33)}),
-    "attention_by_name": (ConfigError, "prefill must be a PrefillAttention", {"prefill": "vertical_slash"}),
-    "attention_by_class": (ConfigError, "prefill must be a PrefillAttention", {"prefill": jshadow.VerticalSlash}),
-    "attention_by_number": (ConfigError, "prefill must be a PrefillAttention", {"prefill": 3}),
-}
+INTEGER = "capacity must be an integer"
+BAD = [
+    ({"max_new_tokens": -1}, ConfigError, "max_new_tokens"),
+    ({"max_new_tokens": 1.5}, ConfigError, "max_new_tokens"),
+    ({"max_new_tokens": 310}, CapacityError, r"context=512 tokens, got 203 \+ 310"),
+    ({"capacity": 210, "max_new_tokens": 8}, CapacityError, "capacity=210"),
+    ({"capacity": 600}, CapacityError, "context=512"),
+    ({"capacity": "many"}, CapacityError, INTEGER),
+    ({"capacity": np.array([256, 300])}, CapacityError, INTEGER),
+    ({"sampler": "greedy"}, ConfigError, "sampler"),
+    ({"fetch": "teleport"}, ConfigError, "fetch"),
+    ({"fetch": np.ones(2)}, ConfigError, "fetch must be"),
+    ({"seed": 1.5}, ConfigError, r"seed must be an integer .*got 1.5"),
+    ({"seed": None}, ConfigError, "seed must be an integer"),
+    ({"seed": 2**63}, ConfigError, r"seed must be an integer in \[-2\*\*63, 2\*\*63\)"),
+    ({"stop": 1.5}, ConfigError, "stop must be"),
+    ({"stop": ""}, ConfigError, "stop"),
+    ({"state": "mine"}, StateMismatch, "state must be a KVState.*got 'mine'"),
+    ({"policy": jshadow.ShadowKV(33)}, ConfigError, r"shadowkv.rank must be an integer in \[1, 32\], got 33"),
+    *(
+        ({"prefill": wrong}, ConfigError, "prefill must be a PrefillAttention")
+        for wrong in ("vertical_slash", jshadow.VerticalSlash, 3)
+    ),
+]
+FOREIGN = [
+    (TURN, {"policy": SHADOW}, StateMismatch, "policy"),
+    (TURN, {"capacity": 300}, StateMismatch, "capacity"),
+    (TURN, {"fetch": "device_put"}, StateMismatch, "fetch must be the state's own 'resident'"),
+    (TURN, {"verify": True}, ConfigError, "fetch must offload"),
+    (PROMPTS[:2], {}, StateMismatch, "rows"),
+    (PROMPTS[0], {}, CapacityError, "room"),
+    (TURN, {"prefill": jshadow.VerticalSlash()}, ConfigError, "prefill must be None with a state"),
+    (TURN, {"fitted": {}}, ConfigError, "fitted must be left out with a state"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_told_before_anything_runs(case):
-    error, told, arguments = BAD[case]
+@pytest.mark.parametrize(("arguments", "error", "told"), BAD)
+def test_bad_arguments_are_told_before_anything_runs(arguments, error, told):
     with pytest.raises(error, match=told):
         jshadow.generate(PARAMS, PROMPTS[0], **arguments)
 
 
-def test_what_cannot_be_streamed():
-    with pytest.raises(PromptError, match="list of 2"):
-        jshadow.stream(PARAMS, ["a", "b"])
-    with pytest.raises(PromptError, match="no tokenizer"):
-        jshadow.stream(BARE, [1, 2, 3])
-
-
-FOREIGN = {
-    "policy": (StateMismatch, "policy", TURN, {"policy": SHADOW}),
-    "capacity": (StateMismatch, "capacity", TURN, {"capacity": 300}),
-    "fetch": (StateMismatch, "fetch must be the state's own 'resident'", TURN, {"fetch": "device_put"}),
-    "verify": (ConfigError, "fetch must offload", TURN, {"verify": True}),
-    "rows": (StateMismatch, "rows", PROMPTS[:2], {}),
-    "room": (CapacityError, "room", PROMPTS[0], {}),
-    "prefill": (ConfigError, "prefill must be None with a state", TURN, {"prefill": jshadow.VerticalSlash()}),
-    "fitted": (ConfigError, "fitted must be left out with a state", TURN, {"fitted": {}}),
-}
-
-
-@pytest.mark.parametrize("case", FOREIGN)
-def test_a_foreign_state_is_refused(case):
-    error, told, prompt, arguments = FOREIGN[case]
+@pytest.mark.parametrize(("prompt", "arguments", "error", "told"), FOREIGN)
+def test_a_foreign_state_is_refused(prompt, arguments, error, told):
     with pytest.raises(error, match=told):
         jshadow.generate(BARE, prompt, state=alone().state, max_new_tokens=2, **arguments)
+
+
+def test_what_cannot_be_streamed():
+    for arguments, told in (((PARAMS, ["a", "b"]), "list of 2"), ((BARE, [1, 2, 3]), "no tokenizer")):
+        with pytest.raises(PromptError, match=told):
+            jshadow.stream(*arguments)
 
 
 # Steps that the device runs before the host has read the tokens
@@ -295,7 +276,7 @@ def without_running_ahead(monkeypatch):
     monkeypatch.setattr(TokenSteps, "next", lambda steps, *args, ahead: step(steps, *args, ahead=False))
 
 
-@pytest.mark.parametrize("sampler", [None, pytest.param(WARM, marks=slow)], ids=["greedy", "sampled"])
+@samplers
 def test_running_ahead_changes_nothing(monkeypatch, sampler):
     free = generate(PROMPTS, sampler=sampler)
     # The rows end in different steps: one at its first token, one at its fourth, and one at the limit or before.
@@ -305,25 +286,21 @@ def test_running_ahead_changes_nothing(monkeypatch, sampler):
     without_running_ahead(monkeypatch)
     for mine, want in zip(ahead, generate(PROMPTS, sampler=sampler, stop=stop), strict=True):
         assert mine.tokens == want.tokens
-        assert mine.report.attended_tokens == want.report.attended_tokens
-        assert mine.report.hit_rate == want.report.hit_rate
+        for field in ("attended_tokens", "hit_rate"):
+            assert getattr(mine.report, field) == getattr(want.report, field)
         for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(want.state), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 def test_a_step_is_dispatched_before_the_token_is_read(monkeypatch):
-    order, dispatch, read = [], TokenSteps._dispatch, GenerationLoop.read_tokens
+    order = []
 
-    def dispatched(steps, *args):
-        order.append("dispatch")
-        return dispatch(steps, *args)
+    def note(owner, function, name):
+        real = getattr(owner, function)
+        monkeypatch.setattr(owner, function, lambda *args: order.append(name) or real(*args))
 
-    def reads(loop, *args):
-        order.append("read")
-        return read(loop, *args)
-
-    monkeypatch.setattr(TokenSteps, "_dispatch", dispatched)
-    monkeypatch.setattr(GenerationLoop, "read_tokens", reads)
+    note(TokenSteps, "_dispatch", "dispatch")
+    note(GenerationLoop, "read_tokens", "read")
     generate(PROMPTS[0], FULL, 4)
     assert order == ["read", "dispatch", "dispatch", "read", "dispatch", "read", "read"]
     order.clear()
@@ -402,14 +379,13 @@ def test_a_state_is_forked_only_while_a_stop_string_may_begin(monkeypatch):
 # Logits that are not numbers
 
 
-@pytest.mark.parametrize("sampler", [None, pytest.param(WARM, marks=slow)], ids=["greedy", "sampled"])
+@samplers
 def test_logits_that_are_nan_are_an_error(monkeypatch, sampler):
     once = token_steps.sample_once
     with monkeypatch.context() as patch:
+        wrong = np.array([[0], [np.nan], [0]], np.float32)
         patch.setattr(
-            token_steps,
-            "sample_once",
-            lambda logits, *args, **options: once(logits.at[1].set(jnp.nan), *args, **options),
+            token_steps, "sample_once", lambda logits, *args, **named: once(np.asarray(logits) + wrong, *args, **named)
         )
         with pytest.raises(NumericalError, match=r"NaN in row 1 at step 0, .* follow the prompt"):
             generate(PROMPTS, sampler=sampler)

@@ -4,6 +4,7 @@ import json
 
 import mesh_cases
 import pytest
+from few import quick
 from forced_devices import FOUR
 from mesh_cases import POLICIES, meshes_of
 from several_processes import SUPPORT, ended, start_all
@@ -15,7 +16,6 @@ from jshadow.policies.shadowkv import Quirks
 # All tests but one call functions in the one process with four devices. It compiles for itself, and its programs and
 # seconds are not counted here.
 pytestmark = [pytest.mark.xdist_group("mesh"), pytest.mark.process]
-slow = pytest.mark.slow
 FETCHES = ("resident", "device_put", "zero_copy")
 OFFLOADING = ("quest", "rocketkv", "rocketkv_kvzip", "shadowkv", "packed", "shadowkv_plus", "plus_int4", "exact")
 OFFLOADING += ("channel",)
@@ -27,12 +27,7 @@ CASES += [(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES[:
 CASES += [("full", "sp4", "resident"), ("shadowkv_plus", "tp4", "zero_copy"), ("snapkv", "data2", "resident")]
 
 
-def marked(cases, quick):
-    """Cases with the marker slow on all but the quick ones."""
-    return [pytest.param(*case, marks=() if case in quick else slow, id="-".join(case)) for case in cases]
-
-
-@pytest.mark.parametrize(("name", "mesh", "fetch"), marked(CASES, QUICK))
+@pytest.mark.parametrize(("name", "mesh", "fetch"), quick(QUICK, CASES))
 def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
     seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "split", fetch)
     assert seen["logits"] < 1e-4
@@ -42,9 +37,11 @@ def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
     assert seen["sets"] > 0 or name not in OFFLOADING
 
 
-@slow
-@pytest.mark.parametrize("mesh", ["tp2", "tp2_sp2"])
-@pytest.mark.parametrize("name", ["shadowkv", "packed", "shadowkv_plus"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("shadowkv", "tp2"), ("packed", "tp2_sp2"), ("shadowkv_plus", "tp2"), ("shadowkv_plus", "tp2_sp2")],
+)
 def test_left_rows_may_lie_everywhere(name, mesh):
     seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "everywhere", "zero_copy")
     assert seen["logits"] < 1e-4
@@ -56,67 +53,45 @@ FLOWS = [("shadowkv", "tp2_sp2"), ("full", "sp4"), ("quest", "tp2"), ("packed", 
 FLOWS += [("snapkv", "tp2_sp2"), ("shadowkv", "data2")]
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), FLOWS)
 def test_states_are_forked_taken_inserted_and_extended(name, mesh):
     """And get other windows, and share a prompt half."""
     assert max(FOUR.call(mesh_cases.compare_flow, name, mesh, "device_put")) < 1e-4
 
 
-@slow
-@pytest.mark.parametrize("mesh", ["tp2_sp2", "tp2"])
-def test_a_long_turn_takes_blocks(mesh):
-    assert FOUR.call(mesh_cases.long_turn, "shadowkv", mesh) < 1e-4
+@pytest.mark.slow
+def test_a_long_turn_takes_blocks():
+    assert FOUR.call(mesh_cases.long_turn, "shadowkv", "tp2_sp2") < 1e-4
+
+
+PRELOADED = ShadowKV(quirks=Quirks(exact_preload=True), budget=16, outlier_chunks=0)
+OF_PROMPT = "mesh must have sp=1 for"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "policy", "left", "error"),
+    ("axis", "size", "policy", "left", "error"),
     [
-        ([("tp", 3)], ShadowKV(), "split", "ConfigError: mesh axis tp must divide the 4 KV heads, got tp=3"),
-        (
-            [("model", 2)],
-            ShadowKV(),
-            "split",
-            "ConfigError: mesh must have no axes but ('data', 'sp', 'tp'), got ('model',)",
-        ),
-        (
-            [("tp", 2)],
-            InfLLM(),
-            "split",
-            "ConfigError: mesh must be None for infllm, which is not split over devices",
-        ),
-        ([("sp", 2)], H2O(), "split", "ConfigError: mesh must have sp=1 for h2o, which cannot split a prompt"),
-        (
-            [("sp", 2)],
-            StreamingLLM(),
-            "split",
-            "ConfigError: mesh must have sp=1 for streaming_llm, which cannot split",
-        ),
-        (
-            [("sp", 2)],
-            ShadowKV(quirks=Quirks(exact_preload=True), budget=16, outlier_chunks=0),
-            "split",
-            "ConfigError: mesh must have sp=1 for shadowkv, which cannot split a prompt, got data=1, sp=2, tp=1",
-        ),
-        (
-            [("tp", 2)],
-            ShadowKV(),
-            "nowhere",
-            "ConfigError: left must be one of ('split', 'everywhere'), got 'nowhere'",
-        ),
+        ("tp", 3, ShadowKV(), "split", "mesh axis tp must divide the 4 KV heads, got tp=3"),
+        ("model", 2, ShadowKV(), "split", "mesh must have no axes but ('data', 'sp', 'tp'), got ('model',)"),
+        ("tp", 2, InfLLM(), "split", "mesh must be None for infllm, which is not split over devices"),
+        ("sp", 2, H2O(), "split", f"{OF_PROMPT} h2o, which cannot split a prompt"),
+        ("sp", 2, StreamingLLM(), "split", f"{OF_PROMPT} streaming_llm, which cannot split"),
+        ("sp", 2, PRELOADED, "split", f"{OF_PROMPT} shadowkv, which cannot split a prompt, got data=1, sp=2, tp=1"),
+        ("tp", 2, ShadowKV(), "nowhere", "left must be one of ('split', 'everywhere'), got 'nowhere'"),
     ],
 )
-def test_what_does_not_fit_a_mesh_is_refused(mesh, policy, left, error):
-    assert FOUR.call(mesh_cases.refused, mesh, policy, left).startswith(error)
+def test_what_does_not_fit_a_mesh_is_refused(axis, size, policy, left, error):
+    assert FOUR.call(mesh_cases.refused, [(axis, size)], policy, left).startswith(f"ConfigError: {error}")
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2_sp2", "data2"])
 def test_an_engine_answers_on_a_mesh(mesh):
     assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "loki", "shadowkv"])
 def test_a_budget_may_have_more_units_than_a_device(name):
     difference, counted = FOUR.call(mesh_cases.few_units, "sp4", name)
@@ -124,20 +99,16 @@ def test_a_budget_may_have_more_units_than_a_device(name):
     assert counted
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("shadowkv", "tp2_sp2"), ("full", "data2"), ("shadowkv_plus", "tp2")])
 def test_speculation_changes_no_token(name, mesh):
     assert FOUR.call(mesh_cases.speculated, name, mesh) == [True] * 3
 
 
-@slow
-def test_a_mesh_is_not_verified():
+@pytest.mark.slow
+def test_a_mesh_is_not_verified_and_sliding_layers_have_their_window_on_every_device():
     told = FOUR.call(mesh_cases.verified, "tp2")
     assert told == "StateMismatch: verify needs a state on one device, got one on a mesh"
-
-
-@slow
-def test_sliding_layers_have_their_window_on_every_device():
     assert FOUR.call(mesh_cases.sliding, "tp2_sp2") < 1e-4
 
 
@@ -148,7 +119,7 @@ COMPILE_SECONDS = 540  # under the limit of a test
 BY_TWO = ["shadowkv:sp=2,tp=2:device_put", "packed:tp=4:device_put", "shadowkv_plus:data=2,tp=2:zero_copy"]
 
 
-@slow
+@pytest.mark.slow
 def test_two_processes_give_the_results_of_one_device():
     """Heads in a process and chunks between the processes, and heads or rows over all devices."""
     folders = (SUPPORT.parents[1], SUPPORT, SUPPORT.parent, SUPPORT.parent / "laws" / "oracle")

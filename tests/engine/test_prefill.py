@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, mode_of, model, prefilled, setting
 from family_cases import family_config
+from few import pairwise, quick, slow
 from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
 
@@ -39,23 +39,19 @@ from jshadow.weights.params import init_params
 
 SHADOW = setting("shadowkv", "restricted")
 PIECE = 16  # 61 tokens: an uneven cut
-slow = pytest.mark.slow
+SETTINGS = {"capacity": CAPACITY, "prefill_chunk": PIECE}
 
 
-@pytest.mark.parametrize(
-    ("name", "prefill_chunk"),
-    [
-        ("shadowkv", PIECE),
-        *(pytest.param(name, PIECE, marks=slow) for name in ("h2o", "infllm", "shadowkv_plus_transform", "probe")),
-        pytest.param("shadowkv", 7, marks=slow),
-        *(pytest.param(name, 1, marks=slow) for name in POLICY_CASES),
-    ],
-)
+PIECES = [("shadowkv", PIECE), slow(("shadowkv", 7)), *(slow((name, 1)) for name in POLICY_CASES)]
+PIECES += [slow((name, PIECE)) for name in ("h2o", "infllm", "shadowkv_plus_transform", "probe")]
+
+
+@pytest.mark.parametrize(("name", "prefill_chunk"), PIECES)
 def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
     turns.prefill_pieces_are_one_prefill(case_of(name, piece=prefill_chunk))
 
 
-@pytest.mark.parametrize("logits", ["all", pytest.param("last", marks=slow)])
+@pytest.mark.parametrize("logits", ["all", slow("last")])
 def test_logits_of_a_prompt_in_pieces(logits):
     options = {"capacity": CAPACITY, "logits": logits}
     whole = decode.prefill(model(), PROMPT, LENGTHS, Full(), **options)[0]
@@ -64,35 +60,27 @@ def test_logits_of_a_prompt_in_pieces(logits):
     np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 
-def test_a_piece_must_have_tokens():
-    for value in (0, -1, 2.5, True, None):
-        with pytest.raises(ConfigError, match="prefill_chunk must be an integer of at least 1"):
-            decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, prefill_chunk=value)
-
-
 def test_a_ragged_batch_is_in_the_bound():
     """The shortest prompt decides the windows of all rows."""
     state = prefilled("shadowkv", "restricted")[1]
-    settings = dict(batch=3, tokens=max(LENGTHS), capacity=CAPACITY, dtype="float32", fetch="resident")
+    settings = {"batch": 3, "tokens": max(LENGTHS), "capacity": CAPACITY, "dtype": "float32", "fetch": "resident"}
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
     assert prefill_peak(TINY, SHADOW, shortest=min(LENGTHS), **settings)["state"] == held
     assert prefill_peak(TINY, SHADOW, **settings)["state"] < held
-    for name in ("tokens", "prefill_chunk"):
-        with pytest.raises(ConfigError, match=name):
-            prefill_peak(TINY, ShadowKV(), **settings | {name: 0})
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunk", "multiple", "pieces"),
+    ("tokens", "chunk", "pieces"),
     [
-        *((61, 2048, 1, (1, 61)), (2112, 2048, 1, (2, 1056)), (7, 2, 1, (4, 2)), (61, 2048, 16, (1, 64))),
-        *((2112, 2048, 512, (2, 1536)), (7, 2, 4, (2, 4)), (4096, 2048, 512, (2, 2048))),
+        (61, 2048, {1: (1, 61), 16: (1, 64)}),
+        (2112, 2048, {1: (2, 1056), 512: (2, 1536)}),
+        (7, 2, {1: (4, 2), 4: (2, 4)}),
+        (4096, 2048, {512: (2, 2048)}),
     ],
 )
-def test_pieces_are_even_cover_the_prompt_and_may_have_to_be_multiples(tokens, chunk, multiple, pieces):
-    assert pieces_of(tokens, chunk, multiple) == pieces
-    if multiple == 1:
-        assert pieces_of(tokens, chunk) == pieces
+def test_pieces_are_even_cover_the_prompt_and_may_have_to_be_multiples(tokens, chunk, pieces):
+    assert {multiple: pieces_of(tokens, chunk, multiple) for multiple in pieces} == pieces
+    assert pieces_of(tokens, chunk) == pieces_of(tokens, chunk, 1)
 
 
 def attended(q, k, v, scale, seen):
@@ -106,10 +94,7 @@ def attended(q, k, v, scale, seen):
     return np.einsum("bhts,bshd->bthd", weights / total, v), (np.log(total) + top)[..., 0]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size", "group", "dim"),
-    [(482, 241, 4, 80), pytest.param(700, 100, 2, 16, marks=slow), pytest.param(113, 113, 1, 64, marks=slow)],
-)
+@pytest.mark.parametrize(("tokens", "size", "group", "dim"), [(482, 241, 4, 80), slow((113, 113, 1, 64))])
 def test_attention_of_a_piece(tokens, size, group, dim):
     """Whatever lies after the piece is not looked at."""
     rng, run = np.random.default_rng(tokens), jax.jit(causal_attention, static_argnums=3)
@@ -143,16 +128,18 @@ def test_a_long_turn_is_attended_in_blocks():
         keys, values = (
             np.concatenate([shared.swapaxes(1, 2), sign * near], axis=1) for sign in (np.float32(1), np.float32(-1))
         )
-        seen = np.append(causal[at], [True] * 3)[None]
-        np.testing.assert_allclose(
-            out[:, at : at + 1], attended(q[:, at : at + 1], keys, values, 0.25, seen)[0], atol=1e-5
-        )
+        want = attended(q[:, at : at + 1], keys, values, 0.25, np.append(causal[at], [True] * 3)[None])[0]
+        np.testing.assert_allclose(out[:, at : at + 1], want, atol=1e-5)
     text = lowered.as_text()
     assert "tensor<1x2x512x40xf32>" in text  # 256 queries of a group of two
     assert "tensor<1x2x1200x40xf32>" not in text
 
 
 # Paused anywhere
+
+
+def begun():
+    return begin_prefill(model(), PROMPT, LENGTHS, SHADOW, **SETTINGS)
 
 
 def assert_same(got, want):
@@ -175,66 +162,57 @@ def pause_everywhere(params, tokens, lengths, policy, **options):
     return jshadow.finish_prefill(params, partial), seen
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shadowkv",
-        *(pytest.param(name, marks=slow) for name in ("h2o", "infllm", "specache", "shadowkv_plus_transform")),
-    ],
-)
+@pytest.mark.parametrize("name", ["shadowkv", *map(slow, ("h2o", "infllm", "specache", "shadowkv_plus_transform"))])
 def test_paused_at_every_unit_the_state_is_equal_to_the_bit(name):
     policy = setting(name, "restricted")
-    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch=mode_of(name))
+    settings = SETTINGS | {"fetch": mode_of(name)}
     want = jshadow.prefill(model(), PROMPT, LENGTHS, policy, **settings)
     got, seen = pause_everywhere(model(), PROMPT, LENGTHS, policy, **settings)
     assert_same(got, want)
     shares = [progress.share for progress in seen]
     assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
-    assert [seen[0].layers, seen[-1].layers] == [0, TINY.num_layers]
+    assert (shares[0], shares[-1], seen[0].layers, seen[-1].layers) == (0.0, 1.0, 0, TINY.num_layers)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [None, VerticalSlash(vertical=4, slash=6, last_queries=4), "whole"])
 def test_every_kind_of_attention_can_be_paused(attention, monkeypatch):
     config = family_config("gemma3")
     params = init_params(config, seed=7)
     if attention == "whole":
-        plan_of = PrefillJob.layer_plan
+        plan_of, changes = PrefillJob.layer_plan, {"whole": "xla", "rows": 1}
         monkeypatch.setattr(
-            PrefillJob,
-            "layer_plan",
-            lambda job, *place: dataclasses.replace(plan_of(job, *place), whole="xla", rows=1),
+            PrefillJob, "layer_plan", lambda job, *place: dataclasses.replace(plan_of(job, *place), **changes)
         )
         attention = None
     tokens = np.random.default_rng(3).integers(3, 97, (2, 55), dtype=np.int32)
-    settings = dict(capacity=80, prefill_chunk=PIECE, attention=attention, fetch="device_put", room=8)
+    settings = {"capacity": 80, "prefill_chunk": PIECE, "attention": attention, "fetch": "device_put", "room": 8}
     want = jshadow.prefill(params, tokens, [55, 21], SHADOW, **settings)
     assert_same(pause_everywhere(params, tokens, [55, 21], SHADOW, **settings)[0], want)
 
 
 def test_the_units_of_a_layer():
-    plan = begin_prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=CAPACITY, prefill_chunk=PIECE).schedule.plans[0]
+    """Pieces without real tokens are not computed."""
+    plan = begun().schedule.plans[0]
     assert units_of(plan, 3, 2) == (Unit("piece", 0), Unit("piece", 1), Unit("compress"))
+    each = [Unit("project", 0, 2), Unit("project", 1, 2), Unit("attend", 0, 2), Unit("finish", 0, 2)]
+    each.append(Unit("finish", 1, 2))
     whole = dataclasses.replace(plan, whole="xla", rows=2)
-    each = [
-        Unit("project", 0, 2),
-        Unit("project", 1, 2),
-        Unit("attend", 0, 2),
-        Unit("finish", 0, 2),
-        Unit("finish", 1, 2),
-    ]
     assert units_of(whole, 4, 2) == (*(unit._replace(row=0) for unit in each), *each, Unit("compress"))
     ahead = dataclasses.replace(plan, attention=VerticalSlash())
     assert units_of(ahead, 3, 1) == (Unit("project"), Unit("begin"), Unit("piece"), Unit("compress"))
+    for longest, pieces in ((21, 3), (20, 2)):
+        lengths = [longest, 3, 1]
+        partial = begin_prefill(model(), PROMPT[:, :40], lengths, Full(), capacity=CAPACITY, prefill_chunk=10)
+        assert partial.progress.num_units == pieces + 1
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "quest", "infllm", "shadowkv"])
 def test_one_program_serves_all_lengths_of_a_width(name):
     """A prompt of one token, of one piece, of one piece and a token, and of all tokens: no further program."""
     policy, tokens = setting(name, "restricted"), np.random.default_rng(5).integers(3, 97, (1, 64), dtype=np.int32)
-    settings = dict(capacity=80, prefill_chunk=16)
+    settings = {"capacity": 80, "prefill_chunk": 16, "shortest": 1}
 
     def programs():
         jitted = (value for value in vars(prefill_layer).values() if hasattr(value, "_cache_size"))
@@ -242,22 +220,15 @@ def test_one_program_serves_all_lengths_of_a_width(name):
 
     counts = []
     for length in (64, 1, 16, 17, 63):
-        out, state = jshadow.prefill_many(model(), tokens, [length], [policy], shortest=1, **settings)[0]
+        out, state = jshadow.prefill_many(model(), tokens, [length], [policy], **settings)[0]
         counts.append(programs())
-        short = jshadow.prefill_many(model(), tokens[:, :length], [length], [policy], shortest=1, **settings)[0]
+        short = jshadow.prefill_many(model(), tokens[:, :length], [length], [policy], **settings)[0]
         np.testing.assert_allclose(out, short[0], atol=1e-4)
-        same = jshadow.prefill_many(model(), tokens, [length], [policy], shortest=1, **settings)[0]
+        same = jshadow.prefill_many(model(), tokens, [length], [policy], **settings)[0]
         assert_same((out, state), same)
         counts.append(programs())
     grown = [after - before for before, after in itertools.pairwise(counts)][1::2]
     assert grown == [0] * 4
-
-
-def test_pieces_without_real_tokens_are_not_computed():
-    partial = begin_prefill(model(), PROMPT[:, :40], [21, 3, 1], Full(), capacity=CAPACITY, prefill_chunk=10)
-    assert partial.progress.num_units == 3 + 1
-    partial = begin_prefill(model(), PROMPT[:, :40], [20, 3, 1], Full(), capacity=CAPACITY, prefill_chunk=10)
-    assert partial.progress.num_units == 2 + 1
 
 
 def test_ctrl_c_leaves_nothing_behind():
@@ -265,7 +236,7 @@ def test_ctrl_c_leaves_nothing_behind():
         gc.collect()
         return sum(leaf.nbytes for leaf in jax.live_arrays())
 
-    settings = dict(capacity=CAPACITY, prefill_chunk=PIECE, fetch="device_put")
+    settings = SETTINGS | {"fetch": "device_put"}
     want = jshadow.prefill(model(), PROMPT, LENGTHS, SHADOW, **settings)
     before = live()
 
@@ -283,79 +254,61 @@ def test_ctrl_c_leaves_nothing_behind():
 
 def test_progress_has_a_rate_after_the_first_layer():
     seen = []
-    jshadow.prefill_many(
-        model(), PROMPT, LENGTHS, [SHADOW], capacity=CAPACITY, prefill_chunk=PIECE, progress=seen.append
-    )
+    jshadow.prefill_many(model(), PROMPT, LENGTHS, [SHADOW], progress=seen.append, **SETTINGS)
     units = -(-PROMPT.shape[1] // PIECE) + 1
     assert len(seen) == units * TINY.num_layers
-    assert [(one.layers, one.units) for one in seen[: units + 1]] == [
-        *((0, n) for n in range(1, units)),
-        (1, 0),
-        (1, 1),
-    ]
-    assert seen[-1].share == 1.0
-    assert seen[-1].seconds_left == 0.0
-    assert all(one.tokens == sum(LENGTHS) for one in seen)
-    assert all(one.tokens_per_second > 0 for one in seen)
+    first = [(0, n) for n in range(1, units)]
+    assert [(one.layers, one.units) for one in seen[: units + 1]] == [*first, (1, 0), (1, 1)]
+    assert (seen[-1].share, seen[-1].seconds_left) == (1.0, 0.0)
+    assert all(one.tokens == sum(LENGTHS) and one.tokens_per_second > 0 for one in seen)
 
 
 # Bad input
 
 
-def begun(policy=SHADOW):
-    return begin_prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, prefill_chunk=PIECE)
-
-
 @pytest.mark.parametrize("use", [jshadow.advance_prefill, jshadow.finish_prefill])
 def test_another_model_or_policy_is_refused(use):
-    partial = jshadow.advance_prefill(model(), begun())
-    same_shape = init_params(TINY, seed=99)
-    other = init_params(family_config("gemma3"), seed=7)
-    for params in (same_shape, other):
-        with pytest.raises(StateMismatch, match=r"params must be those with which the prefill was begun \(\d+ layers"):
-            use(params, partial)
-    with pytest.raises(StateMismatch, match="policy must be the prefill's own ShadowKV"):
-        use(model(), partial, Full())
-    with pytest.raises(StateMismatch, match="partial must be a PartialPrefill"):
-        use(model(), None)
+    old = begun()
+    partial = jshadow.advance_prefill(model(), old)
+    another = r"params must be those with which the prefill was begun \(\d+ layers"
+    for arguments, told in (
+        ((init_params(TINY, seed=99), partial), another),
+        ((init_params(family_config("gemma3"), seed=7), partial), another),
+        ((model(), partial, Full()), "policy must be the prefill's own ShadowKV"),
+        ((model(), None), "partial must be a PartialPrefill"),
+    ):
+        with pytest.raises(StateMismatch, match=told):
+            use(*arguments)
     assert jshadow.finish_prefill(model(), partial, SHADOW)[0].shape == (len(LENGTHS), TINY.vocab_size)
+    for used in (old, partial):  # a value can be used once
+        with pytest.raises(StateMismatch, match="was advanced before; use the value that advance_prefill returned"):
+            use(model(), used)
 
 
-def test_a_value_can_be_advanced_once():
-    partial = begun()
-    after = jshadow.advance_prefill(model(), partial)
-    with pytest.raises(StateMismatch, match="was advanced before; use the value that advance_prefill returned"):
-        jshadow.advance_prefill(model(), partial)
-    while not after.done:
-        after = jshadow.advance_prefill(model(), after)
-    jshadow.finish_prefill(model(), after)
-    with pytest.raises(StateMismatch, match="was advanced before"):
-        jshadow.finish_prefill(model(), after)
-
-
-def test_lengths_past_the_capacity_are_refused():
+def test_bad_sizes_are_refused():
+    for value in (0, -1, 2.5, True, None):
+        with pytest.raises(ConfigError, match="prefill_chunk must be an integer of at least 1"):
+            decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, prefill_chunk=value)
     with pytest.raises(CapacityError):
         begin_prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=max(LENGTHS) - 1)
+    sizes = {"batch": 3, "tokens": 61, "capacity": CAPACITY, "dtype": "float32", "fetch": "resident"}
+    for name in ("tokens", "prefill_chunk"):
+        with pytest.raises(ConfigError, match=name):
+            prefill_peak(TINY, ShadowKV(), **sizes | {name: 0})
 
 
-def test_a_layer_is_dispatched_before_the_rows_of_the_last_one_are_awaited():
+def test_a_layer_is_dispatched_before_the_rows_of_the_last_one_are_awaited(monkeypatch):
     """The rows of a layer are awaited after the next layer was dispatched, and before its own rows are copied."""
     order = []
 
-    def noted(name: str, function):
-        def call(*args, **keywords):
-            order.append(name)
-            return function(*args, **keywords)
+    def note(owner, function, name):
+        real = getattr(owner, function)
+        monkeypatch.setattr(owner, function, lambda *args, **named: order.append(name) or real(*args, **named))
 
-        return call
-
-    settle = noted("await", partial_prefill.host_memory.settle)
-    with (
-        mock.patch.object(partial_prefill, "run_unit", noted("layer", partial_prefill.run_unit)),
-        mock.patch.object(partial_prefill, "compress_all", noted("compress", partial_prefill.compress_all)),
-        mock.patch.object(partial_prefill.host_memory, "settle", settle),
-    ):
-        decode.prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=CAPACITY, fetch="device_put")
+    note(partial_prefill, "run_unit", "layer")
+    note(partial_prefill, "compress_all", "compress")
+    note(partial_prefill.host_memory, "settle", "await")
+    decode.prefill(model(), PROMPT, LENGTHS, SHADOW, capacity=CAPACITY, fetch="device_put")
     assert order == ["layer", "await", "compress"] * TINY.num_layers + ["await"]
 
 
@@ -368,45 +321,33 @@ def peak_of(config, policy, tokens, chunk):
     return prefill_peak(config, policy, prefill_chunk=chunk, **sizes)
 
 
-def layer_memory(config, tokens, chunk):
-    """memory_analysis of the compiled program of a piece."""
+def memory_of_a_layer(config, tokens, policy, chunk):
+    """memory_analysis of the compiled programs of a piece, and of the compression."""
     count, size = pieces_of(tokens, chunk)
     plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size)
-    return memory_of_a_piece(config, count * size, plan)
-
-
-def compress_memory(config, tokens, capacity, policy, chunk):
-    """memory_analysis of the compiled compression."""
-    policy = policy.resolve(config, capacity)
-    [spec, *_] = cache_specs(config, policy, 1, capacity, tokens, "float32", "device_put")
-    count, size = pieces_of(tokens, chunk)
+    policy = policy.resolve(config, tokens + 64)
+    [spec, *_] = cache_specs(config, policy, 1, tokens + 64, tokens, "float32", "device_put")
     rows = jax.ShapeDtypeStruct((1, count * size, config.kv_heads, config.head_dim), jnp.float32)
-    prompt = PromptKV(
-        rows, rows, rows, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, count * size), jnp.int32)
+    numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (1, count * size)))
+    lowered = compress_layer.lower(
+        PromptKV(rows, rows, rows, *numbers), None, spec=dataclasses.replace(spec, layer=None)
     )
-    spec = dataclasses.replace(spec, layer=None)
-    return compress_layer.lower(prompt, None, spec=spec).compile().memory_analysis()
+    return memory_of_a_piece(config, count * size, plan), lowered.compile().memory_analysis()
+
+
+SIZES = ((8192, 512), (8192, 2048), (16384, 512))
+BOUNDS = pairwise((ShadowKV(), ShadowKVPlus()), (WIDE, LLAMA_SHAPE), SIZES)
 
 
 @pytest.mark.parametrize(
-    ("config", "tokens", "chunk", "policy"),
-    [
-        pytest.param(
-            config,
-            *sizes,
-            policy,
-            marks=() if (config, sizes, policy) == (WIDE, (8192, 512), ShadowKV()) else slow,
-            id=f"{policy.name}-{sizes[0]}-{sizes[1]}-{config.head_dim}",
-        )
-        for config in (WIDE, LLAMA_SHAPE)
-        for sizes in ((8192, 2048), (8192, 512), (16384, 512))
-        for policy in (ShadowKV(), ShadowKVPlus())
-    ],
+    ("policy", "config", "sizes"),
+    quick(BOUNDS[:1], BOUNDS),
+    ids=lambda value: getattr(value, "name", getattr(value, "head_dim", value)),
 )
-def test_the_compiled_layer_keeps_to_the_bound(config, tokens, chunk, policy):
+def test_the_compiled_layer_keeps_to_the_bound(policy, config, sizes):
     """What XLA reserves: temporaries of a piece that do not grow with the prompt, hidden states in place."""
-    peak = peak_of(config, policy, tokens, chunk)
-    layer, compress = layer_memory(config, tokens, chunk), compress_memory(config, tokens, tokens + 64, policy, chunk)
+    tokens, chunk = sizes
+    peak, (layer, compress) = peak_of(config, policy, *sizes), memory_of_a_layer(config, tokens, policy, chunk)
     held = peak["hidden"] + peak["keys_values"] + 4 * tokens + 4  # and positions and lengths
     assert layer.alias_size_in_bytes == held
     assert layer.output_size_in_bytes <= held + 4096
@@ -422,44 +363,30 @@ def device_bytes():
     return sum(leaf.nbytes for leaf in jax.live_arrays() if leaf.sharding.memory_kind == "device")
 
 
-def measure_growth(config, tokens, policy, prefill_chunk):
-    """Live device bytes after each layer of a prefill, weights not counted, and the state of the prompt."""
-    params = init_params(config)
+def check_growth(config, tokens, policy, prefill_chunk):
+    """Between layers nothing stays but the hidden states and one more layer's compressed state.
+
+    Returns the live device bytes after each layer, weights not counted, and the state of the prompt.
+    """
+    params, sizes = init_params(config), {"capacity": tokens + 64, "fetch": "device_put"}
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
     before, after = device_bytes(), []
-    [(_, state)] = decode.prefill_many(
-        params,
-        prompt,
-        [tokens],
-        [policy],
-        capacity=tokens + 64,
-        fetch="device_put",
-        prefill_chunk=prefill_chunk,
-        progress=lambda progress: progress.units or after.append(device_bytes() - before),
-    )
-    return after, state
-
-
-def check_growth(config, tokens, policy, prefill_chunk):
-    """Between layers nothing stays but the hidden states and one more layer's compressed state."""
-    after, state = measure_growth(config, tokens, policy, prefill_chunk)
+    sizes |= {"prefill_chunk": prefill_chunk}
+    note = {"progress": lambda progress: progress.units or after.append(device_bytes() - before)}
+    [(_, state)] = decode.prefill_many(params, prompt, [tokens], [policy], **sizes, **note)
     abstract = abstract_state(
         config, policy, batch=1, capacity=tokens + 64, prompt=tokens, dtype="float32", fetch="device_put"
     )
-    layer = [
-        sum(device for device, _ in layer_nbytes(one).values())
-        for spec, one in zip(abstract.specs, abstract.layers, strict=True)
-    ]
+    layer = [sum(device for device, _ in layer_nbytes(one).values()) for one in abstract.layers]
     assert np.diff(after).tolist() == layer[1:]
     peak = peak_of(config, policy, tokens, prefill_chunk)
     assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
     assert after[-1] <= peak["hidden"] + peak["state"] + 64
-    full = 2 * (tokens + 64) * config.key_columns * 4
-    assert layer[0] < full / 2
+    assert layer[0] < 2 * (tokens + 64) * config.key_columns * 4 / 2
     return after, state
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
 def test_live_bytes_grow_by_the_compressed_state_alone(policy):
     check_growth(WIDE, 4096, policy, 1024)
@@ -504,7 +431,7 @@ assert set(pools().values()) == {2}, pools()
 """
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.process
 def test_lapack_has_one_thread_while_a_prompt_is_compressed():
     """From a process's first prefill on; afterwards all is as before, after several at once too."""

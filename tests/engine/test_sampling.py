@@ -21,71 +21,69 @@ from jshadow.engine.sampling import NO_TOKEN, Sampler
 from jshadow.errors import ConfigError, PromptError
 
 LOGITS = np.random.default_rng(9).standard_normal((4, 50), np.float32)
-filtered = jax.jit(sampling.filter_logits, static_argnums=0)
+FILTERS = [
+    *({"top_k": k} for k in (1, 5, 10, 14)),
+    *({"top_p": p} for p in (0.05, 0.52, 0.9)),
+    *({"min_p": p} for p in (0.01, 0.4, 1.0)),
+]
+KEYS = [jax.random.key(seed) for seed in (1, 2)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def filtered(samplers, rows):
+    """What each of several samplers keeps of some rows, in one program."""
+    return [jnp.isfinite(sampling.filter_logits(sampler, rows)) for sampler in samplers]
+
+
 sample = jax.jit(sampling.sample, static_argnums=0)
 
 
-@functools.cache
-def tied_rows(size):
-    """Rows of small integers: many ties."""
-    rng = np.random.default_rng(size)
-    return np.concatenate([rng.integers(-top, top + 1, (200, size)) for top in (1, 3, 8)]).astype(np.float32)
-
-
-def kept_by(size, **settings):
-    """The rows, and which of their tokens a filter keeps."""
-    rows = tied_rows(size)
-    return zip(rows, np.isfinite(np.asarray(filtered(Sampler(1.0, **settings), rows))), strict=True)
-
-
-@pytest.mark.parametrize(("size", "k"), [*((11, k) for k in (1, 5, 10, 14)), (2, 1)])
-def test_top_k_keeps_exactly_k(size, k):
-    for row, kept in kept_by(size, top_k=k):
-        best = sorted(range(size), key=lambda i: (-row[i], i))[:k]
-        assert np.flatnonzero(kept).tolist() == sorted(best)
-
-
-@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.05, 0.52, 0.9)), (2, 0.6)])
-def test_top_p_keeps_the_fewest_that_reach_p(size, p):
-    clear = 0
-    for row, kept in kept_by(size, top_p=p):
+def kept_of_a_row(row, kept, top_k=None, top_p=None, min_p=None):
+    """Check what one filter keeps. Return whether rounding decides nothing."""
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    assert kept[order[0]]
+    if top_k:
+        assert np.flatnonzero(kept).tolist() == sorted(order[:top_k])
+    elif top_p:
         probs = oracle.softmax(row.astype(float))
-        order = sorted(range(size), key=lambda i: (-row[i], i))
         before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
-        if np.abs(before[1:] - p).min() > 1e-5:  # else rounding decides
-            assert kept[order].tolist() == (before < p).tolist()
-            clear += 1
-        assert kept[order[0]]
-    assert clear > 500
-
-
-@pytest.mark.parametrize(("size", "p"), [*((11, p) for p in (0.01, 0.4, 1.0)), (2, 0.5)])
-def test_min_p_keeps_what_is_likely_enough(size, p):
-    for row, kept in kept_by(size, min_p=p):
+        if np.abs(before[1:] - top_p).min() <= 1e-5:
+            return False
+        assert kept[order].tolist() == (before < top_p).tolist()
+    else:
         share = np.exp(row.astype(float) - max(row))
-        clear = np.abs(share - p) > 1e-4
-        assert kept[clear].tolist() == (share >= p)[clear].tolist()
-        assert kept[int(np.argmax(row))]
+        clear = np.abs(share - min_p) > 1e-4
+        assert kept[clear].tolist() == (share >= min_p)[clear].tolist()
+    return True
+
+
+@pytest.mark.parametrize(("size", "settings"), [(11, FILTERS), (2, [{"top_k": 1}, {"top_p": 0.6}, {"min_p": 0.5}])])
+def test_a_filter_keeps_what_its_definition_says(size, settings):
+    """Exactly k; the fewest that reach p; what is likely enough. Rows of small integers have many ties."""
+    rng = np.random.default_rng(size)
+    rows = np.concatenate([rng.integers(-top, top + 1, (200, size)) for top in (1, 3, 8)]).astype(np.float32)
+    samplers = tuple(Sampler(1.0, **one) for one in settings)
+    for one, kept in zip(settings, map(np.asarray, filtered(samplers, rows)), strict=True):
+        assert sum(kept_of_a_row(*pair, **one) for pair in zip(rows, kept, strict=True)) > 500, one
 
 
 def test_filters_compose_and_draws_stay_inside():
-    logits = LOGITS * 2
-    sampler = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05)
-    allowed = np.isfinite(np.asarray(filtered(sampler, logits / np.float32(0.7))))
+    sampler, logits = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05), LOGITS * 2
+    allowed = np.asarray(filtered((sampler,), logits / np.float32(0.7))[0])
     assert 1 <= allowed.sum(axis=1).min() <= allowed.sum(axis=1).max() <= 12
-    for seed in range(20):
-        drawn = np.asarray(sample(sampler, logits, jax.random.key(seed)))
+    keys = jax.random.split(KEYS[0], 20)
+    for drawn in np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(sampler, logits, key)))(keys)):
         assert allowed[np.arange(4), drawn].all()
 
 
 def test_draws_follow_the_seed_and_not_the_neighbors():
-    sampler = Sampler(1.0)
-    first, again, other = (np.asarray(sample(sampler, LOGITS, jax.random.key(s))) for s in (1, 1, 2))
+    changed = np.concatenate([LOGITS[:2], -LOGITS[2:]])
+    cases = ((LOGITS, KEYS[0]), (LOGITS, KEYS[0]), (LOGITS, KEYS[1]), (changed, KEYS[0]), (LOGITS[:1], KEYS[0]))
+    first, again, other, beside, alone = (np.asarray(sample(Sampler(1.0), *case)) for case in cases)
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    changed = np.concatenate([LOGITS[:2], -LOGITS[2:]])
-    np.testing.assert_array_equal(np.asarray(sample(sampler, changed, jax.random.key(1)))[:2], first[:2])
-    np.testing.assert_array_equal(sample(sampler, LOGITS[:1], jax.random.key(1)), first[:1])
+    np.testing.assert_array_equal(beside[:2], first[:2])
+    np.testing.assert_array_equal(alone, first[:1])
 
 
 def test_all_64_bits_of_a_seed_count():
@@ -97,17 +95,18 @@ def test_all_64_bits_of_a_seed_count():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "settings"),
-    [
-        *((temperature, {}) for temperature in (1e-3, 1e-38, 1e-40, 1e-300)),
-        (1e-40, {"top_p": 0.9}),
-        (1e-300, {"min_p": 0.5, "top_k": 3}),
-    ],
-)
-def test_next_to_nothing_is_greedy(temperature, settings):
-    logits = np.array([[5.0, 7.0, -80.0, 6.9], [-3.0, -90.0, -2.0, -np.inf]], np.float32)
-    assert sample(Sampler(temperature, **settings), logits, jax.random.key(0)).tolist() == [1, 2]
+def test_next_to_nothing_is_greedy_and_the_lower_id_wins_a_tie():
+    logits = np.array([[5.0, 7.0, -80.0, 6.9], [-3.0, -90.0, -2.0, -np.inf], [1.0, 4.0, 4.0, 0.0]], np.float32)
+    cold = [Sampler(temperature) for temperature in (1e-3, 1e-38, 1e-40, 1e-300)]
+    cold += [Sampler(1e-40, top_p=0.9), Sampler(1e-300, top_k=3, min_p=0.5)]
+
+    @jax.jit
+    def drawn(logits):
+        return [sampling.sample(sampler, logits, KEYS[0]) for sampler in (*cold, Sampler())]
+
+    *some, greedy = drawn(logits)
+    assert [tokens.tolist()[:2] for tokens in some] == [[1, 2]] * len(cold)
+    assert greedy.tolist() == [1, 2, 1]
 
 
 def test_draws_have_the_probabilities():
@@ -115,22 +114,6 @@ def test_draws_have_the_probabilities():
     keys = jax.random.split(jax.random.key(0), 4000)
     draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(keys))
     np.testing.assert_allclose(np.bincount(draws) / 4000, [0.5, 0.3, 0.2], atol=0.03)
-    assert sample(Sampler(), np.array([[1.0, 4.0, 4.0]], np.float32), jax.random.key(0)).tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("temperature", [-0.1, -1.0, float("inf"), float("nan"), "1"]),
-        ("top_k", [0, -1, 1.5, True]),
-        ("top_p", [0.0, 1.1, 1.5, -1.0, float("nan")]),
-        ("min_p", [0.0, 1.1, -1, float("nan")]),
-    ],
-)
-def test_bad_samplers_name_the_field(field, values):
-    for value in values:
-        with pytest.raises(ConfigError, match=f"sampler.{field}"):
-            dataclasses.replace(Sampler(), **{field: value})
 
 
 # Settings for each row
@@ -141,16 +124,9 @@ PARTS = RowParts(SIZE, penalties=True, bias_limit=4, grammar=True)
 
 
 def random_sampler(rng: np.random.Generator, size: int) -> Sampler:
-    def maybe(value: float) -> float | None:
-        return None if rng.random() < 0.4 else value
-
     temperature = 0.0 if rng.random() < 0.2 else float(rng.uniform(0.3, 2.0))
-    return Sampler(
-        temperature,
-        maybe(int(rng.integers(1, size + 3))),
-        maybe(float(rng.uniform(0.1, 1.0))),
-        maybe(float(10 ** rng.uniform(-3, 0))),
-    )
+    filters = int(rng.integers(1, size + 3)), float(rng.uniform(0.1, 1.0)), float(10 ** rng.uniform(-3, 0))
+    return Sampler(temperature, *(None if rng.random() < 0.4 else value for value in filters))
 
 
 def random_settings(rng: np.random.Generator) -> RowSettings:
@@ -165,12 +141,11 @@ def random_settings(rng: np.random.Generator) -> RowSettings:
     )
 
 
-def batch_of(rows: list[RowSampling]) -> RowSampling:
+def batch_of(settings, parts=PARTS, **more) -> RowSampling:
+    """Rows of some settings. `more`: lists with the prompt or the drawn tokens of each."""
+    each = [dict(zip(more, values, strict=True)) for values in zip(*more.values(), strict=True)] or [{}] * len(settings)
+    rows = [row_of(one, parts, **its) for one, its in zip(settings, each, strict=True)]
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
-
-
-def pick(rows: RowSampling, places: list[int]) -> RowSampling:
-    return jax.tree.map(lambda array: np.asarray(array)[places], rows)
 
 
 def assert_equal(one: RowSampling, other: RowSampling) -> None:
@@ -182,7 +157,7 @@ def test_draws_are_those_of_the_oracle(count, dtype):
     rng, told, drawn = np.random.default_rng(count), 0, [[] for _ in range(count)]
     settings = [random_settings(rng) for _ in range(count)]
     prompts = [rng.integers(0, SIZE, 9).tolist() for _ in range(count)]
-    rows = batch_of([row_of(one, PARTS, prompt=prompt) for one, prompt in zip(settings, prompts, strict=True)])
+    rows = batch_of(settings, prompt=prompts)
     for step in range(12):
         logits = (rng.standard_normal((count, SIZE)) * 3).astype(jnp.dtype(dtype))
         allowed = rng.random((count, SIZE)) < 0.7
@@ -195,8 +170,7 @@ def test_draws_are_those_of_the_oracle(count, dtype):
             drawn[row].append(token)
     assert told >= 11 * count
     rows = rows.replace(allowed=idle_rows(PARTS, count).allowed)
-    parts = zip(settings, prompts, drawn, strict=True)
-    assert_equal(rows, batch_of([row_of(one, PARTS, prompt=prompt, drawn=past) for one, prompt, past in parts]))
+    assert_equal(rows, batch_of(settings, prompt=prompts, drawn=drawn))
 
 
 @pytest.mark.parametrize(("count", "size"), [(8, SIZE), (3, 2), (1, 1)])
@@ -205,33 +179,33 @@ def test_filters_keep_what_the_oracle_keeps(count, size):
     for scale in (0, 2, 2, 30, 200):  # integers: many ties
         settings = [RowSettings(dataclasses.replace(random_sampler(rng, size), temperature=0.5)) for _ in range(count)]
         cooled = np.stack([row_oracle.cool(one, np.rint(rng.standard_normal(size) * scale)) for one in settings])
-        rows = batch_of([row_of(one, RowParts(size)) for one in settings])
+        rows = batch_of(settings, RowParts(size))
         kept = np.asarray(keep(cooled.astype(np.float32), rows.top_k, rows.top_p, rows.min_p))
         for row, one in enumerate(settings):
             want, close = row_oracle.keep(one, cooled[row])
             assert close or kept[row].tolist() == want.tolist(), one
 
 
-@pytest.mark.parametrize("tail", [1.0, 1e-3, 1e-6, 1e-9])
-def test_sums_of_shares_are_exact_in_a_large_vocabulary(tail):
-    size, rng = 300_001, np.random.default_rng(0)
-    weights = (tail * rng.random((1, size))).astype(np.float32)
-    weights[0, 7] = 1
-    shares = np.asarray(jit_shares(weights))[0].astype(np.float64)
-    assert shares.sum() < 2**32
-    want = weights[0] / weights.sum(dtype=np.float64)
-    np.testing.assert_allclose(np.cumsum(shares) / shares.sum(), np.cumsum(want), atol=1e-6)
-
-
-jit_shares = jax.jit(row_filters.shares)
+def test_sums_of_shares_are_exact_in_a_large_vocabulary():
+    size, rng, compiled = 300_001, np.random.default_rng(0), jax.jit(row_filters.shares)
+    for tail in (1.0, 1e-3, 1e-6, 1e-9):
+        weights = (tail * rng.random((1, size))).astype(np.float32)
+        weights[0, 7] = 1
+        shares = np.asarray(compiled(weights))[0].astype(np.float64)
+        assert shares.sum() < 2**32
+        want = weights[0] / weights.sum(dtype=np.float64)
+        np.testing.assert_allclose(np.cumsum(shares) / shares.sum(), np.cumsum(want), atol=1e-6, err_msg=str(tail))
 
 
 def test_a_row_depends_on_nothing_but_itself():
     rng, steps = np.random.default_rng(5), 6
     settings = [random_settings(rng) for _ in range(8)]
     settings[0] = dataclasses.replace(settings[0], sampler=Sampler(1.1, top_k=30, top_p=0.8, min_p=1e-3))
-    rows = batch_of([row_of(one, PARTS, prompt=[3, 60]) for one in settings])
+    rows = batch_of(settings, prompt=[[3, 60]] * 8)
     logits = rng.standard_normal((steps, 8, SIZE), np.float32) * 3
+
+    def pick(rows: RowSampling, places: list[int]) -> RowSampling:
+        return jax.tree.map(lambda array: np.asarray(array)[places], rows)
 
     def run(picked: list[int]) -> tuple[np.ndarray, RowSampling]:
         picks, tokens = pick(rows, picked), []
@@ -265,8 +239,7 @@ def test_a_seeded_row_draws_the_tokens_of_generate():
 
 
 def test_a_row_without_a_token_leaves_the_others():
-    settings = [RowSettings(sampler) for sampler in (Sampler(), Sampler(1.0)) * 4]
-    rows = batch_of([row_of(one, PARTS) for one in settings])
+    rows = batch_of([Sampler(), Sampler(1.0)] * 4)
     logits = np.random.default_rng(1).standard_normal((8, SIZE), np.float32)
     clean, _ = draw(rows, logits)
     allowed = np.ones((8, SIZE), bool)
@@ -278,15 +251,15 @@ def test_a_row_without_a_token_leaves_the_others():
 
 
 def test_an_infinite_logit_and_extreme_settings():
-    logits = np.zeros((3, SIZE), np.float32)
+    logits = np.zeros((8, SIZE), np.float32)
     logits[:, 9], logits[:, 4] = 2.0, -np.inf
-    rows = batch_of([row_of(one, PARTS) for one in (Sampler(1e-300), Sampler(1e300), Sampler(1.0, top_p=1e-60))])
+    rows = batch_of([Sampler(1e-300), Sampler(1e300), Sampler(1.0, top_p=1e-60), *[Sampler()] * 5])
     tokens = np.stack([np.asarray(draw(rows.replace(step=rows.step + t), logits)[0]) for t in range(30)])
     assert (tokens[:, [0, 2]] == 9).all()
     assert len(set(tokens[:, 1].tolist())) > 10  # every token is as likely as any other
     assert not (tokens == 4).any()
     logits[:, 11] = np.inf
-    assert draw(rows, logits)[0].tolist() == [11] * 3
+    assert draw(rows, logits)[0].tolist() == [11] * 8
 
 
 TIED = np.zeros((8, SIZE), np.float32)
@@ -294,14 +267,13 @@ TIED[:, [3, 40, 66]] = 2.0
 
 
 def test_a_greedy_tie_goes_to_the_lower_id():
-    tokens, _ = draw(batch_of([row_of(Sampler(t, top_k=k), PARTS) for t, k in ((0.0, None), (1.0, 1))] * 4), TIED)
-    assert tokens.tolist() == [3] * 8
-    cold, _ = draw(batch_of([row_of(RowSettings(Sampler(1e-300), seed), PARTS) for seed in range(8)]), TIED)
+    assert draw(batch_of([Sampler(), Sampler(1.0, top_k=1)] * 4), TIED)[0].tolist() == [3] * 8
+    cold, _ = draw(batch_of([RowSettings(Sampler(1e-300), seed) for seed in range(8)]), TIED)
     assert set(cold.tolist()) == {3, 40, 66}  # a temperature above 0 draws between equals
 
 
 def test_paused_rows_count_nothing():
-    rows = batch_of([row_of(RowSettings(Sampler(1.0), seed), PARTS) for seed in range(8)])
+    rows = batch_of([RowSettings(Sampler(1.0), seed) for seed in range(8)])
     active = np.arange(8) % 2 == 0
     tokens, after = draw(rows, TIED, active)
     assert after.step.tolist() == active.astype(int).tolist()
@@ -320,12 +292,23 @@ def test_no_value_compiles_anything():
     assert (draw._cache_size(), _set_row._cache_size()) == before
 
 
+BAD = {
+    "temperature": [-0.1, -1.0, float("inf"), float("nan"), "1"],
+    "top_k": [0, -1, 1.5, True],
+    "top_p": [0.0, 1.1, 1.5, -1.0, float("nan")],
+    "min_p": [0.0, 1.1, -1, float("nan")],
+}
 FIVE, PAIR = dict.fromkeys(range(5), 1.0), idle_rows(PARTS, 2)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        *(
+            (lambda bad={field: value}: Sampler(**{"temperature": 1.0} | bad), ConfigError, f"sampler.{field}")
+            for field, values in BAD.items()
+            for value in values
+        ),
         (lambda: RowSettings(None), ConfigError, "sampler must be a Sampler, got None"),
         (lambda: RowSettings(seed=2**63), ConfigError, "seed must be"),
         (lambda: RowSettings(presence_penalty=2.1), ConfigError, "presence_penalty must lie in [-2.0, 2.0], got 2.1"),
@@ -346,6 +329,6 @@ FIVE, PAIR = dict.fromkeys(range(5), 1.0), idle_rows(PARTS, 2)
         (lambda: set_row(PAIR, 0, row_of(Sampler(), RowParts(SIZE))), ConfigError, "row.counts must have the shape"),
     ],
 )
-def test_bad_settings_of_a_row_name_the_field(make, error, words):
+def test_bad_settings_name_the_field(make, error, words):
     with pytest.raises(error, match=re.escape(words)):
         make()

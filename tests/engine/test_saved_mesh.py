@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import saved_cases
+from few import quick
 from forced_devices import FLAGS, FOUR
 from mesh_cases import MESHES, POLICIES, meshes_of, model
 from saved_cases import TOKENS
-from several_processes import SUPPORT, ended, start_all
+from several_processes import SUPPORT, ended, reported, start_all
 
 from jshadow import load_state, save_state
 from jshadow.engine.saved.state import read_state_info
@@ -26,14 +27,7 @@ CASES |= {("shadowkv", mesh, "device_put", False) for mesh in MESHES} | {("exact
 CASES |= {QUICK, ("full", "sp4", "resident", False), ("shadowkv", "data2", "device_put", True)}
 
 
-def cases():
-    return [
-        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow, id="-".join(map(str, case)))
-        for case in sorted(CASES)
-    ]
-
-
-@pytest.mark.parametrize(("name", "mesh", "fetch", "stepped"), cases())
+@pytest.mark.parametrize(("name", "mesh", "fetch", "stepped"), quick([QUICK], sorted(CASES)))
 def test_a_state_of_any_mesh_is_the_same_on_any_other(tmp_path, name, mesh, fetch, stepped):
     """Its file has the bits of one device. Loaded and saved again on any mesh, it is the same file.
 
@@ -47,15 +41,6 @@ def test_a_state_of_any_mesh_is_the_same_on_any_other(tmp_path, name, mesh, fetc
 
 
 # Two processes
-
-
-def reported(process):
-    """The next JSON object that a process prints on its standard error."""
-    lines = []
-    while not lines or not lines[-1].startswith("{"):
-        lines.append(process.stderr.readline())
-        assert lines[-1], (lines, process.wait())
-    return json.loads(lines[-1])
 
 
 def parts_of(index):
@@ -91,48 +76,38 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIR)
-def test_a_state_of_two_processes_is_the_same_on_four_devices(pair, tmp_path, name):
-    FOUR.call(saved_cases.as_one_file, str(pair[2] / name), "tp4", str(tmp_path / "state"))
-    assert (tmp_path / "state").read_bytes() == (pair[2] / f"{name}.alone").read_bytes()
+def test_a_state_of_two_processes_is_the_same_elsewhere(pair, tmp_path):
+    """On four devices, in the processes that saved it, and in those that load what one device saved.
 
-
-@pytest.mark.slow
-def test_two_processes_load_what_they_saved_and_what_one_device_saved(pair):
-    """On a mesh whose processes each have whole weights, and on one whose weights are split over them."""
-    for found in (*pair[0], *pair[1]):
+    On a mesh whose processes each have whole weights, and on one whose weights are split over them. A part has half of
+    what is split, and no number is in both.
+    """
+    first, second, folder = pair
+    for found in (*first, *second):
         assert [found[name] for name in PAIR] == ["none", "none"]
-
-
-@pytest.mark.slow
-def test_each_process_writes_what_lies_beside_its_devices(pair):
-    """A part has half of what is split, and no number is in both."""
     for name in PAIR:
-        parts = [TensorFile(path) for path in parts_of(pair[2] / name)]
+        FOUR.call(saved_cases.as_one_file, str(folder / name), "tp4", str(tmp_path / "state"))
+        assert (tmp_path / "state").read_bytes() == (folder / f"{name}.alone").read_bytes()
+        parts = [TensorFile(path) for path in parts_of(folder / name)]
         assert len(parts) == 2
         numbers = [sum(math.prod(shape) for shape in part.shapes.values()) for part in parts]
-        index = TensorFile(pair[2] / name)
+        index = TensorFile(folder / name)
         leaves = json.loads(index.metadata["leaves"])
         assert sum(numbers) == sum(math.prod(shape) for key, (_, shape) in leaves.items() if key not in index.shapes)
         rows = [sum(math.prod(part.shapes[key]) for key in part.shapes if ".host.prompt@" in key) for part in parts]
         assert min(rows) >= (0.5 if name == "quest" else 0.3) * sum(rows)
-        assert read_state_info(pair[2] / name)["tokens"] == TOKENS
+        assert read_state_info(folder / name)["tokens"] == TOKENS
 
 
 @pytest.mark.slow
-def test_a_full_disk_in_one_process_ends_the_saving_in_all(pair):
-    for number, found in enumerate(pair[0]):
+def test_a_full_disk_or_a_damaged_part_in_one_process_ends_the_work_in_all(pair):
+    for number, (saved, loaded) in enumerate(zip(*pair[:2], strict=True)):
         for name in ("old", "new"):
-            assert found[name].startswith("CheckpointError: "), found
-            assert "cannot be written in parts by 2 processes, which must share its directory" in found[name]
-            assert "File too large" in found[name]
-            assert ("process 1 of 2 failed" in found[name]) == (number == 0)
-        assert found["left"], "files are left, or the old state has changed"
-
-
-@pytest.mark.slow
-def test_two_processes_refuse_a_damaged_part_together(pair):
-    for number, found in enumerate(pair[1]):
-        assert found["damaged"].startswith("CheckpointError: "), found
-        assert "1-of-2.safetensors is damaged: bytes" in found["damaged"]
-        assert ("loading quest: process 1 of 2 failed" in found["damaged"]) == (number == 0)
+            assert saved[name].startswith("CheckpointError: "), saved
+            assert "cannot be written in parts by 2 processes, which must share its directory" in saved[name]
+            assert "File too large" in saved[name]
+            assert ("process 1 of 2 failed" in saved[name]) == (number == 0)
+        assert saved["left"], "files are left, or the old state has changed"
+        assert loaded["damaged"].startswith("CheckpointError: "), loaded
+        assert "1-of-2.safetensors is damaged: bytes" in loaded["damaged"]
+        assert ("loading quest: process 1 of 2 failed" in loaded["damaged"]) == (number == 0)

@@ -4,6 +4,7 @@ Two threads stand for two processes. Real ones write in `test_saved_mesh.py`.
 """
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -12,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from sealed import content_of, seal
 from small_state import LENGTHS_SMALL, equal, file_size_limit, save_small, small
 
 from jshadow import load_state, save_state
 from jshadow.engine.saved import blocks, together, write_parts
 from jshadow.engine.saved.blocks import block_digests, read_slice
-from jshadow.engine.saved.file import header_digest
 from jshadow.engine.saved.layout import Split
 from jshadow.engine.saved.slices import cut, padded, runs, sizes, within
 from jshadow.engine.saved.state import StateContent, read_state_info
 from jshadow.errors import CheckpointError
-from jshadow.weights.convert.safetensors_file import TAGS, TensorFile, encode_header, write_payload, write_tensors
+from jshadow.weights.convert.safetensors_file import TensorFile, write_tensors
 
 TOKENS = [[3] * int(length) for length in LENGTHS_SMALL]
 ANSWER_SECONDS = 60
@@ -39,7 +40,6 @@ class Pair:
         patch.setattr(together, "exchange", self.exchange)
 
     def exchange(self, name, value, seconds):
-        """What all say of a thing."""
         self.told[self.own.number] = value
         self.barrier.wait(ANSWER_SECONDS)
         told = list(self.told)
@@ -59,15 +59,14 @@ class Pair:
         return [future.result() for future in [self.pool.submit(one, number) for number in (0, 1)]]
 
 
-def half(number, name, leaf):
+def half(number, leaf):
     """What a process writes of a tensor: its part along the longest axis, or nothing of a row of one number."""
     axis = int(np.argmax(leaf.shape))
     middle = (leaf.shape[axis] + 1) // 2
     ends = [(0, size) for size in leaf.shape]
     ends[axis] = (0, middle) if number == 0 else (middle, leaf.shape[axis])
-    place = tuple(ends)
-    part = np.asarray(leaf)[tuple(slice(*end) for end in place)]
-    return Split(leaf.shape, np.dtype(leaf.dtype), ((place, part),) if part.size else ())
+    part = np.asarray(leaf)[tuple(slice(*end) for end in ends)]
+    return Split(leaf.shape, np.dtype(leaf.dtype), ((tuple(ends), part),) if part.size else ())
 
 
 def write_halves(pair, path, first=3):
@@ -76,10 +75,9 @@ def write_halves(pair, path, first=3):
     content = StateContent.of(state, params, [[first] * len(row) for row in TOKENS], {})
 
     def work(number):
-        leaves = {
-            name: leaf if name in content.index else half(number, name, leaf) for name, leaf in content.leaves.items()
-        }
-        return write_parts.write_parts(path, content.record.texts(), leaves, content.index)
+        whole = content.index
+        leaves = {name: leaf if name in whole else half(number, leaf) for name, leaf in content.leaves.items()}
+        return write_parts.write_parts(path, content.record.texts(), leaves, whole)
 
     return pair.call(work)
 
@@ -96,7 +94,6 @@ def halves(tmp_path_factory):
 
 
 def parts_of(index):
-    """The parts of a state, by the number of their process."""
     folder = json.loads(TensorFile(index).metadata["parts"])[0]["file"].split("/")[0]
     return sorted((index.parent / folder).iterdir())
 
@@ -109,7 +106,6 @@ def copied(index, folder):
 
 
 def change_byte(path, at):
-    """Change one byte of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -124,51 +120,38 @@ def load(index):
 
 def test_the_parts_are_the_state(halves, tmp_path):
     """Saved again by one process, it is the file of one process: of the format and version that it always had."""
-    index, told, _ = halves
-    loaded = load(index)
+    path, told, _ = halves
+    loaded, alone = load(path), save_small(tmp_path / "alone", first=3)
     assert equal(loaded, small()[1])
     save_state(tmp_path / "again", loaded, small()[0], tokens=TOKENS)
-    assert (tmp_path / "again").read_bytes() == save_small(tmp_path / "alone", first=3)
+    assert (tmp_path / "again").read_bytes() == alone
     metadata = TensorFile(tmp_path / "alone").metadata
     assert (metadata["format"], metadata["version"]) == ("jshadow KV state", "3")
     assert {"run", "parts", "leaves"} & metadata.keys() == set()
-    assert told == [index.stat().st_size + sum(part.stat().st_size for part in parts_of(index))] * 2
-
-
-def test_no_number_is_in_both_parts(halves):
-    index = TensorFile(halves[0])
-    parts = [TensorFile(path) for path in parts_of(halves[0])]
+    assert told == [path.stat().st_size + sum(part.stat().st_size for part in parts_of(path))] * 2
+    # no number is in both parts
+    index, parts = TensorFile(path), [TensorFile(part) for part in parts_of(path)]
     assert len(parts) == 2
     assert not parts[0].shapes.keys() & parts[1].shapes.keys()
     leaves = json.loads(index.metadata["leaves"])
-    counts = [sum(int(np.prod(shape)) for shape in part.shapes.values()) for part in parts]
-    assert sum(counts) == sum(int(np.prod(shape)) for key, (_, shape) in leaves.items() if key not in index.shapes)
+    counts = [sum(math.prod(shape) for shape in part.shapes.values()) for part in parts]
+    assert sum(counts) == sum(math.prod(shape) for key, (_, shape) in leaves.items() if key not in index.shapes)
     assert min(counts) > 0.4 * sum(counts)
-
-
-def test_the_index_tells_of_the_state_without_the_parts(halves, tmp_path):
-    index = halves[0]
-    save_small(tmp_path / "alone", first=3)
-    info, alone = read_state_info(index), read_state_info(tmp_path / "alone")
-    assert info["tokens"] == alone["tokens"] == TOKENS
-    assert info["nbytes"] == halves[1][0]
-    assert {key for key in info if info[key] != alone[key]} == {"format", "version", "nbytes"}
-    shutil.copy(index, tmp_path / "index")
-    assert read_state_info(tmp_path / "index")["lengths"] == LENGTHS_SMALL.tolist()
+    # the index tells of the state without the parts
+    info, one = read_state_info(shutil.copy(path, tmp_path / "index")), read_state_info(tmp_path / "alone")
+    assert (info["tokens"], info["lengths"]) == (one["tokens"], one["lengths"]) == (TOKENS, LENGTHS_SMALL.tolist())
+    assert read_state_info(path)["nbytes"] == told[0]
+    assert {key for key in info if info[key] != one[key]} == {"format", "version", "nbytes"}
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 5)])
 def test_runs_are_the_numbers_of_a_slice(shape):
-    array = np.arange(np.prod(shape)).reshape(shape)
-    random = np.random.default_rng(1)
+    array, random = np.arange(math.prod(shape)).reshape(shape), np.random.default_rng(1)
     for _ in range(60):
-        ends = [sorted(random.integers(0, size + 1, 2).tolist()) for size in shape]
-        place = tuple(map(tuple, ends))
-        expected = array[tuple(slice(*end) for end in ends)]
+        place = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in shape)
         found = [first + i for first, count in runs(place, shape) for i in range(count)]
-        assert found == expected.ravel().tolist()
-    whole = tuple((0, size) for size in shape)
-    assert list(runs(whole, shape)) == [(0, array.size)]
+        assert found == array[tuple(slice(*end) for end in place)].ravel().tolist()
+    assert list(runs(tuple((0, size) for size in shape), shape)) == [(0, array.size)]
 
 
 def test_zeros_follow_the_end_of_an_array():
@@ -177,9 +160,12 @@ def test_zeros_follow_the_end_of_an_array():
     def read(place):
         return array[within(place, ((0, 3), (0, 4)))]
 
-    assert padded(((1, 3), (2, 6)), (3, 4), array.dtype, read).tolist() == [[7, 8, 0, 0], [11, 12, 0, 0]]
-    assert padded(((0, 1), (4, 6)), (3, 4), array.dtype, read).tolist() == [[0, 0]]
-    assert padded(((0, 1), (0, 2)), (3, 4), array.dtype, read).tolist() == [[1, 2]]
+    for place, want in (
+        (((1, 3), (2, 6)), [[7, 8, 0, 0], [11, 12, 0, 0]]),
+        (((0, 1), (4, 6)), [[0, 0]]),
+        (((0, 1), (0, 2)), [[1, 2]]),
+    ):
+        assert padded(place, (3, 4), array.dtype, read).tolist() == want
     assert sizes(cut(((0, 1), (4, 6)), (3, 4))) == (1, 0)
 
 
@@ -251,17 +237,25 @@ def test_a_state_of_one_process_that_replaces_another_removes_its_parts(halves, 
 # Damage
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_part_that_is_missing_or_cut(halves, tmp_path, number):
+def test_a_part_that_is_missing_cut_or_foreign(halves, tmp_path):
+    """Of another run, or of another process."""
     index = copied(halves[0], tmp_path)
-    part = parts_of(index)[number]
-    data = part.read_bytes()
-    part.unlink()
-    with pytest.raises(CheckpointError, match=rf"part {number} of 2: .*{number}-of-2.*no such file"):
-        load(index)
-    part.write_bytes(data[:-7])
-    with pytest.raises(CheckpointError, match=rf"part {number} of 2: .*truncated"):
-        load(index)
+    parts, run = parts_of(index), TensorFile(index).metadata["run"].strip('"')
+    whole = [part.read_bytes() for part in parts]
+    other = parts_of(halves[2])[0].read_bytes()
+    for number, data, told in (
+        *((number, None, rf".*{number}-of-2.*no such file") for number in (0, 1)),
+        *((number, whole[number][:-7], ".*truncated") for number in (0, 1)),
+        (0, other, f" .* must be of run '{run}', got '"),
+        (0, whole[1], " .* must have the header_sha256 that the index gives"),
+    ):
+        parts[number].unlink()
+        if data is not None:
+            parts[number].write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"part {number} of 2:{told}"):
+            load(index)
+        parts[number].write_bytes(whole[number])
+    load(index)
 
 
 def test_any_changed_byte_is_noticed(halves, tmp_path):
@@ -277,35 +271,6 @@ def test_any_changed_byte_is_noticed(halves, tmp_path):
     load(index)
 
 
-def test_a_part_of_another_run_or_of_another_process(halves, tmp_path):
-    index = copied(halves[0], tmp_path)
-    first, second = parts_of(index)
-    data = first.read_bytes()
-    shutil.copy(parts_of(halves[2])[0], first)
-    run = TensorFile(index).metadata["run"].strip('"')
-    with pytest.raises(CheckpointError, match=rf"part 0 of 2: .* must be of run '{run}', got '"):
-        load(index)
-    shutil.copy(second, first)
-    with pytest.raises(CheckpointError, match=r"part 0 of 2: .* must have the header_sha256 that the index gives"):
-        load(index)
-    first.write_bytes(data)
-    load(index)
-
-
-def edited(path, **texts):
-    """Change texts in the metadata of a file, and give it the SHA-256 of its new header."""
-    file = TensorFile(path)
-    known = {**file.metadata, **texts}
-    known.pop("header_sha256")
-    dtypes = {tag: name for name, tag in TAGS.items()}
-    layout = {name: (dtypes[file.tags[name]], shape) for name, shape in file.shapes.items()}
-    values = {name: file.read(name) for name in layout}
-    table = {name: (file.tags[name], file.shapes[name]) for name in layout}
-    with path.open("wb") as opened:
-        opened.write(encode_header(layout, known | {"header_sha256": header_digest(known, table)}))
-        write_payload(opened, layout, values.__getitem__)
-
-
 @pytest.mark.parametrize(
     ("texts", "told"),
     [
@@ -317,19 +282,13 @@ def edited(path, **texts):
         ({"leaves": "{}"}, "must be a slice of a tensor of the state"),
         ({"leaves": '{"last":["int32",[-1]]}'}, "leaves must have a dtype and a shape for each tensor"),
         ({"format": "something else"}, "got a safetensors file of format 'something else'"),
+        # with right digests everywhere, the numbers of all slices are still counted
+        (lambda x: {"parts": json.dumps(json.loads(x["parts"])[:1])}, r"the parts must have \d+ of \S+, got \d+"),
     ],
 )
 def test_an_index_that_is_not_as_jshadow_writes_it(halves, tmp_path, texts, told):
     index = copied(halves[0], tmp_path)
-    edited(index, **texts)
+    tensors, known = content_of(index)
+    seal(index, tensors, known | (texts(known) if callable(texts) else texts))
     with pytest.raises(CheckpointError, match=told):
-        load(index)
-
-
-def test_a_slice_that_is_missing_from_a_part(halves, tmp_path):
-    """With right digests everywhere, the numbers of all slices are still counted."""
-    index = copied(halves[0], tmp_path)
-    entries = json.loads(TensorFile(index).metadata["parts"])
-    edited(index, parts=json.dumps(entries[:1]))
-    with pytest.raises(CheckpointError, match=r"the parts must have \d+ of \S+, got \d+"):
         load(index)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAPACITY, TINY, model, prefilled, random_tokens
+from few import slow
 
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
@@ -12,10 +13,8 @@ from jshadow.engine.verify import resident_twin
 from jshadow.errors import CapacityError, StateMismatch
 
 SETTING = ("shadowkv", "restricted")
-slow = pytest.mark.slow
-fetches = pytest.mark.parametrize(
-    "one", ["device_put", *(pytest.param(fetch, marks=slow) for fetch in ("resident", "zero_copy"))], indirect=True
-)
+FETCHES = ["device_put", slow("resident"), slow("zero_copy")]
+fetches = pytest.mark.parametrize("one", FETCHES, indirect=True)
 
 
 @pytest.fixture
@@ -45,9 +44,9 @@ def test_the_prompt_half_is_held_once(one):
     assert all(leaf is source for leaf, source in zip(*map(jax.tree.leaves, (state.reads(), one.reads())), strict=True))
 
 
-@slow
+@pytest.mark.slow
 @fetches
-def test_a_ragged_turn_of_shared_rows_is_that_of_forks(one):
+def test_a_ragged_turn_and_steps_of_shared_rows_are_those_of_forks(one):
     turn, lengths = random_tokens(3, 21, seed=3), np.array([21, 4, 0])
     logits, state = decode.extend(model(), turn, lengths, one.share(3), logits="all", extend_chunk=24)
     logits = np.asarray(logits)
@@ -56,14 +55,8 @@ def test_a_ragged_turn_of_shared_rows_is_that_of_forks(one):
         np.testing.assert_allclose(logits[row, : lengths[row]], np.asarray(alone)[0, : lengths[row]], atol=1e-5)
         np.testing.assert_array_equal(state.take([row]).lengths, fork.lengths)
     np.testing.assert_array_equal(state.lengths, np.asarray(one.lengths) + lengths)
-    turn, lengths = jnp.asarray(turn), jnp.asarray(lengths)
-    core, _ = decode.extend_steps(model().weights, TINY, turn, lengths, one.share(3))
+    core, _ = decode.extend_steps(model().weights, TINY, *map(jnp.asarray, (turn, lengths)), one.share(3))
     np.testing.assert_allclose(core[1], logits[1, 3], atol=1e-5)
-
-
-@slow
-@fetches
-def test_generated_tokens_of_shared_rows_are_those_of_forks(one):
     tokens, _ = decode.decode_steps(model(), [3, 4, 90], one.share(3), 6)
     for row, first in enumerate((3, 4, 90)):
         alone, _ = decode.decode_steps(model(), [first], one.fork(), 6)
@@ -73,21 +66,18 @@ def test_generated_tokens_of_shared_rows_are_those_of_forks(one):
 def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
     state = one.share(3)
     assert repr(state).startswith(f"KVState(lengths={[int(one.lengths[0])] * 3}, ")
-    assert state.take([2, 0]).shares_prompt
-    assert state.take([2, 0]).batch == 2
+    assert (state.take([2, 0]).shares_prompt, state.take([2, 0]).batch) == (True, 2)
     assert not state.take([1]).shares_prompt
     other = prefilled(*SETTING, one.fetch)[1].take([1])
-    with pytest.raises(StateMismatch, match="the same arrays"):
-        state.insert(0, other)
-    with pytest.raises(StateMismatch, match="got 3 of"):
-        state.insert(0, state)
-    with pytest.raises(StateMismatch, match="must have one row, got 3"):
-        state.share(2)
-    with pytest.raises(StateMismatch, match="verify needs a prompt half for each row, got 3"):
-        resident_twin(state)
-    for rows in (0, True, 2.0):
-        with pytest.raises(StateMismatch, match="rows must be an integer of at least 1"):
-            one.share(rows)
+    for call, told in (
+        (lambda: state.insert(0, other), "the same arrays"),
+        (lambda: state.insert(0, state), "got 3 of"),
+        (lambda: state.share(2), "must have one row, got 3"),
+        (lambda: resident_twin(state), "verify needs a prompt half for each row, got 3"),
+        *((lambda rows=rows: one.share(rows), "rows must be an integer of at least 1") for rows in (0, True, 2.0)),
+    ):
+        with pytest.raises(StateMismatch, match=told):
+            call()
 
 
 def test_room_of_shared_rows_can_change(one):
@@ -98,8 +88,7 @@ def test_room_of_shared_rows_can_change(one):
     assert wide.shares_prompt
     assert np.min(wide.room()) >= 9
     assert np.min(state.room()) == least
-    with pytest.raises(CapacityError, match=f"at most {CAPACITY - int(one.lengths[0])}"):
-        one.with_room(CAPACITY)
-    for room in (-1, None, True, 1.5):
-        with pytest.raises(CapacityError, match="room must be an integer"):
+    most = f"at most {CAPACITY - int(one.lengths[0])}"
+    for room, told in ((CAPACITY, most), *((bad, "room must be an integer") for bad in (-1, None, True, 1.5))):
+        with pytest.raises(CapacityError, match=told):
             one.with_room(room)

@@ -13,80 +13,83 @@ TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count", "bare"),
-    [
-        ("text", 1, True),
-        (CHAT, 1, True),
-        ([1, 2, 3], 1, True),
-        (np.array([1, 2]), 1, True),
-        (["a", "bc"], 2, False),
-        ([CHAT, "x"], 2, False),
-        ([[1], [2, 3]], 2, False),
-        (["one"], 1, False),
-    ],
-)
-def test_one_prompt_or_many(prompt, count, bare):
-    prompts, is_bare = split_prompts(prompt)
-    assert (len(prompts), is_bare) == (count, bare)
-    assert all(encode(TOKENIZER, one, 257) for one in prompts)
+def with_template(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-@pytest.mark.parametrize("prompt", [[], (), None, 7, {}, np.zeros((0,), np.int32)])
-def test_no_prompt_is_refused(prompt):
-    def read():
-        return [encode(TOKENIZER, one, 257) for one in split_prompts(prompt)[0]]
+def pushed(text, stops=()):
+    """A stream that has read all tokens of a text, and the pieces that it gave."""
+    stream = TextStream(TOKENIZER, stops)
+    return stream, [stream.push(token) for token in TOKENIZER.encode(text)]
 
-    with pytest.raises(PromptError, match="prompt"):
-        read()
+
+@pytest.mark.parametrize("prompt", ["text", CHAT, [1, 2, 3], np.array([1, 2])])
+def test_one_prompt_or_many(prompt):
+    for many in (prompt, [prompt], [prompt, "x"]):
+        prompts, is_bare = split_prompts(many)
+        assert (len(prompts), is_bare) == (1 if many is prompt else len(many), many is prompt)
+        assert all(encode(TOKENIZER, one, 257) for one in prompts)
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "prompt", "told"),
+    ("prompt", "told", "tokenizer"),
     [
-        (TOKENIZER, "", "at least 1 token"),
-        (TOKENIZER, [300], "vocab_size=257"),
-        (TOKENIZER, [-1], "got -1"),
-        (TOKENIZER, [1, True, "x"], "token ids"),
-        (TOKENIZER, [True, False], "token ids"),
-        (TOKENIZER, [1, True], "token ids"),
-        (TOKENIZER, [{"role": "user"}], "role and content"),
-        (None, "text", "no tokenizer"),
-        (None, CHAT, "no tokenizer"),
+        *((prompt, "prompt", TOKENIZER) for prompt in ([], (), None, 7, {}, np.zeros((0,), np.int32))),
+        ("", "at least 1 token", TOKENIZER),
+        ([300], "vocab_size=257", TOKENIZER),
+        ([-1], "got -1", TOKENIZER),
+        *((prompt, "token ids", TOKENIZER) for prompt in ([1, True, "x"], [True, False], [1, True])),
+        ([{"role": "user"}], "role and content", TOKENIZER),
+        *((prompt, "no tokenizer", None) for prompt in ("text", CHAT)),
+        (CHAT, "chat template", with_template(None)),
+        (CHAT, "roles must alternate", with_template("{{ raise_exception('roles must alternate') }}")),
     ],
 )
-def test_bad_prompts_are_told(tokenizer, prompt, told):
-    with pytest.raises(PromptError, match=told):
-        encode(tokenizer, prompt, 257)
+def test_bad_prompts_are_told(prompt, told, tokenizer):
+    with pytest.raises(PromptError, match=told):  # noqa: PT012 - either may raise
+        for one in split_prompts(prompt)[0]:
+            encode(tokenizer, one, 257)
 
 
 def test_a_chat_goes_through_the_template():
-    assert TOKENIZER.decode(encode(TOKENIZER, CHAT, 257)) == "<user>hi\n<assistant>"
+    """A turn closes the answer before it, unless that is done."""
+    newline = TOKENIZER.encode("\n")[0]
+    for after, text in (
+        (None, "<user>hi\n<assistant>"),
+        (newline, "<user>hi\n<assistant>"),
+        (3, "\n<user>hi\n<assistant>"),
+    ):
+        assert TOKENIZER.decode(encode(TOKENIZER, CHAT, 257, after=after)) == text
+    assert encode(TOKENIZER, "plain", 257, after=3) == TOKENIZER.encode("plain", add_special_tokens=False)
+    with pytest.raises(PromptError, match="leaves earlier answers out"):
+        encode(with_template("{{ messages[-1]['content'] }}"), CHAT, 257, after=3)
 
 
-def test_a_chat_needs_a_template():
-    bare = byte_tokenizer()
-    bare.chat_template = None
-    with pytest.raises(PromptError, match="chat template"):
-        encode(bare, CHAT, 257)
-
-
-@pytest.mark.parametrize("stop", ["", [""], [1.5], [None], [True]])
-def test_bad_stops_are_refused(stop):
-    with pytest.raises(ConfigError, match="stop"):
-        split_stops(stop, TOKENIZER)
-
-
-def test_stop_strings_need_a_tokenizer():
+def test_stops_are_strings_and_ids():
+    """A special token as a string is its id."""
     assert split_stops([3, 4], None) == ((), (3, 4))
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        split_stops("x", None)
+    assert split_stops(END, TOKENIZER) == ((), (256,))
+    assert split_stops(["x", END, 7], TOKENIZER) == (("x",), (7, 256))
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokenizer", "told"),
+    [
+        *((stop, TOKENIZER, "stop") for stop in ("", [""], [1.5], [None], [True])),
+        ("x", None, "no tokenizer"),
+        (END + "\n", TOKENIZER, r"stop must not have the special token '<\|end\|>' beside other text"),
+    ],
+)
+def test_bad_stops_are_refused(stop, tokenizer, told):
+    with pytest.raises(ConfigError, match=told):
+        split_stops(stop, tokenizer)
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3))
 def test_pieces_join_to_the_text_before_the_first_stop(text, stops):
-    stream = TextStream(TOKENIZER, stops)
-    pieces = []
+    stream, pieces = TextStream(TOKENIZER, stops), []
     for token in TOKENIZER.encode(text):
         pieces.append(stream.push(token))
         if stream.stopped:
@@ -97,44 +100,11 @@ def test_pieces_join_to_the_text_before_the_first_stop(text, stops):
     assert stream.stopped == bool(cuts)
 
 
-def test_no_piece_is_half_a_character():
-    stream = TextStream(TOKENIZER)
-    pieces = [stream.push(token) for token in TOKENIZER.encode("a\u00e9\U0001f600")]
-    assert pieces == ["a", "", "\u00e9", "", "", "", "\U0001f600"]
-
-
-def test_what_may_become_a_stop_string_is_held_back():
-    stream = TextStream(TOKENIZER, ["END"])
-    pieces = [stream.push(token) for token in TOKENIZER.encode("aENxEND")]
+def test_half_a_character_and_what_may_become_a_stop_string_are_held_back():
+    assert pushed("a\u00e9\U0001f600")[1] == ["a", "", "\u00e9", "", "", "", "\U0001f600"]
+    stream, pieces = pushed("aENxEND", ["END"])
     assert pieces == ["a", "", "", "ENx", "", "", ""]
     assert stream.stopped
-
-
-def test_a_turn_closes_the_answer_before_it_unless_that_is_done():
-    tokenizer = byte_tokenizer()
-    turn = [{"role": "user", "content": "Why?"}]
-    newline = tokenizer.encode("\n")[0]
-    closed, left_open = encode(tokenizer, turn, 257, after=newline), encode(tokenizer, turn, 257, after=3)
-    assert tokenizer.decode(left_open) == "\n<user>Why?\n<assistant>"
-    assert tokenizer.decode(closed) == "<user>Why?\n<assistant>"
-    assert encode(tokenizer, "plain", 257, after=3) == tokenizer.encode("plain", add_special_tokens=False)
-
-
-def test_a_template_that_cannot_go_on_says_so():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(PromptError, match="leaves earlier answers out"):
-        encode(tokenizer, [{"role": "user", "content": "x"}], 257, after=3)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(PromptError, match="roles must alternate"):
-        encode(tokenizer, [{"role": "user", "content": "x"}], 257)
-
-
-def test_special_tokens_as_stop_strings_are_their_ids():
-    assert split_stops(END, TOKENIZER) == ((), (256,))
-    assert split_stops(["x", END, 7], TOKENIZER) == (("x",), (7, 256))
-    with pytest.raises(ConfigError, match=r"stop must not have the special token '<\|end\|>' beside other text"):
-        split_stops(END + "\n", TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +119,7 @@ def test_special_tokens_as_stop_strings_are_their_ids():
     ],
 )
 def test_the_tokens_before_a_stop_string(text, stop, kept):
-    stream = TextStream(TOKENIZER, [stop])
-    for token in TOKENIZER.encode(text):
-        stream.push(token)
+    stream, _ = pushed(text, [stop])
     assert TOKENIZER.decode(stream.tokens[: stream.kept()]) == kept
 
 

@@ -1,5 +1,6 @@
 """Several real processes on this machine, each with two CPU devices, and their output."""
 
+import json
 import os
 import socket
 import subprocess
@@ -70,3 +71,12 @@ def ended(process, seconds=END_SECONDS):
         out, err = process.communicate()
         raise AssertionError(f"the process hangs: {out[-2000:]} {err[-2000:]}") from None
     return process.returncode, out, err
+
+
+def reported(process):
+    """The next JSON object that a process prints on its standard error."""
+    lines = []
+    while not lines or not lines[-1].startswith("{"):
+        lines.append(process.stderr.readline())
+        assert lines[-1], (lines, process.wait())
+    return json.loads(lines[-1])
