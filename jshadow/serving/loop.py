@@ -3,12 +3,13 @@
 Only one thread calls the functions of this module, and JAX runs in no other.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jshadow.engine.sampling import NO_TOKEN
-from jshadow.errors import JshadowError, NumericalError
+from jshadow.errors import JshadowError, NumericalError, ServingError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission
 from jshadow.serving.drawn import DrawnToken, read_drawn
@@ -21,6 +22,7 @@ from jshadow.serving.report import Counts
 from jshadow.serving.requests import Answer
 from jshadow.serving.waiting import WaitingQueue
 
+LOG = logging.getLogger(__name__)
 MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
 
 
@@ -43,6 +45,7 @@ class Loop:
         self.counts = Counts()
         self.closed: JshadowError | None = None
         self._units = 0  # since the last step
+        self._open: set[Job] = set()  # accepted and not ended
 
     # Messages
 
@@ -50,6 +53,7 @@ class Loop:
         """Take a new job."""
         if self.closed is not None:
             return job.answer.end(self.closed)
+        self._open.add(job)
         self.waiting.push(job)
 
     def cancel(self, answer: Answer) -> None:
@@ -85,12 +89,23 @@ class Loop:
         self.counts.failed += 1
         job.answer.end(error)
 
+    def _fail_lost(self) -> None:
+        """Fail each job that neither waits nor has a row. Without a defect of the engine there is none."""
+        self._open = {job for job in self._open if not job.answer.done}
+        for job in self._open.difference(self._jobs()):
+            error = ServingError("the engine lost this request, which is a defect of jshadow; please report it")
+            LOG.error("request lost after %d tokens of its answer: %s", len(job.stream.tokens), self.counts)
+            self._fail(job, error)
+            self._open.discard(job)
+
     # One turn
 
     def run_once(self) -> bool:
         """Step each group with an active row once, and read at most one part of a prompt. Return whether any ran."""
         begun = time.monotonic()
         ran = self._run_once()
+        self.groups.sweep()
+        self._fail_lost()
         if ran:
             self.counts.busy_seconds += time.monotonic() - begun
         return ran
@@ -172,9 +187,8 @@ class Loop:
         self.readings.remove(reading)
         job, group = reading.job, reading.group
         read = reading.reader.end()
-        twins = [other for other in self.waiting if other.is_twin(job)]
         self._begin_answer(job, group, reading.slot, read)
-        for twin in twins:
+        for twin in [other for other in self.waiting if other.is_twin(job)]:
             if (slot := group.reserve(twin)) is None:
                 return
             self.waiting.remove(twin)

@@ -33,10 +33,13 @@ class Groups:
         self._groups = []
 
     def release(self, job: Job) -> None:
-        """Free the row of a job. A group on a document goes with its last row."""
+        """Free the row of a job."""
         for group in self._groups:
             if job in group.jobs:
                 group.release(group.jobs.index(job))
+
+    def sweep(self) -> None:
+        """Drop the groups on a document that have no job. Not before the end of a turn: another job may get a row."""
         self._groups = [group for group in self._groups if group.base is None or not group.empty]
 
     def place(self, job: Job, paused: PlannedClass | None = None) -> tuple[Group, int] | None:

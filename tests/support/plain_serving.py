@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import dataclasses
+import types
 
 import numpy as np
 
 from jshadow.engine.sampling import NO_TOKEN
-from jshadow.errors import CheckpointError, HostMemoryError, NumericalError
+from jshadow.errors import CheckpointError, HostMemoryError, NumericalError, PromptError
 from jshadow.library.shelf import Stored
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, TierLimits
 from jshadow.policies import Full
@@ -18,11 +19,12 @@ PLANS = tuple(
     for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
 )
 STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read
+WORDS = 50
 
 
 def next_token(history):
     """The token after a history. It depends on all of it."""
-    token = hash(tuple(history)) % 50
+    token = hash(tuple(history)) % WORDS
     return NO_TOKEN if token == NAN else token
 
 
@@ -31,20 +33,39 @@ def expected(request):
     if request.prompt[0] == FAILS:
         return [], HostMemoryError
     tokens = []
+    stops = {STOP, *(request.stop or ())}
     while len(tokens) < request.max_new_tokens:
+        if request.allowed is not None and len(tokens) >= request.allowed.most:
+            return tokens, PromptError
         token = next_token([*request.prompt, *tokens])
         if token == NO_TOKEN:
             return tokens, NumericalError
         tokens.append(token)
-        if token == STOP:
+        if token in stops:
             break
     return tokens, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """It lets all words follow, and fails after so many."""
+
+    most: int
+
+    def __call__(self, tokens):
+        if len(tokens) >= self.most:
+            raise PromptError(f"the grammar must end before {self.most} tokens")
+        return np.ones(WORDS, bool)
 
 
 class PlainPrograms:
     """The programs of an engine."""
 
     options = EngineOptions(turn_chunk=2)
+    parts = types.SimpleNamespace(vocab_size=WORDS)
+
+    def masked(self, rows, words):
+        return rows
 
     def begin(self, plan, ids):
         if ids[0] == FAILS:
@@ -142,7 +163,7 @@ class PlainLibrary:
             if key in self.lost:
                 self.ever_lost = True
                 raise CheckpointError("the file must be there, it is gone")
-            self._put(key, self.files[key])
+            self._put(key, list(self.files[key]))
         self._use(key)
         return list(key) if held is None else list(held.state)
 

@@ -2,13 +2,21 @@
 
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from plain_serving import PLANS, STOP, PlainLibrary, PlainPrograms, expected, plan_rows
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from plain_serving import PLANS, STOP, Grammar, PlainLibrary, PlainPrograms, expected, next_token, plan_rows
 
 from jshadow.engine.text import TextStream
-from jshadow.errors import CheckpointError, RequestCancelled
+from jshadow.errors import CheckpointError, RequestCancelled, ServingError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission, Limits
 from jshadow.serving.classes import fitting, storable
@@ -22,6 +30,10 @@ def plain_documents():
     return mock.patch.multiple(documents, plan_rows=plan_rows, commit=lambda state: state)
 
 
+# The new tokens of an answer, whether its first token ends it, and after how many tokens its grammar fails.
+TWIN = st.tuples(st.integers(1, 4), st.booleans(), st.none() | st.integers(0, 3))
+
+
 class Serving(RuleBasedStateMachine):
     @initialize(budget=st.integers(50, 100), device=st.integers(0, 30), host=st.integers(0, 30))
     def begin(self, budget, device, host):
@@ -31,9 +43,10 @@ class Serving(RuleBasedStateMachine):
         self.loop = Loop(PlainPrograms(), Admission(Limits(device_bytes=budget)), self.library)
         self.answers, self.cancelled = [], []
 
-    def ask(self, prompt, new, rank, store):
-        answer = Answer(Request(prompt, new, priority=rank, store=store))
-        job = Job(answer, prompt, TextStream(None), frozenset({STOP}))
+    def ask(self, prompt, new, rank, store, stop=(), most=None):
+        grammar = None if most is None else Grammar(most)
+        answer = Answer(Request(prompt, new, priority=rank, store=store, stop=stop, allowed=grammar))
+        job = Job(answer, prompt, TextStream(None), frozenset({STOP, *stop}))
         job.plans = fitting(PLANS, len(prompt), new)
         if store:
             library = self.library
@@ -62,6 +75,15 @@ class Serving(RuleBasedStateMachine):
         key = data.draw(st.sampled_from([key for key in self.library.recent if len(key) < 9]))
         more = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=9 - len(key)))
         self.ask([*key, *more], new, 0, store)
+
+    @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
+    @rule(data=st.data(), twins=st.lists(TWIN, min_size=2, max_size=4))
+    def submit_twins_on_a_stored_beginning(self, data, twins):
+        """The same question again and again. Some answers end with their first token, and some with a grammar."""
+        key = data.draw(st.sampled_from([key for key in self.library.recent if len(key) < 9]))
+        prompt = [*key, data.draw(st.integers(0, 49))]
+        for new, stops, most in twins:
+            self.ask(prompt, new, 0, False, (next_token(prompt),) if stops else (), most)
 
     @precondition(lambda self: self.library.reads)
     @rule(data=st.data())
@@ -101,7 +123,7 @@ class Serving(RuleBasedStateMachine):
             waiting = [job for job in group.jobs if job is not None and job in reading]
             assert group.active.tolist() == [job is not None and job not in waiting for job in group.jobs]
             for job in group.jobs:
-                assert job is None or job.plan is group.plan
+                assert job is None or job.plan == group.plan
         for answer in self.answers:
             tokens = [token for _, token, _ in answer._pieces]
             assert tokens == expected(answer.request)[0][: len(tokens)]
@@ -133,5 +155,23 @@ class Serving(RuleBasedStateMachine):
                 assert isinstance(answer._error, error)
 
 
-Serving.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestServing = Serving.TestCase
+@pytest.mark.parametrize("schedules", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_job_of_random_schedules_ends(schedules):
+    run_state_machine_as_test(Serving, settings=settings(max_examples=schedules, stateful_step_count=40))
+
+
+def test_a_job_without_a_place_fails_loudly(caplog):
+    loop, answer = (
+        Loop(PlainPrograms(), Admission(Limits(device_bytes=50)), PlainLibrary(9, 9)),
+        Answer(Request([1], 6)),
+    )
+    job = Job(answer, [1], TextStream(None), frozenset())
+    job.plans = fitting(PLANS, 1, 6)
+    loop.accept(job)
+    loop.run_once()
+    loop.groups.clear()
+    loop.run_once()
+    with pytest.raises(ServingError, match="the engine lost this request"):
+        answer.result(0)
+    assert "request lost" in caplog.text
+    assert loop.counts.failed == 1
