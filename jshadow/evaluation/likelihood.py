@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -207,9 +206,9 @@ class Scorer:
         reads, writes = state.split()
         scores, greedy, _ = forced_scores(
             self.params.weights,
-            jnp.asarray(tokens),
-            jnp.asarray(lengths),
-            jnp.asarray(targets),
+            tokens,
+            lengths,
+            targets,
             reads,
             writes,
             config=self.params.config,
@@ -272,7 +271,7 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray,
 
 def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
     """Draw the next token of each row with its random key, int32 [B]. `index` is the number of tokens drawn before."""
-    return np.asarray(draw_tokens(logits, keys, jnp.int32(index), sampler=sampler))
+    return np.asarray(draw_tokens(logits, keys, np.int32(index), sampler=sampler))
 
 
 def taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:

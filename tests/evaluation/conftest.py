@@ -1,14 +1,16 @@
-"""What stands in for a model and for packages: made-up records, and tiny packages whose texts the tasks read."""
+"""What stands in for a model and for packages: a tiny model, made-up records, and tiny packages that tasks read."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_up_cases import made_up_case
+from evaluations import made_up_case, tiny
 from ruler_package import write_package, write_sessions
+from tiny_text import byte_tokenizer
 
 from jshadow.evaluation import runner
 from jshadow.evaluation.tasks import package_texts
+from jshadow.weights.params import Params
 
 
 def forget_texts() -> None:
@@ -25,6 +27,12 @@ def text_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     forget_texts()
+
+
+@pytest.fixture(scope="session")
+def params() -> Params:
+    """A tiny random model; each byte is a token."""
+    return tiny(byte_tokenizer())
 
 
 @pytest.fixture(scope="module")

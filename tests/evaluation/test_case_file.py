@@ -12,82 +12,75 @@ from jshadow import Full, StreamingLLM, cli, save
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plan
 from jshadow.evaluation.runner import plan_evaluation
-from jshadow.evaluation.settings import EvalSettings, TaskPlan
+from jshadow.evaluation.settings import EvalSettings
 from jshadow.evaluation.tasks import Case, Sample, ruler
-from jshadow.models.config import ModelConfig
-from jshadow.weights.params import Params, init_params
 
-CONFIG = ModelConfig("llama", 512, 1, 16, 16, 2, 1, 8, 1e-5, 2048, eos_ids=(256,))
 # Tasks with depths, forced tokens, turns, independent questions and several answers.
 TASKS = ["needle_docs", "agreement", "needle_multiturn", "niah_multiquery_apart", "fwe", "text_to_json"]
 
 
-@pytest.fixture(scope="module")
-def params() -> Params:
-    return Params(init_params(CONFIG).weights, CONFIG, TOKENIZERS["chat"])
+@pytest.fixture
+def planned(params, tmp_path):
+    """Plans of evaluations, which are not run. The file of prompts is `planned.file`."""
 
+    def planned(tasks, lengths, params=params, **settings: Any):
+        asked = EvalSettings(**{"samples": 2} | settings)
+        return plan_evaluation(params, tasks, lengths, [Full(), StreamingLLM()], asked).plans
 
-def planned(params: Params, tasks: list[str], lengths: list[int], **settings: Any) -> tuple[TaskPlan, ...]:
-    """The plans of an evaluation, without running it."""
-    settings = {"samples": 2} | settings
-    asked = EvalSettings(**settings)
-    return plan_evaluation(params, tasks=tasks, lengths=lengths, policies=[Full(), StreamingLLM()], asked=asked).plans
+    planned.file = tmp_path / "prompts.json.gz"
+    return planned
 
 
 def never(*_: Any) -> None:
     raise AssertionError("no case may be made")
 
 
-def test_the_cases_of_a_file_are_those_that_were_made(params, tmp_path, monkeypatch):
-    file = tmp_path / "prompts.json.gz"
-    want = planned(params, TASKS, [800, 900])
-    assert planned(params, TASKS, [800, 900], cases=file) == want
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+def test_the_cases_of_a_file_are_those_that_were_made(planned, monkeypatch):
+    file, want = planned.file, planned(TASKS, [800, 900])
+    assert planned(TASKS, [800, 900], cases=file) == want
+    assert list(file.parent.iterdir()) == [file]
     monkeypatch.setattr(plan, "sample_of", never)
-    assert planned(params, TASKS, [800, 900], cases=file) == want
-    assert planned(params, TASKS[:1], [900], cases=str(file)) == planned(params, TASKS, [900], cases=file)[:1]
+    assert planned(TASKS, [800, 900], cases=file) == want
+    assert planned(TASKS[:1], [900], cases=str(file)) == planned(TASKS, [900], cases=file)[:1]
 
 
 @pytest.mark.usefixtures("made_up")
-def test_the_file_replaces_the_package_of_ruler(params, tmp_path, monkeypatch, capsys):
-    file, name = tmp_path / "prompts.json.gz", "ruler_vt"
+def test_the_file_replaces_the_package_of_ruler(params, planned, tmp_path, monkeypatch, capsys):
+    file, name = planned.file, "ruler_vt"
     sample = Sample("", "text", "", ("one", "two"), 8, "string_match_all")
     made = {name: [Case((sample,), tuple(range(300))), Case((sample,), tuple(range(290)))]}
     with monkeypatch.context() as patch:
         patch.setattr(ruler, "check_tasks", lambda *_: None)
         patch.setattr(ruler, "cases_at", lambda *_: made)
-        want = planned(params, [name], [512], cases=file)
+        want = planned([name], [512], cases=file)
     monkeypatch.setattr(ruler, "cases_at", never)
-    assert planned(params, [name], [512], cases=file) == want
+    assert planned([name], [512], cases=file) == want
     assert [list(case.prompt) for case in want[0].cases] == [list(range(300)), list(range(290))]
     save(params, tmp_path / "model")
     words = ["eval", str(tmp_path / "model"), "--tasks", name, "--lengths", "512", "--samples", "2"]
-    words += ["--policies", "full"]
-    assert cli.main([*words, "--cases", str(file), "--json"]) == 0
+    assert cli.main([*words, "--policies", "full", "--cases", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["task"] == name
 
 
-def test_a_file_that_does_not_fit_is_refused_and_not_changed(params, tmp_path):
-    file = tmp_path / "prompts.json.gz"
-    planned(params, ["needle_docs"], [700], cases=file)
+def test_a_file_that_does_not_fit_is_refused_and_not_changed(params, planned):
+    asked, file = {"tasks": ["needle_docs"], "lengths": [700], "cases": planned.file}, planned.file
+    planned(**asked)
     before = file.read_bytes()
-    other = dataclasses.replace(params, tokenizer=TOKENIZERS["plain"])
     for message, changes in {
         "with seed=5, got 0": {"seed": 5},
         "with samples=3, got 2": {"samples": 3},
-        "with tokenizer=": {"params": other},
+        "with tokenizer=": {"params": dataclasses.replace(params, tokenizer=TOKENIZERS["plain"])},
         "with needle_docs at 800 tokens": {"lengths": [700, 800]},
         "with agreement at 700 tokens": {"tasks": ["needle_docs", "agreement"]},
+        "cases must be a file that can be written": {"cases": file.parent / "missing" / file.name},
     }.items():
-        options = {"params": params, "tasks": ["needle_docs"], "lengths": [700]} | changes
         with pytest.raises(ConfigError, match=message):
-            planned(**options, cases=file)
+            planned(**asked | changes)
+    assert file.read_bytes() == before
     content = json.loads(gzip.decompress(before))
     content["cases"]["700"]["needle_docs"][0][0].pop("prompt")
     for damaged in (before[:-9], b"", b"text", gzip.compress(b"[]"), gzip.compress(json.dumps(content).encode())):
         file.write_bytes(damaged)
         with pytest.raises(ConfigError, match="cases must be a file that --cases wrote"):
-            planned(params, ["needle_docs"], [700], cases=file)
+            planned(**asked)
         assert file.read_bytes() == damaged
-    with pytest.raises(ConfigError, match="cases must be a file that can be written"):
-        planned(params, ["needle_docs"], [700], cases=tmp_path / "missing" / "prompts.json.gz")

@@ -1,4 +1,4 @@
-"""Local data: reading rows, writing rows, and prompts that are too long."""
+"""Local data: reading rows, writing rows, prompts that are too long, and its way through `evaluate`."""
 
 import dataclasses
 import importlib
@@ -6,16 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from evaluations import made_up_case, records_of
 from tiny_text import byte_tokenizer
 from tokenizers_by_kind import TOKENIZERS
 
+from jshadow import Full, ShadowKV, cli, save
+from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, tasks
+from jshadow.evaluation import data, runner, samples, tasks
 
 TOKENIZER = byte_tokenizer()
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
 ROW = {"context": TEXT, "question": "When?", "answer_prefix": "In", "answer": "1998", "max_new_tokens": 4}
+CHOICES = {"choice_A": "a1", "choice_B": "b1", "choice_C": "c1", "choice_D": "d1"}
+PLAIN_TEXT = ("trec", "lcc", "vt", "qa_1")  # without a chat template
+# The rows of other suites' own files, and what is read from them.
 SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hotpotqa": (
         {"input": "When?", "context": TEXT, "answers": ["1998", "in 1998"], "all_classes": None, "length": 9},
@@ -30,17 +37,7 @@ SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scorer": "edit_similarity", "max_new_tokens": 64, "question": ""},
     ),
     "longbench_v2": (
-        {
-            "question": "Which?",
-            "choice_A": "a1",
-            "choice_B": "b1",
-            "choice_C": "c1",
-            "choice_D": "d1",
-            "answer": "C",
-            "context": TEXT,
-            "length": "short",
-            "difficulty": "easy",
-        },
+        {"question": "Which?", **CHOICES, "answer": "C", "context": TEXT, "length": "short", "difficulty": "easy"},
         {"answer": ("C",), "scorer": "letter", "max_new_tokens": 128},
     ),
     "longbook_choice_eng": (
@@ -72,34 +69,38 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+@pytest.fixture
+def read(tmp_path):
+    """What is read from a file of rows, and the path of the file is `read.path`."""
+
+    def read(rows, tokenizer=TOKENIZER, context=2048, **options):
+        return data.read_cases([write(read.path, rows)], tokenizer, context, **options)
+
+    read.path = tmp_path / "mine.jsonl"
+    return read
+
+
 @pytest.mark.parametrize("task", SUITE_ROWS)
 def test_the_suites_own_files_are_known_by_their_columns(task, tmp_path):
     row, wanted = SUITE_ROWS[task]
     [read] = data.read_rows([write(tmp_path / f"{task}.jsonl", [row])])
-    assert read.task == task
-    assert read.length is None
-    for name, value in wanted.items():
-        assert getattr(read.sample, name) == value
-    assert read.chat is (task not in ("trec", "lcc", "vt", "qa_1"))
+    assert (read.task, read.length) == (task, None)
+    assert {name: getattr(read.sample, name) for name in wanted} == wanted
+    assert read.chat is (task not in PLAIN_TEXT)
     for option in row.get("options") or [row.get("choice_A", "")]:
         assert option in read.sample.question
 
 
-def test_a_plain_text_is_gone_on_with(tmp_path):
-    [made] = data.read_cases([write(tmp_path / "vt" / "validation.jsonl", [SUITE_ROWS["vt"][0]])], TOKENIZER, 2048)
-    assert made.task == "vt"
-    assert TOKENIZER.decode(list(made.cases[0].prompt)) == TEXT
-    [made] = data.read_cases([write(tmp_path / "trec.jsonl", [SUITE_ROWS["trec"][0]])], TOKENIZER, 2048)
-    assert TOKENIZER.decode(list(made.cases[0].prompt)) == f"{TEXT}\n\nType:"
+@pytest.mark.parametrize(("task", "name", "end"), [("vt", "vt/validation", ""), ("trec", "trec", "\n\nType:")])
+def test_a_plain_text_is_gone_on_with(task, name, end, tmp_path):
+    [made] = data.read_cases([write(tmp_path / f"{name}.jsonl", [SUITE_ROWS[task][0]])], TOKENIZER, 2048)
+    assert made.task == task
+    assert TOKENIZER.decode(list(made.cases[0].prompt)) == TEXT + end
 
 
 def test_kvpress_rows_and_their_scorers(tmp_path):
-    rows = [
-        ROW,
-        ROW | {"answer": ["1998", "7"]},
-        ROW | {"task": "qa_2", "answer": ["1998"]},
-        ROW | {"scorer": "f1", "task": "own", "length": 64},
-    ]
+    rows = [ROW, ROW | {"answer": ["1998", "7"]}, ROW | {"task": "qa_2", "answer": ["1998"]}]
+    rows += [ROW | {"scorer": "f1", "task": "own", "length": 64}]
     read = data.read_rows([write(tmp_path / "mine.jsonl", rows)])
     assert [row.sample.scorer for row in read] == ["string_match_part", "string_match_all", "string_match_part", "f1"]
     assert [row.task for row in read] == ["mine", "mine", "qa_2", "own"]
@@ -109,32 +110,24 @@ def test_kvpress_rows_and_their_scorers(tmp_path):
 
 def test_parquet_and_json_hold_the_same_rows(tmp_path, monkeypatch):
     rows = [ROW, ROW | {"question": "What does it cost?", "answer": "7"}]
+    there = [True]
+
+    def pyarrow(name: str) -> Any:
+        assert name == "pyarrow.parquet"
+        if not there[0]:
+            raise ImportError(name)
+        table = type("Table", (), {"to_pylist": lambda self: rows})()
+        return type("Parquet", (), {"read_table": staticmethod(lambda path: table)})
+
     (tmp_path / "mine.json").write_text(json.dumps(rows))
     wanted = [row.sample for row in data.read_rows([write(tmp_path / "mine.jsonl", rows)])]
     assert [row.sample for row in data.read_rows([tmp_path / "mine.json"])] == wanted
     (tmp_path / "mine.parquet").write_bytes(b"PAR1 not really")
-    monkeypatch.setattr(importlib, "import_module", fake_parquet(rows))
+    monkeypatch.setattr(importlib, "import_module", pyarrow)
     assert [row.sample for row in data.read_rows([tmp_path / "mine.parquet"])] == wanted
-    monkeypatch.setattr(importlib, "import_module", fake_parquet(None))
+    there[0] = False
     with pytest.raises(ConfigError, match="needs pyarrow: pip install pyarrow"):
         data.read_rows([tmp_path / "mine.parquet"])
-
-
-def fake_parquet(rows: Any) -> Any:
-    """A fake pyarrow that reads a table with these rows, or that is missing if rows is None."""
-
-    class Parquet:
-        @staticmethod
-        def read_table(path: Any) -> Any:
-            return type("Table", (), {"to_pylist": lambda self: rows})()
-
-    def load(name: str) -> Any:
-        assert name == "pyarrow.parquet"
-        if rows is None:
-            raise ImportError(name)
-        return Parquet
-
-    return load
 
 
 BAD_ROWS: list[tuple[str, Any]] = [
@@ -156,53 +149,53 @@ BAD_ROWS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("told", "row"), BAD_ROWS)
-def test_bad_rows_are_refused_with_file_and_number(told, row, tmp_path):
-    path = write(tmp_path / "mine.jsonl", [ROW, row])
+def test_bad_rows_are_refused_with_file_and_number(told, row, read):
     with pytest.raises(ConfigError, match=told) as caught:
-        data.read_cases([path], TOKENIZER, 2048)
-    assert f"row 2 of {path}" in str(caught.value)
+        read([ROW, row])
+    assert f"row 2 of {read.path}" in str(caught.value)
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / "broken.jsonl").write_text('{"context":')
-    (tmp_path / "empty.jsonl").write_text("\n")
-    for name, told in (
-        ("broken.jsonl", "cannot be read"),
-        ("empty.jsonl", "must have rows"),
-        ("none.jsonl", "cannot be read"),
-        ("rows.csv", "must be .jsonl"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            data.read_rows([tmp_path / name])
-    with pytest.raises(ConfigError, match="limit must be"):
-        data.read_rows([write(tmp_path / "mine.jsonl", [ROW])], 0)
+BAD_FILES = [
+    ("broken.jsonl", '{"context":', None, "cannot be read"),
+    ("empty.jsonl", "\n", None, "must have rows"),
+    ("none.jsonl", None, None, "cannot be read"),
+    ("rows.csv", None, None, "must be .jsonl"),
+    ("mine.jsonl", json.dumps(ROW), 0, "limit must be"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "limit", "told"), BAD_FILES)
+def test_files_that_cannot_be_read_are_refused(name, text, limit, told, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        data.read_rows([tmp_path / name], limit)
 
 
 def test_the_limit_counts_rows_of_each_file(tmp_path):
     path = write(tmp_path / "mine.jsonl", [ROW] * 3)
-    assert len(data.read_rows([path, path], 2)) == 4
-    assert len(data.read_rows([path], 9)) == 3
+    assert [len(data.read_rows([path, path], 2)), len(data.read_rows([path], 9))] == [4, 3]
 
 
-def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(tmp_path):
+def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(read):
     long = ROW | {"context": "BEGIN " + TEXT * 8 + " END"}
-    path = write(tmp_path / "mine.jsonl", [ROW, long])
-    with pytest.raises(ConfigError, match=r"row 2 of .* has 2,7\d\d tokens and needs 4 more, context=2,048"):
-        data.read_cases([path], TOKENIZER, 2048)
-    [made] = data.read_cases([path], TOKENIZER, 2048, truncate="middle")
+    [made] = read([ROW, long], truncate="middle")
     short, cut = made.cases
     assert short.truncated == 0
     assert len(cut.prompt) + cut.growth == 2048
-    whole = data.case_of(TOKENIZER, [row.sample for row in data.read_rows([path])][1:])
+    whole = data.case_of(TOKENIZER, [row.sample for row in data.read_rows([read.path])][1:])
     assert cut.truncated == len(whole.prompt) - len(cut.prompt)
     half = len(cut.samples[0].context) // 2
     assert cut.samples[0].context[:half] == long["context"][:half]
     assert cut.samples[0].context[-half:] == long["context"][-half:]
     assert cut.prompt[-20:] == whole.prompt[-20:]
-    with pytest.raises(ConfigError, match="too little of it would be left"):
-        data.read_cases([path], TOKENIZER, 30, truncate="middle")
-    with pytest.raises(ConfigError, match="truncate must be one of"):
-        data.read_cases([path], TOKENIZER, 2048, truncate="left")
+    for options, told in (
+        ({}, r"row 2 of .* has 2,7\d\d tokens and needs 4 more, context=2,048"),
+        ({"context": 30, "truncate": "middle"}, "too little of it would be left"),
+        ({"truncate": "left"}, "truncate must be one of"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read([ROW, long], **options)
 
 
 ASKING = [name for name in tasks.TASKS if not name.startswith("agreement")]
@@ -223,8 +216,85 @@ def test_rows_that_are_read_back_give_the_same_cases(task, kind, tmp_path):
     assert made.cases == tuple(dataclasses.replace(case, planted=()) for case, _ in pairs)
 
 
-def test_token_ids_of_another_text_are_not_believed(tmp_path):
-    rows = [ROW | {"prompt_ids": [1, 2, 3]}]
-    [made] = data.read_cases([write(tmp_path / "mine.jsonl", rows)], TOKENIZER, 2048)
-    [plain] = data.read_cases([write(tmp_path / "mine.jsonl", [ROW])], TOKENIZER, 2048)
+def test_token_ids_of_another_text_are_not_believed(read):
+    [made], [plain] = read([ROW | {"prompt_ids": [1, 2, 3]}]), read([ROW])
     assert made.cases == plain.cases
+
+
+# Through `evaluate`
+
+POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
+QUESTIONS = [ROW, ROW | {"question": "What does the ferry cost, in crowns?", "answer": "7"}, ROW | {"question": "Why?"}]
+LENGTHS = [ROW | {"context": TEXT[: 100 + 61 * i]} for i in range(3)] + [ROW | {"context": TEXT * 8}]
+
+
+@pytest.mark.slow
+def test_questions_on_one_context_are_prefilled_once_and_answered_alike(params, read, tmp_path, monkeypatch):
+    """Each question is asked on a fork of the context, so earlier questions change nothing."""
+    prefills: list[int] = []
+    original = decode.prefill_many
+    [made] = read(QUESTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "prefill_many", lambda *a, **named: prefills.append(1) or original(*a, **named))
+        rows = runner.evaluate(params, [], [], [POLICY], data=[read.path], out=tmp_path / "out")
+    assert [row["name"] for row in rows] == ["full", "shadowkv", "streaming_llm"]
+    assert len(prefills) == 1
+    assert all(row["task"] == "mine" and row["asked"] == 3 and len(row["turns"]) == 1 for row in rows)
+    assert "depths" not in rows[0]
+    assert rows[1]["attended_tokens"] < rows[0]["attended_tokens"]
+    [mine] = [record for record in records_of(tmp_path / "out") if record["policy"].startswith("shadowkv")]
+    [case] = made.cases
+    wanted = []  # by hand: after a separate prefill, token by token
+    for question, sample in zip(case.questions, case.samples, strict=True):
+        tokens = np.array([case.prompt], np.int32), np.array([len(case.prompt)])
+        logits, state = decode.prefill(params, *tokens, POLICY, capacity=rows[1]["capacity"])
+        for token in question:
+            logits, state = decode.decode_step(params, np.array([token]), state)
+        said: list[int] = []
+        while len(said) < sample.max_new_tokens and (token := int(np.asarray(logits)[0].argmax())) != 256:
+            said.append(token)
+            logits, state = decode.decode_step(params, np.array([token]), state)
+        wanted.append(TOKENIZER.decode(said))
+    assert mine["outputs"] == wanted
+    assert len(wanted) == 3
+
+
+@pytest.mark.slow
+def test_prompts_of_several_lengths_are_answered_as_by_themselves(params, tmp_path):
+    """A prompt that is padded to the width of the longest gets the answer of an unpadded one."""
+    path, one = write(tmp_path / "mine.jsonl", LENGTHS), write(tmp_path / "one.jsonl", LENGTHS[:1])
+    runner.evaluate(params, [], [], [Full()], data=[path], out=tmp_path / "out", truncate="middle")
+    [alone] = runner.evaluate(params, [], [], [Full()], data=[one], out=tmp_path / "alone")
+    record, wanted = records_of(tmp_path / "out")[0], records_of(tmp_path / "alone")[0]
+    assert record["outputs"] == wanted["outputs"]
+    assert record["hits"] == [bool(alone["found"])]
+
+
+def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(params, tmp_path, monkeypatch, capsys):
+    path, out, ran = write(tmp_path / "mine.jsonl", LENGTHS), tmp_path / "out", []
+    monkeypatch.setattr(runner, "run_case", lambda *given: ran.append(given[2]) or made_up_case(*given))
+    call: dict[str, Any] = {"data": [path], "out": out, "truncate": "middle"}
+    first = runner.evaluate(params, [], [], [Full()], **call)
+    assert ran == [0, 1, 2, 3]
+    assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
+    assert [record.get("truncated", 0) > 0 for record in records_of(out)] == [False, False, False, True]
+    lines = (out / samples.SAMPLES_FILE).read_bytes().splitlines()
+    lines[1], lines[2] = lines[1][:50], b"null"
+    (out / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    assert runner.evaluate(params, [], [], [Full()], **call) == first
+    assert ran[4:] == [1, 2]
+    assert "2 damaged line(s)" in capsys.readouterr().err
+
+
+def test_the_command_line_takes_data(params, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "run_case", made_up_case)
+    save(params, tmp_path / "model")
+    path = write(tmp_path / "mine.jsonl", [ROW, ROW | {"context": TEXT * 8}])
+    args = ["eval", str(tmp_path / "model"), "--data", str(path), "--policies", "full", "--dtype", "float32"]
+    assert cli.main([*args, "--json"]) == 2
+    assert "row 2 of" in capsys.readouterr().err
+    assert cli.main([*args, "--truncate", "middle"]) == 0
+    assert "mine at 2,044: 1 of 2 contexts were cut" in capsys.readouterr().out
+    assert cli.main([*args, "--limit", "1", "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["results"]
+    assert (row["task"], row["samples"], row["truncated"]) == ("mine", 1, 0)

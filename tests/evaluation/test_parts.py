@@ -12,6 +12,7 @@ from typing import Any
 
 import byte_models
 import pytest
+from evaluations import records_of
 
 import jshadow
 from jshadow.cli.main import main
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("made_up")
 TASKS: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "lengths": [240, 300], "policies": [byte_models.SHADOW]}
 PARTS = 3
 PARAMS = byte_models.PARAMS
-OTHER_WEIGHTS = dataclasses.replace(PARAMS, weights=init_params(byte_models.CONFIG, seed=5).weights)
 NAMES = [f"part-{index}-of-{PARTS}" for index in range(1, PARTS + 1)]
 
 
@@ -43,18 +43,17 @@ def run_part(index: int, out: Path, *, count: int = PARTS, command: tuple[str, .
 
 @pytest.fixture(scope="module")
 def whole(made_up: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The directory and the rows of one run."""
+    """The directory and the rows of one run, after a way through JSON."""
     out = tmp_path_factory.mktemp("whole")
-    return out, runner.evaluate(PARAMS, **TASKS, samples=2, out=out)
+    return out, plain(runner.evaluate(PARAMS, **TASKS, samples=2, out=out))
 
 
 @pytest.fixture(scope="module")
 def finished(made_up: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with three parts, which is only read."""
     out = tmp_path_factory.mktemp("parts")
-    words = ("jshadow", "eval", "a model", "--part", "2/3", "--out", str(out))
     for index in (2, 3, 1):
-        run_part(index, out, command=words)
+        run_part(index, out, command=("jshadow", "eval", "a model", "--part", "2/3", "--out", str(out)))
     return out
 
 
@@ -64,9 +63,17 @@ def parts(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "parts"))
 
 
+@pytest.fixture
+def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate_part` writes what a part has to do, and runs no sample."""
+    monkeypatch.setattr("jshadow.evaluation.parts.run.finish_samples", lambda *_: {})
+
+
 def plain(rows: list[dict[str, Any]]) -> Any:
-    """Rows after a way through JSON."""
     return json.loads(json.dumps(rows))
+
+
+# How samples are dealt
 
 
 def test_every_item_is_in_one_part_and_costs_are_balanced():
@@ -78,14 +85,12 @@ def test_every_item_is_in_one_part_and_costs_are_balanced():
             for power in (1, 2, 5):  # however the cost grows with the size
                 costs = [sum(sizes[place] ** power for place in places) for places in dealt]
                 assert max(costs) - min(costs) <= max((size**power for size in sizes), default=0)
-    assert deal([4, 4, 9, 4], Part(1, 2)) == [1, 2]
-    assert deal([4, 4, 9, 4], Part(2, 2)) == [0, 3]
+    assert [deal([4, 4, 9, 4], Part(index, 2)) for index in (1, 2)] == [[1, 2], [0, 3]]
 
 
-def test_a_part_is_read_from_its_text():
-    assert parse_part("2/3") == Part(2, 3)
-    assert parse_part("01/10") == Part(1, 10)
-    assert str(Part(2, 3)) == "2/3"
+def test_a_part_is_read_from_its_text_and_has_a_folder(tmp_path):
+    assert [parse_part("2/3"), parse_part("01/10"), str(Part(2, 3))] == [Part(2, 3), Part(1, 10), "2/3"]
+    assert part_folder(tmp_path, Part(2, 3)) == tmp_path / "part-2-of-3"
 
 
 @pytest.mark.parametrize(
@@ -96,19 +101,27 @@ def test_other_texts_are_no_part(text):
         parse_part(text)
 
 
-def test_three_parts_are_one_run(whole, parts, tmp_path):
+# What is merged
+
+
+def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path, monkeypatch):
     """All figures are equal to the last bit. Each sample ran once, with about as many in each part."""
-    out, rows = whole
+    (out, rows), merged = whole, tmp_path / "merged"
     assert sorted(path.name for path in parts.iterdir()) == NAMES
-    assert merge_parts([parts]) == plain(rows)
-    assert merge_parts([parts / name for name in reversed(NAMES)], out=tmp_path / "merged") == plain(rows)
-    lines = [(parts / name / SAMPLES_FILE).read_text().splitlines() for name in NAMES]
-    keys = [json.loads(line)["key"] for line in itertools.chain(*lines)]
+    assert merge_parts([parts]) == rows
+    assert merge_parts([parts / name for name in reversed(NAMES)], out=merged) == rows
+    records = [records_of(parts / name) for name in NAMES]
+    keys = [record["key"] for record in itertools.chain(*records)]
     assert len(set(keys)) == len(keys)
-    by_length = [sorted(json.loads(line)["length"] for line in of_part) for of_part in lines]
-    assert all({240, 300} == set(lengths) for lengths in by_length)
-    merged = (tmp_path / "merged" / SAMPLES_FILE).read_text().splitlines()
-    assert sorted(merged) == sorted((out / SAMPLES_FILE).read_text().splitlines())
+    assert all({240, 300} == {record["length"] for record in of_part} for of_part in records)
+    assert sorted((merged / SAMPLES_FILE).read_text().splitlines()) == sorted(
+        (out / SAMPLES_FILE).read_text().splitlines()
+    )
+    monkeypatch.setattr(runner, "run_case", None)
+    assert plain(runner.evaluate(PARAMS, **TASKS, samples=2, out=merged)) == rows
+    size = (merged / SAMPLES_FILE).stat().st_size
+    merge_parts([parts], out=merged)
+    assert (merged / SAMPLES_FILE).stat().st_size == size
 
 
 @pytest.mark.slow
@@ -122,28 +135,29 @@ def test_parts_of_a_model_are_one_run(tmp_path, monkeypatch):
     assert rows[1]["kl"] > 0
 
 
-def test_one_run_takes_up_what_was_merged(whole, parts, tmp_path, monkeypatch):
-    merge_parts([parts], out=tmp_path / "merged")
-    monkeypatch.setattr(runner, "run_case", None)
-    assert runner.evaluate(PARAMS, **TASKS, samples=2, out=tmp_path / "merged") == whole[1]
-    size = (tmp_path / "merged" / SAMPLES_FILE).stat().st_size
-    merge_parts([parts], out=tmp_path / "merged")
-    assert (tmp_path / "merged" / SAMPLES_FILE).stat().st_size == size
+def test_shares_and_sweeps_are_merged(tmp_path):
+    """An infeasible row has no records, and a setting may be a tuple."""
+    asked = {"policies": [jshadow.StreamingLLM(), jshadow.OmniKV()], "tasks": ["agreement"], "lengths": [240]}
+    settings = {"shares": [0.5, 0.001], "sweeps": {"rank": [jshadow.ShadowKV(rank=rank, budget=64) for rank in (4, 8)]}}
+    rows = runner.evaluate(PARAMS, **asked, samples=2, **settings)
+    assert any(row["infeasible"] for row in rows)
+    for index in (1, 2):
+        run_part(index, tmp_path, count=2, **asked, **settings)
+    assert merge_parts([tmp_path]) == plain(rows)
 
 
 def test_each_sample_keeps_its_place(parts):
     """Full attention answers the first sample of a task, and ShadowKV the second, at another depth."""
-    for file in parts.glob(f"*/{SAMPLES_FILE}"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for folder in parts.iterdir():
+        lines = records_of(folder)
         for line in lines:
             if line["task"] == "needle_docs":
                 right = line["sample"] == {"full": 0, "shadowkv": 1}.get(line["policy"].partition(":")[0])
                 line |= {"hits": [right], "score": 100.0 * right}
-        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (folder / SAMPLES_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     rows = [row for row in merge_parts([parts]) if row["task"] == "needle_docs"]
-    assert [(row["name"], row["length"]) for row in rows] == [
-        (name, length) for length in (240, 300) for name in ("full", "shadowkv", "streaming_llm")
-    ]
+    names = ("full", "shadowkv", "streaming_llm")
+    assert [(row["name"], row["length"]) for row in rows] == [(name, length) for length in (240, 300) for name in names]
     for row in rows:
         assert row["depths"] == [0.25, 0.75]
         assert row["depth_scores"] == {"full": [100, 0], "shadowkv": [0, 100]}.get(row["name"], [0, 0])
@@ -157,9 +171,8 @@ def test_a_part_that_was_killed_goes_on(whole, parts, left, monkeypatch):
     file = parts / NAMES[1] / SAMPLES_FILE
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:left]) + lines[left][:30])
-    with pytest.raises(
-        ConfigError, match=rf"part 2/3 in .*{NAMES[1]} has [01] of 3.*\n  jshadow eval 'a model' .*--part 2/3"
-    ):
+    told = rf"part 2/3 in .*{NAMES[1]} has [01] of 3.*\n  jshadow eval 'a model' .*--part 2/3"
+    with pytest.raises(ConfigError, match=told):
         merge_parts([parts])
     if not left:
         file.unlink()  # killed before its first sample
@@ -170,7 +183,10 @@ def test_a_part_that_was_killed_goes_on(whole, parts, left, monkeypatch):
     monkeypatch.setattr(runner, "run_case", lambda *args: ran.append(args[2]) or original(*args))
     run_part(2, parts)
     assert len(ran) == 3 - left // 2
-    assert merge_parts([parts]) == plain(whole[1])
+    assert merge_parts([parts]) == whole[1]
+
+
+# What is refused
 
 
 def test_a_missing_part_is_named_with_its_command(parts):
@@ -178,10 +194,8 @@ def test_a_missing_part_is_named_with_its_command(parts):
         shutil.rmtree(parts / name)
     with pytest.raises(ConfigError) as told:
         merge_parts([parts])
-    text = str(told.value)
-    assert "parts must be all 3, but there is no part 1/3, 3/3. Run:" in text
-    commands = text.splitlines()[1:]
-    assert len(commands) == 2
+    first, *commands = str(told.value).splitlines()
+    assert "parts must be all 3, but there is no part 1/3, 3/3. Run:" in first
     for command, index in zip(commands, (1, 3), strict=True):
         assert command.startswith("  jshadow eval 'a model' --out ")
         assert command.endswith(f" --part {index}/3")
@@ -195,30 +209,26 @@ def test_a_part_that_is_there_twice_is_refused(parts, tmp_path):
     assert merge_parts([parts, parts / NAMES[0], f"{parts}/../parts"])  # one folder that is named twice is one part
 
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "seed": ({"seed": 1}, "seed is 0 in .* and 1 in "),
-    "samples": ({"samples": 3}, "samples is 2 in .* and 3 in "),
-    "tasks": ({"tasks": ["agreement"]}, "tasks is .*needle_docs.* in .* and "),
-    "lengths": ({"lengths": [240, 301]}, r"lengths is \[240, 300\] in .* and \[240, 301\] in "),
-    "policies": ({"policies": [jshadow.ShadowKV(rank=8, budget=64)]}, "policies is "),
-    "model": ({"params": OTHER_WEIGHTS}, "model is "),
-    "fetch": ({"fetch": "device_put"}, "fetch is 'resident' in .* and 'device_put' in "),
-}
-
-
-@pytest.fixture
-def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`evaluate_part` writes what a part has to do, and runs no sample."""
-    monkeypatch.setattr("jshadow.evaluation.parts.run.finish_samples", lambda *_: {})
+OTHER_WEIGHTS = dataclasses.replace(PARAMS, weights=init_params(byte_models.CONFIG, seed=5).weights)
+OTHERS = [
+    (3, {"seed": 1}, "seed is 0 in .* and 1 in "),
+    (3, {"samples": 3}, "samples is 2 in .* and 3 in "),
+    (3, {"tasks": ["agreement"]}, "tasks is .*needle_docs.* in .* and "),
+    (3, {"lengths": [240, 301]}, r"lengths is \[240, 300\] in .* and \[240, 301\] in "),
+    (3, {"policies": [jshadow.ShadowKV(rank=8, budget=64)]}, "policies is "),
+    (3, {"params": OTHER_WEIGHTS}, "model is "),
+    (3, {"fetch": "device_put"}, "fetch is 'resident' in .* and 'device_put' in "),
+    (1, {"count": 2}, r"the number of parts is 2 in .*part-1-of-2 and 3 in .*part-1-of-3"),
+]
 
 
 @pytest.mark.usefixtures("unrun")
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_part_of_another_evaluation_is_refused(parts, case):
-    changes, told = OTHERS[case]
-    run_part(3, parts, **changes)
+@pytest.mark.parametrize(("index", "changes", "told"), OTHERS, ids=[next(iter(changes)) for _, changes, _ in OTHERS])
+def test_a_part_of_another_evaluation_is_refused(parts, index, changes, told):
+    run_part(index, parts, **changes)
     with pytest.raises(ConfigError, match=f"parts must be of one evaluation, but {told}"):
         merge_parts([parts])
+    assert index == 3 or merge_parts([parts / name for name in NAMES])
 
 
 @pytest.mark.usefixtures("unrun")
@@ -229,14 +239,6 @@ def test_a_part_of_other_prompts_is_refused(parts, monkeypatch):
     run_part(3, parts)
     with pytest.raises(ConfigError, match="but plan is "):
         merge_parts([parts])
-
-
-@pytest.mark.usefixtures("unrun")
-def test_another_number_of_parts_is_refused(parts):
-    run_part(1, parts, count=2)
-    with pytest.raises(ConfigError, match=r"number of parts is 2 in .*part-1-of-2 and 3 in .*part-1-of-3"):
-        merge_parts([parts])
-    assert merge_parts([parts / name for name in NAMES])
 
 
 def test_more_parts_than_samples_are_refused(tmp_path):
@@ -253,9 +255,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_record_is_refused(parts, case):
-    change, told = DAMAGES[case]
+@pytest.mark.parametrize(("change", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_record_is_refused(parts, change, told):
     file = parts / NAMES[1] / PART_FILE
     file.write_text(change(file.read_text()))
     with pytest.raises(jshadow.errors.CheckpointError, match=told):
@@ -268,38 +269,22 @@ def test_a_folder_without_parts_is_refused(tmp_path):
             merge_parts([place])
 
 
-def test_shares_and_sweeps_are_merged(tmp_path):
-    """An infeasible row has no records, and a setting may be a tuple."""
-    asked = {"policies": [jshadow.StreamingLLM(), jshadow.OmniKV()], "tasks": ["agreement"], "lengths": [240]}
-    settings = {"shares": [0.5, 0.001], "sweeps": {"rank": [jshadow.ShadowKV(rank=rank, budget=64) for rank in (4, 8)]}}
-    rows = runner.evaluate(PARAMS, **asked, samples=2, **settings)
-    assert any(row["infeasible"] for row in rows)
-    for index in (1, 2):
-        run_part(index, tmp_path, count=2, **asked, **settings)
-    assert merge_parts([tmp_path]) == plain(rows)
+BAD = [
+    (["m", "--part", "1/3"], "--part must come with --out"),
+    (["m", "--part", "1/3", "--out", "o", "--plot", "p.svg"], "without --plot"),
+    (["m", "--part", "3", "--out", "o"], "part must be I/N with I from 1 to N, such as 2/3, got '3'"),
+    (["m", "--part", "4/3", "--out", "o"], "part must be I/N with I from 1 to N, got 4/3"),
+    (["--tasks", "agreement"], "MODEL must be given, except with --merge"),
+    (["m", "--merge", "o"], "--merge must come without MODEL"),
+    (["--merge", "o", "--part", "1/3"], "--merge must come without --part"),
+    (["--merge", "o", "--seed", "3"], "--merge must come without --seed"),
+    (["--merge", "nowhere"], "merge must name folders of parts"),
+]
 
 
-BAD = {
-    "no_out": (["m", "--part", "1/3"], "--part must come with --out"),
-    "plot": (["m", "--part", "1/3", "--out", "o", "--plot", "p.svg"], "without --plot"),
-    "malformed": (["m", "--part", "3", "--out", "o"], "part must be I/N with I from 1 to N, such as 2/3, got '3'"),
-    "range": (["m", "--part", "4/3", "--out", "o"], "part must be I/N with I from 1 to N, got 4/3"),
-    "no_model": (["--tasks", "agreement"], "MODEL must be given, except with --merge"),
-    "merge_of_a_model": (["m", "--merge", "o"], "--merge must come without MODEL"),
-    "merge_of_a_part": (["--merge", "o", "--part", "1/3"], "--merge must come without --part"),
-    "merge_with_a_seed": (["--merge", "o", "--seed", "3"], "--merge must come without --seed"),
-    "merge_of_nothing": (["--merge", "nowhere"], "merge must name folders of parts"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_use_is_one_error(case, capsys):
-    words, told = BAD[case]
+@pytest.mark.parametrize(("words", "told"), BAD)
+def test_bad_use_is_one_error(words, told, capsys):
     assert main(["eval", *words]) == 2
-    captured = capsys.readouterr()
-    assert f"ConfigError: {told}" in captured.err or told in captured.err
-    assert captured.out == ""
-
-
-def test_the_folder_of_a_part(tmp_path):
-    assert part_folder(tmp_path, Part(2, 3)) == tmp_path / "part-2-of-3"
+    out, err = capsys.readouterr()
+    assert told in err
+    assert out == ""

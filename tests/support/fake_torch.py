@@ -15,25 +15,20 @@ class Tensor(np.ndarray):
     """An array with the methods of a tensor."""
 
     def transpose(self, one: int, other: int) -> "Tensor":  # type: ignore[override]
-        """Two dimensions change places."""
         return self.swapaxes(one, other)
 
     def to(self, kind: Any) -> "Tensor":
-        """In another dtype."""
         return self.astype(kind)
 
     def float(self) -> "Tensor":
-        """In float32."""
         return self.astype(np.float32)
 
 
 def tensor(values: Any) -> Tensor:
-    """A tensor of numbers."""
     return np.array(values).view(Tensor)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
-    """A softmax over a dimension."""
     grown = np.exp(x - x.max(dim, keepdims=True))
     return grown / grown.sum(dim, keepdims=True)
 
@@ -51,17 +46,13 @@ class FakeTorch(ModuleType):
         self.tensor, self.softmax, self.no_grad = tensor, softmax, contextlib.nullcontext
 
     def Generator(self) -> Any:
-        """A generator that takes a seed."""
         return SimpleNamespace(manual_seed=np.random.default_rng)
 
     def randn(self, *shape: int, generator: np.random.Generator) -> Tensor:
-        """Random numbers."""
         return generator.standard_normal(shape).view(Tensor)
 
     def bmm(self, one: Tensor, other: Tensor) -> Tensor:
-        """Products of matrices, in a batch."""
-        out = one.float() @ other.float()
-        self.calls.append(("bmm", (one, other), out))
+        self.calls.append(("bmm", (one, other), out := one.float() @ other.float()))
         return out
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> Tensor:
@@ -78,18 +69,14 @@ class FakeModel:
     """A language model that adds one to the last token, with one layer of keys and values of 5 bytes a token."""
 
     config = SimpleNamespace(vocab_size=50)
-    fed: list[np.ndarray]
 
     @classmethod
     def from_pretrained(cls, folder: str, dtype: Any) -> "FakeModel":
-        """The model of any folder."""
-        made = cls()
+        cls.last = made = cls()
         made.folder, made.dtype, made.fed = folder, dtype, []
-        cls.last = made
         return made
 
     def eval(self) -> "FakeModel":
-        """Itself."""
         return self
 
     def __call__(self, tokens: Tensor, *, past_key_values: Any, use_cache: bool, logits_to_keep: int) -> Any:
@@ -97,8 +84,7 @@ class FakeModel:
         self.fed.append(np.asarray(tokens))
         [layer] = past_key_values.layers
         layer.keys = layer.values = np.zeros((layer.keys.nbytes // 5 + tokens.size) * 5, np.int8)
-        logits = np.eye(50)[(np.asarray(tokens)[:, -1:] + 1) % 50]
-        return SimpleNamespace(logits=logits.view(Tensor))
+        return SimpleNamespace(logits=np.eye(50)[(np.asarray(tokens)[:, -1:] + 1) % 50].view(Tensor))
 
 
 def fake_cache(config: Any, offloading: bool) -> Any:

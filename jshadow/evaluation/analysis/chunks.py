@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jshadow.errors import ConfigError
@@ -83,7 +82,7 @@ def chunk_similarity(layers: Iterable[LayerTensors], chunk_size: int = 8) -> Chu
     for layer in layers:
         tokens = layer.k_post.shape[0]
         check_range("chunk_similarity", "chunk_size", chunk_size, 1, tokens)
-        similarities.append(np.asarray(measure(jnp.asarray(layer.k_post)[None], tokens // chunk_size))[0])
+        similarities.append(np.asarray(measure(layer.k_post[None], tokens // chunk_size))[0])
     if not similarities:
         raise ConfigError("layers must be the tensors of at least one layer, got none")
     return ChunkSimilarity(np.stack(similarities), chunk_size)

@@ -76,10 +76,10 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
     for token in ids[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)
         lives = [layer.live for layer in state.layers]
-        caches.append(np.stack([np.asarray(live.resident[0]) for live in lives]))
-        chosen.append(
-            np.stack([np.asarray(live.resident[0] >= 0 if live.ages is None else live.ages[0] == 0) for live in lives])
-        )
+        held = [np.asarray(live.resident)[0] for live in lives]
+        ages = [None if live.ages is None else np.asarray(live.ages)[0] for live in lives]
+        caches.append(np.stack(held))
+        chosen.append(np.stack([at >= 0 if age is None else age == 0 for at, age in zip(held, ages, strict=True)]))
     now, before, selected = np.stack(caches[1:]), np.stack(caches[:-1]), np.stack(chosen[1:])
     repeated = (now[..., :, None] == before[..., None, :]).any(axis=-1) & selected
     return HitRates(selected.sum(axis=(2, 3)), repeated.sum(axis=(2, 3)), resolved, prompt)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jax import Array
 
@@ -59,7 +59,7 @@ def prompt_tensors(
         PromptError: there are no tokens or more than one text, an id is out of range, or the text is longer than the
             model's context. It is raised by the call itself.
     """
-    ids = jnp.asarray(text_of(params, tokens))[None]
+    ids = jax.device_put(text_of(params, tokens)[None])
     return layers_of(params, ids, progress)
 
 
@@ -73,4 +73,4 @@ def layers_of(params: Any, ids: Array, progress: Callable[[int, int], None] | No
         return out, (heads.k_pre, k, heads.v, heads.x_in)
 
     for tensors in walk_layers(params, ids, keep, progress):
-        yield LayerTensors(*(np.asarray(part[0], np.float32) for part in tensors))
+        yield LayerTensors(*(np.asarray(part, np.float32)[0] for part in tensors))

@@ -1,6 +1,7 @@
 """The time of one decode step of one layer's attention. The state is a random prompt compressed by the policy."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -83,28 +84,36 @@ def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
     The log-sum-exps are those of uniform attention. If the policy has its own prefill attention, `extra` is the initial
     value that its `begin` returns.
     """
-
-    def normal(key: Array, count: int, heads: int) -> Array:
-        return jax.random.normal(key, (shape.batch, count, heads, shape.head_dim), shape.dtype)
-
-    k, v, q, tail = jax.random.split(jax.random.key(seed), 4)
-    keys, everything = normal(k, shape.context, shape.kv_heads), policy.reads.all_queries
-    positions = jnp.arange(shape.context, dtype=jnp.int32)
-    even, rows = jnp.log(positions + 1.0), (shape.batch, shape.kv_heads, shape.context)
-    prompt = PromptKV(
-        k_pre=keys,
-        k_post=keys,
-        v=normal(v, shape.context, shape.kv_heads),
-        lengths=jnp.full(shape.batch, shape.context, jnp.int32),
-        positions=jnp.broadcast_to(positions, (shape.batch, shape.context)),
-        q_tail=normal(tail, policy.reads.last_queries, shape.heads) if policy.reads.last_queries else None,
-        q_post=normal(q, shape.context, shape.heads) if everything else None,
-        lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
-        second_pass=jax.random.uniform(tail, rows) if policy.reads.second_pass else None,
-    )
+    reads = policy.reads
+    keys, made = prompt_arrays(shape, reads.all_queries, reads.last_queries, reads.second_pass, np.uint32(seed))
+    prompt = PromptKV(k_pre=keys, k_post=keys, **made)
     attention, config = attention_of(policy), shape.config()
     extra = None if attention is None else attention.begin(config, config.attention_kind(0), prompt, None, None)
     return prompt.replace(extra=extra)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def prompt_arrays(
+    shape: Shape, everything: bool, last: int, second_pass: bool, seed: Array
+) -> tuple[Array, dict[str, Array | None]]:
+    """Return the keys and all other arrays of `random_prompt`. One program makes them."""
+    k, v, q, tail = jax.random.split(jax.random.key(seed), 4)
+    positions = jnp.arange(shape.context, dtype=jnp.int32)
+    even, rows = jnp.log(positions + 1.0), (shape.batch, shape.kv_heads, shape.context)
+    return normal(k, shape, shape.context, shape.kv_heads), {
+        "v": normal(v, shape, shape.context, shape.kv_heads),
+        "lengths": jnp.full(shape.batch, shape.context, jnp.int32),
+        "positions": jnp.broadcast_to(positions, (shape.batch, shape.context)),
+        "q_tail": normal(tail, shape, last, shape.heads) if last else None,
+        "q_post": normal(q, shape, shape.context, shape.heads) if everything else None,
+        "lse": jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
+        "second_pass": jax.random.uniform(tail, rows) if second_pass else None,
+    }
+
+
+def normal(key: Array, shape: Shape, count: int, heads: int) -> Array:
+    """Return random numbers [B, count, heads, d] in the dtype of a shape."""
+    return jax.random.normal(key, (shape.batch, count, heads, shape.head_dim), shape.dtype)
 
 
 def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, LayerState]:
@@ -124,16 +133,21 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
 
 def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
     """Return random queries, keys and values of the token after the prompt. Rows after the first are guesses."""
+    inverse = jax.device_put(inverse_frequencies(shape.config().rope, shape.head_dim))
+    q, k, v, positions, valid, lengths, *turns = step_arrays(shape, rows, np.uint32(seed), inverse)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse, *turns)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step_arrays(shape: Shape, rows: int, seed: Array, inverse: Array) -> tuple[Array, ...]:
+    """Return q, k, v, positions, valid, lengths, cosines and sines of `random_step`. One program makes them."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    q, k, v = (
-        jax.random.normal(key, (shape.batch, rows, heads, shape.head_dim), shape.dtype)
-        for key, heads in zip(keys, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True)
-    )
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     lengths = jnp.full(shape.batch, shape.context, jnp.int32)
     positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
-    inverse = jnp.asarray(inverse_frequencies(shape.config().rope, shape.head_dim))
     valid = jnp.broadcast_to(jnp.arange(rows) == 0, positions.shape)
-    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse, *cos_sin(positions, inverse))
+    made = (normal(key, shape, rows, count) for key, count in zip(keys, heads, strict=True))
+    return *made, positions, valid, lengths, *cos_sin(positions, inverse)
 
 
 def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:

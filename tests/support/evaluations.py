@@ -1,13 +1,30 @@
-"""Records of an evaluation without a model: each policy answers a part of the questions, always the same ones."""
+"""Evaluations of a tiny random model, and records without one: each policy answers a part of the questions."""
 
+import dataclasses
+import json
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jshadow.evaluation import results
 from jshadow.evaluation.cases import judged
 from jshadow.evaluation.settings import Setup, TaskPlan
+from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, Policy
+from jshadow.weights.params import Params, init_params
+
+CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
+
+
+def tiny(tokenizer: Any, seed: int = 1, **sizes: Any) -> Params:
+    config = dataclasses.replace(CONFIG, **sizes)
+    return Params(init_params(config, seed).weights, config, tokenizer)
+
+
+def records_of(out: Path) -> list[dict[str, Any]]:
+    """The records of the finished samples of a directory."""
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
 def made_up_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
