@@ -213,12 +213,12 @@ def test_evictions_are_those_of_the_oracle_s_h2o():
 
 def test_what_is_trained_is_what_a_step_does():
     """The masked sums over a text equal the results of LESS's hooks, token by token."""
-    text, kernels = TEXT[:1, :70], random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
+    text, kernels = TEXT[:1, :90], random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     prompt = next(prompts_of(model(), text))
-    examples = jax.jit(make_examples, static_argnames="spec")(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 70))
-    spec = layer_spec(SMALL, 70)
+    examples = jax.jit(make_examples, static_argnames="spec")(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 90))
+    spec = layer_spec(SMALL, 90)
     shift = np.zeros(TINY.kv_heads, np.float32)
-    got = np.asarray(jax.jit(answers)(kernels, examples.q, np.arange(70), examples, shift))
+    got = np.asarray(jax.jit(answers)(kernels, examples.q, np.arange(90), examples, shift))
     state = jax.jit(lambda: SMALL.init(spec))()
 
     @jax.jit
@@ -230,7 +230,7 @@ def test_what_is_trained_is_what_a_step_does():
         return group_queries(out, TINY.kv_heads), state
 
     rows = [np.asarray(x) for x in (prompt.q_post, prompt.k_post, prompt.v)]
-    for at in range(70):
+    for at in range(90):
         out, state = one(state, *(x[:, at : at + 1] for x in rows), np.int32(at))
         want = np.asarray(out)[:, :, :, 0]
         np.testing.assert_allclose(got[:, :, :, at], want, atol=2e-5, err_msg=str(at))

@@ -109,7 +109,7 @@ def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
     @jax.jit
     def step_once(state, step):
         out, state = step_layer(spec, state, step, AllLayers((spec,), [state.host]))[:2]
-        return out, state, policy.attended_parts(spec, state, step.lengths + 1)
+        return (out, policy.attended_parts(spec, state, step.lengths + 1)), state
 
     inverse = np.asarray(inverse_frequencies(config.rope, config.head_dim), np.float32)
     for done in range(STEPS):
@@ -117,7 +117,9 @@ def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
         q, k, v = new_tokens(config, dtype, rng, 1)
         angles = lengths[:, None, None] * inverse
         turn, valid = (np.cos(angles), np.sin(angles)), np.ones((rows, 1), bool)
-        out, state, parts = step_once(state, StepKV(q, q, k, k, v, lengths[:, None], valid, lengths, inverse, *turn))
+        step = StepKV(q, q, k, k, v, lengths[:, None], valid, lengths, inverse, *turn)
+        (out, parts), state = step_once(state, step)
+        out, parts = jax.tree.map(np.asarray, (out, parts))
         for row, head in np.ndindex(rows, config.kv_heads):
             ours = [
                 np.concatenate([x, wide(new[row, :, head])]) for x, new in zip(held[row, head], (k, v), strict=True)

@@ -1,10 +1,9 @@
-"""The operations of key codecs, each as one program for its shapes, and the ids of all chunks.
+"""The operations of key codecs, several of them as one program, and the ids of all chunks.
 
 Outside of `jax.jit` every operation of XLA is a program. A test that replaces a constant of the library, such as the
 size of a block, must compile anew: `fresh` returns the same operations without the programs of other tests.
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +11,23 @@ import jax
 import numpy as np
 
 
-def encode(codec: Any, keys: Any, lengths: Any, chunks: int, chunk: int, weights: Any = None) -> Any:
-    return codec.encode(keys, lengths, chunks, chunk, weights)
+def there_and_back(
+    codec: Any, keys: Any, lengths: Any, chunks: int, chunk: int, weights: Any = None, later: Any = None
+) -> tuple[Any, Any, Any]:
+    """The code of keys [B, S, h, d], the keys [B, n * c, h, d] of all its chunks, and the rows of later keys."""
+    code = codec.encode(keys, lengths, chunks, chunk, weights)
+    decoded = codec.decode(code, every_chunk(len(keys), keys.shape[2], chunks), chunk).swapaxes(1, 2)
+    return code, decoded, codec.project(keys if later is None else later, code.right, weights)
 
 
 def decode(codec: Any, code: Any, ids: Any, chunk: int) -> Any:
     return codec.decode(code, ids, chunk)
 
 
-def project(codec: Any, keys: Any, right: Any, weights: Any = None) -> Any:
-    return codec.project(keys, right, weights)
-
-
-def losses(codec: Any, code: Any, keys: Any, chunk: int, weights: Any = None, block: int = 2048) -> Any:
-    return codec.losses(code, keys, chunk, weights, block)
+def losses(codec: Any, keys: Any, lengths: Any, chunks: int, chunk: int, weights: Any, block: int) -> tuple[Any, Any]:
+    """The code of keys, and the losses of its chunks."""
+    code = codec.encode(keys, lengths, chunks, chunk, weights)
+    return code, codec.losses(code, keys, chunk, weights, block)
 
 
 def compress(policy: Any, spec: Any, prompt: Any) -> Any:
@@ -33,15 +35,15 @@ def compress(policy: Any, spec: Any, prompt: Any) -> Any:
     return policy.compress(spec, policy.init(spec), prompt)[0]
 
 
-STATIC = {encode: (0, 3, 4), decode: (0, 3), project: (0,), losses: (0, 3, 5), compress: (0, 1)}
+STATIC = {there_and_back: (0, 3, 4), decode: (0, 3), losses: (0, 3, 4, 6), compress: (0, 1)}
 
 
 def fresh() -> SimpleNamespace:
     """The operations, compiled."""
     made = SimpleNamespace()
     for function, numbers in STATIC.items():
-        again = functools.wraps(function)(lambda *args, function=function: function(*args))
-        setattr(made, function.__name__, jax.jit(again, static_argnums=numbers))
+        compiled = jax.jit(lambda *args, function=function: function(*args), static_argnums=numbers)
+        setattr(made, function.__name__, compiled)
     return made
 
 

@@ -79,13 +79,15 @@ def test_steep_variances_of_a_wide_matrix_have_a_basis():
     number = np.arange(1, width + 1)
     turn = np.linalg.qr(wide(normal(width, width, seed=7)))[0]
     spectra = [1.0 / number**3, 1.0 / number**4, np.where(number == 1, 3e3, number**-1.2), 1.0 / number]
-    grams = np.stack([np.float32(turn * spectrum @ turn.T) for spectrum in spectra])
-    bases = wide(jax.jit(functools.partial(basis.iterated, count=count))(grams))
+    grams, iterated = (
+        np.stack([np.float32(turn * one @ turn.T) for one in spectra]),
+        functools.partial(basis.iterated, count=count),
+    )
+    bases, alone = wide(jax.jit(iterated)(grams)), wide(jax.jit(iterated)(grams[3:]))[0]
     for spectrum, columns in zip(spectra, bases, strict=True):
         missed = turn - columns @ (columns.T @ turn)
         assert (missed**2 * spectrum).sum() <= 1.01 * spectrum[count:].sum() + 1e-5 * spectrum.sum()
         np.testing.assert_allclose(columns.T @ columns, np.eye(count), atol=5e-6)
-    alone = wide(jax.jit(functools.partial(basis.iterated, count=count))(grams[3:]))[0]
     np.testing.assert_allclose(alone, bases[3], atol=1e-5)
 
 
@@ -112,11 +114,11 @@ def keys_of(seed: int) -> PromptKeys:
     return PromptKeys(array(keys, jnp.bfloat16), lengths, 16, array(np.abs(sizes) + np.float32(0.5)))
 
 
-def of_keys(function, keys, *rest):
+def of_keys(function, keys):
     """A function of keys, as one program."""
     arrays = {name: x for name, x in vars(keys).items() if isinstance(x, jax.Array)}
     fixed = {name: x for name, x in vars(keys).items() if name not in arrays}
-    return jax.jit(lambda arrays, *rest: function(PromptKeys(**arrays, **fixed), *rest))(arrays, *rest)
+    return jax.jit(lambda arrays: function(PromptKeys(**arrays, **fixed)))(arrays)
 
 
 @pytest.mark.parametrize("centered", one_of(2, [True, False]))
@@ -128,15 +130,16 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
     full = dataclasses.replace(narrow, k_pre=array(narrow.k_pre, np.float32))
     assert narrow.narrow
     assert not full.narrow
-    want, got = (wide(of_keys(PromptKeys.gram, keys)) for keys in (full, narrow))
-    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
     columns = normal(2, 32, 9, seed=4)
 
-    def coefficients(keys, index):
-        return keys.coefficients(columns)(index)[0]
+    def products(keys):
+        """The Gram matrix, and the coefficients of each block."""
+        blocks = [keys.coefficients(columns)(np.int32(index))[0] for index in range(narrow.blocks)]
+        return keys.gram(), *blocks
 
-    for index in range(narrow.blocks):
-        one, two = (wide(of_keys(coefficients, keys, np.int32(index))) for keys in (full, narrow))
+    (want, *ones), (got, *others) = (map(wide, of_keys(products, keys)) for keys in (full, narrow))
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    for one, two in zip(ones, others, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
 
 
@@ -152,6 +155,9 @@ def test_a_large_mean_costs_little():
     least = np.linalg.svd(centered, compute_uv=False)[rank:]
     columns = wide(of_keys(lambda keys: basis.eigenvectors(keys.gram(), rank), narrow))[0]
     assert np.linalg.norm(centered - centered @ columns @ columns.T) ** 2 <= 1.01 * (least**2).sum()
+
+
+codecs = pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
 
 
 def dots(jaxpr, runs=1):
@@ -182,16 +188,16 @@ def test_the_operations_of_the_basis():
 
 
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
+@codecs
 def test_the_operations_of_a_code(codec, kind):
     """Only the product of the mean and the basis is not counted. 2,050 tokens take two whole blocks."""
-    keys = jnp.zeros((1, 2050, 2, 16), kind)
-    counted = operations(lambda keys: codec.encode(keys, jnp.array([2050]), 500, 4), keys)
+    keys = jax.ShapeDtypeStruct((1, 2050, 2, 16), kind)
+    counted = operations(lambda keys: codec.encode(keys, array([2050]), 500, 4), keys)
     want = codec.encode_flops(Sizes(2, 16, jnp.dtype(kind).name), 2050) - basis.basis_operations(32, codec.rank)
     assert want == pytest.approx(counted, rel=1e-3)
 
 
-@pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
+@codecs
 def test_bfloat16_keys_are_multiplied_in_bfloat16(codec):
     """No large product of the compression has float32 operands. The compiled programs are checked by `make aot`."""
     keys = keys_of(8)

@@ -33,9 +33,8 @@ def keeping(state):
 
 
 @partial(jax.jit, static_argnums=0)
-def rebuilt(spec, layer, lengths, ids):
+def rebuilt(spec, layer, inverse, lengths, ids):
     """The keys of chunks, rebuilt from their code."""
-    inverse = inverse_frequencies(spec.rope, spec.head_dim, spec.capacity)
     return spec.policy.rebuild(spec, layer, types.SimpleNamespace(inverse=inverse, lengths=lengths)).keys(ids)
 
 
@@ -90,7 +89,10 @@ def test_nothing_depends_on_what_is_kept(name, pool, tmp_path):
     for spec, layer, other in zip(kept.specs, kept.layers, plain.layers, strict=True):
         ids = np.asarray(layer.live.resident)
         np.testing.assert_array_equal(ids, other.live.resident)
-        keys = np.asarray(rebuilt(spec, layer, kept.lengths, np.maximum(ids, 0))).reshape(layer.live.keys.shape)
+        inverse = inverse_frequencies(spec.rope, spec.head_dim, spec.capacity)
+        keys = np.asarray(rebuilt(spec, layer, inverse, kept.lengths, np.maximum(ids, 0))).reshape(
+            layer.live.keys.shape
+        )
         np.testing.assert_allclose(np.asarray(layer.live.keys)[ids >= 0], keys[ids >= 0], rtol=1e-5, atol=1e-5)
     fields = [field.name for field in dataclasses.fields(kept.counters)]
     for field in set(fields) - {"attended"}:

@@ -9,7 +9,7 @@ import numpy as np
 import oracle_codec
 import oracle_head_codes
 import pytest
-from codec_calls import every_chunk, fresh, run
+from codec_calls import fresh, run
 from few import one_of, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +20,10 @@ from random_arrays import array, normal, wide
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import Rebuild
 from jshadow.models.config import RopeConfig
-from jshadow.ops.rope import cos_sin, inverse_frequencies, rotate
+from jshadow.ops.rope import inverse_frequencies
 from jshadow.policies.shadowkv.key_codecs import (
     ChannelCodec,
     ExactCodec,
-    KeyCode,
     KeyCodec,
     LowRankCodec,
     RotationCodec,
@@ -56,7 +55,14 @@ CODECS: dict[str, KeyCodec] = {
     "token4": TokenCodec(4),
     "token6": TokenCodec(6),
 }
+HEAD_CODECS: dict[str, KeyCodec] = {
+    "rotation2": RotationCodec(2),
+    "rotation3": RotationCodec(3),
+    "channel2": ChannelCodec(2),
+    "channel4": ChannelCodec(4),
+}
 CHUNK = 4
+DTYPES = ("float32", "bfloat16")
 
 
 def spread_keys(tokens: int, heads: int, dim: int, seed: int = 0, spread: float = 0.93) -> np.ndarray:
@@ -77,19 +83,12 @@ def batch_of(rows: list[np.ndarray], dtype: str = "float32") -> tuple[jax.Array,
     return array(np.stack(padded), dtype), array([len(row) for row in rows])
 
 
-def lefts(code, row: int, chunk: int = CHUNK) -> np.ndarray:
-    """The left rows of one row of the batch, one for each token [n * c, w]."""
-    left = np.asarray(code.left)[row]
-    return left.reshape(left.shape[0] * chunk, -1)
-
-
 def own_coder(right, row: int, profile, weights=1.0) -> oracle_codec.Coder:
     """The oracle's coder for keys times weights [W], with the basis, mean and steps of the library."""
-    columns, step = np.asarray(right.columns, np.float64)[row], np.asarray(right.step, np.float64)[row]
+    columns, step = wide(right.columns)[row], wide(right.step)[row]
     columns = columns / np.where(step > 0, step, 1)[:, None]
     basis = (columns.transpose(0, 2, 1).reshape(-1, columns.shape[1]).T * weights).T
-    bits, mean = np.repeat((8, 4, 2), profile), np.asarray(right.mean, np.float64)[row].ravel()
-    return oracle_codec.Coder(mean * weights, basis, bits, step)
+    return oracle_codec.Coder(wide(right.mean)[row].ravel() * weights, basis, np.repeat((8, 4, 2), profile), step)
 
 
 @pytest.mark.parametrize(("name", "block", "weighed"), one_of(5, pairwise(SHAPES, (16, 2048), (False, True))))
@@ -102,68 +101,58 @@ def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     weights = np.random.default_rng(6).uniform(0.1, 3, (2, heads, dim)) if weighed else np.ones((2, heads, dim))
     monkeypatch.setattr("jshadow.policies.shadowkv.key_codecs.transform.BLOCK", block)
     rows = [spread_keys(61, heads, dim, 1), spread_keys(97, heads, dim, 2)]
-    keys, lengths = batch_of(rows)
-    given, codec, calls = array(weights, np.float32) if weighed else None, TransformCodec(profile), fresh()
-    code = calls.encode(codec, keys, lengths, 26, CHUNK, given)
-    decoded = np.asarray(calls.decode(codec, code, every_chunk(2, heads, 26), CHUNK)).swapaxes(1, 2)
-    projected = np.asarray(calls.project(codec, keys, code.right, given))[:, :, 0]
+    given = array(weights, np.float32) if weighed else None
+    made = fresh().there_and_back(TransformCodec(profile), *batch_of(rows), 26, CHUNK, given)
+    code, decoded, projected = jax.tree.map(np.asarray, made)
     compared = skipped = 0
     for row, plain in enumerate(rows):
-        flat = (plain * weights[row]).reshape(len(plain), -1)
+        tokens, flat = len(plain), (plain * weights[row]).reshape(len(plain), -1)
         want, got = oracle_codec.coder_of(flat, profile), own_coder(code.right, row, profile, weights[row].ravel())
         np.testing.assert_allclose(got.mean, want.mean, atol=1e-5)
         np.testing.assert_allclose(got.step, want.step, rtol=2e-4)
         along = (want.basis * got.basis).sum(axis=0)
         np.testing.assert_allclose(np.abs(along), 1, atol=1e-4)
         want = dataclasses.replace(want, basis=want.basis * np.sign(along))
-        left = lefts(code, row)
-        sure = want.margin(flat) > 0.01
-        codes = oracle_codec.unpacked(left[: len(plain)], profile)
+        left, sure = code.left[row].reshape(26 * CHUNK, -1), want.margin(flat) > 0.01
+        codes = oracle_codec.unpacked(left[:tokens], profile)
         np.testing.assert_array_equal(codes[sure], want.codes(flat)[sure])
-        np.testing.assert_array_equal(oracle_codec.packed(codes, profile), left[: len(plain)])
-        assert not left[len(plain) :].any()  # padding
+        np.testing.assert_array_equal(oracle_codec.packed(codes, profile), left[:tokens])
+        assert not left[tokens:].any()  # padding
         rebuilt = got.keys(codes) / weights[row].ravel()
-        np.testing.assert_allclose(decoded[row, : len(plain)].reshape(len(plain), -1), rebuilt, atol=1e-4)
-        np.testing.assert_array_equal(oracle_codec.unpacked(projected[row, : len(plain)], profile)[sure], codes[sure])
+        np.testing.assert_allclose(decoded[row, :tokens].reshape(tokens, -1), rebuilt, atol=1e-4)
+        again = oracle_codec.unpacked(projected[row, :tokens, 0], profile)
+        np.testing.assert_array_equal(again[sure], codes[sure])
         compared, skipped = compared + sure.sum(), skipped + (~sure).sum()
     assert skipped < 0.05 * compared
 
 
-@pytest.mark.parametrize(
-    ("length", "dtype"), one_of(4, [(n, dtype) for n in (1, 2, 7, 21) for dtype in ("float32", "bfloat16")])
-)
+@pytest.mark.parametrize(("length", "dtype"), one_of(4, [(n, dtype) for n in (1, 2, 7, 21) for dtype in DTYPES]))
 def test_rows_shorter_than_the_columns(length, dtype):
     """All numbers are finite, the other row is not affected, and directions without tokens decode to zero."""
     heads, dim, profile = SHAPES["all_kinds"]
-    rows = [spread_keys(length, heads, dim, 3), spread_keys(61, heads, dim, 4)]
-    codec = TransformCodec(profile)
-    keys, lengths = batch_of(rows, dtype)
-    code = run.encode(codec, keys, lengths, 16, CHUNK)
-    assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(code))
-    keys, lengths = np.asarray(keys), np.asarray(lengths)
-    alone = run.encode(codec, keys[1:, :61], lengths[1:], 16, CHUNK)
-    got = np.asarray(run.decode(codec, code, every_chunk(2, heads, 16), CHUNK))
-    want = np.asarray(run.decode(codec, alone, every_chunk(1, heads, 16), CHUNK))
-    np.testing.assert_allclose(got[1], want[0], atol=1e-3 if dtype == "float32" else 0.2)
+    keys, lengths = batch_of([spread_keys(length, heads, dim, 3), spread_keys(61, heads, dim, 4)], dtype)
+    code, got, later = run.there_and_back(TransformCodec(profile), keys, lengths, 16, CHUNK)
+    assert all(np.isfinite(wide(leaf)).all() for leaf in jax.tree.leaves((code, later)))
+    keys, lengths, got = np.asarray(keys), np.asarray(lengths), wide(got)
+    want = run.there_and_back(TransformCodec(profile), keys[1:, :61], lengths[1:], 16, CHUNK)[1]
+    np.testing.assert_allclose(got[1], wide(want)[0], atol=1e-3 if dtype == "float32" else 0.2)
     step = np.asarray(code.right.step)[0]
     # In bfloat16 the mean is rounded, which may add one direction.
     assert (step > 0).sum() in {min(length - 1, 21), min(length - (dtype == "float32"), 21)}
     # The error of each number is half a step of its column, or larger if the number is clipped.
-    real = np.asarray(keys[0, :length], np.float64)
-    off = np.linalg.norm(np.asarray(got[0], np.float64).transpose(1, 0, 2)[:length] - real, axis=(1, 2))
+    real = wide(keys[0, :length])
+    off = np.linalg.norm(got[0, :length] - real, axis=(1, 2))
     lost = np.linalg.norm(real - real.mean(axis=0), axis=(1, 2)).max() if length > 1 else 0.0
     assert off.max() <= lost + np.linalg.norm(step / 2) + 0.05
-    assert np.isfinite(np.asarray(run.project(codec, keys, code.right))).all()
 
 
 def test_constant_keys_are_their_mean():
     keys = np.broadcast_to(np.arange(12, dtype=np.float32).reshape(1, 1, 2, 6), (1, 9, 2, 6))
-    codec, lengths, ids = TransformCodec((1, 4, 4)), np.array([9]), np.array([[[1, 0], [0, 1]]])
-    got = run.decode(codec, run.encode(codec, keys, lengths, 2, CHUNK), ids, CHUNK)
-    np.testing.assert_array_equal(got, np.broadcast_to(keys[:, :1].swapaxes(1, 2), got.shape))
     some = keys.copy()
     some[0, 3, 1, 2] += 1  # one channel is not constant
-    assert np.isfinite(run.decode(codec, run.encode(codec, some, lengths, 2, CHUNK), ids, CHUNK)).all()
+    same, other = (run.there_and_back(TransformCodec((1, 4, 4)), x, np.array([9]), 2, CHUNK)[1] for x in (keys, some))
+    np.testing.assert_array_equal(same, keys[:, :8])
+    assert np.isfinite(other).all()
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -178,52 +167,53 @@ def quantized(x, profile):
 @given(st.integers(0, 2**31), st.sampled_from([(4, 0, 0), (0, 4, 0), (0, 0, 4), (1, 2, 4)]), st.floats(1e-3, 1e3))
 def test_an_error_is_half_a_step_at_most(seed, profile, scale):
     """|a - a'| <= step / 2, unless a is clipped. Then a' is half a step below the end of the range."""
-    rng = np.random.default_rng(seed)
+    rng, bits = np.random.default_rng(seed), np.repeat((8, 4, 2), profile)
     x = (rng.standard_t(3, (50, sum(profile))) * scale).astype(np.float32)
     step, packed, got = map(np.asarray, quantized(x, profile))
     assert packed.shape == (50, midrise.packed_width(profile))
-    bits = np.repeat((8, 4, 2), profile)
-    most = step * 2.0 ** (bits - 1)
+    most, reach = step * 2.0 ** (bits - 1), np.array([oracle_codec.REACH[int(b)] for b in bits])
     np.testing.assert_allclose(step, oracle_codec.column_steps(x, bits), rtol=1e-5)
-    reach = np.array([oracle_codec.REACH[int(b)] for b in bits])
     assert (most >= (1 - 1e-6) * reach * np.abs(x).max(axis=0)).all()  # also if only a few tokens are large
     inside = np.abs(x) < most
-    slack = 1e-5 * most
-    assert (np.abs(got - x) <= step / 2 + slack)[inside].all()
+    assert (np.abs(got - x) <= step / 2 + 1e-5 * most)[inside].all()
     clipped = np.broadcast_to(np.sign(x) * (most - step / 2), x.shape)
     np.testing.assert_allclose(got[~inside], clipped[~inside], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), one_of(6, [(name, dtype) for name in CODECS for dtype in ("float32", "bfloat16")])
-)
-def test_chunks_come_back_rotated_at_their_places(name, dtype):
-    """Selected chunks of the prompt and of a tail are rebuilt at their positions, as NumPy rebuilds them."""
-    codec, heads, dim = CODECS[name], 2, 24
-    rows = [spread_keys(40, heads, dim, 5), spread_keys(33, heads, dim, 6)]
-    keys, lengths = batch_of(rows, dtype)
-    code = run.encode(codec, keys, lengths, 6, CHUNK)
-    later = array(np.stack([spread_keys(8, heads, dim, 7), spread_keys(8, heads, dim, 8)]), dtype)
-    tail = np.asarray(run.project(codec, later, code.right)).swapaxes(1, 2)
+@functools.partial(jax.jit, static_argnames="codec")
+def rebuilt(code, later, inverse, starts, ids, *, codec):
+    """The rotated keys of chunks of a prompt and of a tail, whose rows are returned too."""
+    tail = codec.project(later, code.right).swapaxes(1, 2)
     tail = tail.reshape(2, tail.shape[1], 2, -1) if code.left.ndim == 4 else tail[:, 0].reshape(2, 2, -1)
+    return Rebuild(code.left, code.right, inverse, tail, starts, codec=codec, unit=CHUNK).keys(ids), tail
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of(6, [(name, dtype) for name in CODECS for dtype in DTYPES]))
+def test_chunks_come_back_rotated_at_their_places(name, dtype):
+    """Selected chunks of the prompt and of a tail are rebuilt at their positions, as NumPy rebuilds them.
+
+    A prompt's own tokens are projected to their rows, except codes of numbers next to the edge of a step.
+    """
+    codec, heads, dim = CODECS[name], 2, 24
+    keys, lengths = batch_of([spread_keys(40, heads, dim, 5), spread_keys(33, heads, dim, 6)], dtype)
+    code, _, own = run.there_and_back(codec, keys, lengths, 6, CHUNK)
+    left, rows = np.asarray(code.left)[0], np.asarray(own)[0, :24]
+    left = left.reshape(left.shape[0], 24, -1).swapaxes(0, 1) if left.ndim == 3 else left.reshape(24, 1, -1)
+    same = np.isclose(wide(rows), wide(left), atol=1e-4, rtol=1e-5 if dtype == "float32" else 0.01)
+    assert rows.shape == left.shape
+    assert same.mean() > (0.995 if rows.dtype == np.uint8 else 0.9999)
+    later = array(np.stack([spread_keys(8, heads, dim, 7), spread_keys(8, heads, dim, 8)]), dtype)
     ids = np.array([[[5, 0, 7], [2, 6, 2]], [[1, 4, 6], [3, 5, 0]]], np.int32)
-    starts = np.array([9, 7], np.int32)
-    inverse = inverse_frequencies(RopeConfig(), dim)
-    got = rebuilt(code.left, code.right, inverse, tail, starts, ids, codec=codec)
+    starts, inverse = np.array([9, 7], np.int32), inverse_frequencies(RopeConfig(), dim)
+    got, tail = rebuilt(code, later, inverse, starts, ids, codec=codec)
     for b, h in np.ndindex(2, heads):
         chunks = [int(i) if i < 6 else int(i) - 6 + int(starts[b]) for i in ids[b, h]]
-        plain = kept_keys(codec, code, tail, b, h)[ids[b, h]].reshape(-1, 1, dim)
+        plain = kept_keys(codec, code, np.asarray(tail), b, h)[ids[b, h]].reshape(-1, 1, dim)
         positions = np.concatenate([np.arange(c * CHUNK, (c + 1) * CHUNK) for c in chunks])
         want = apply_rope(plain, positions, RopeConfig())[:, 0]
         # Coefficients and basis have the model's dtype.
         tolerance = 1e-4 if dtype == "float32" else 0.02 * np.abs(want).max()
-        np.testing.assert_allclose(np.asarray(got, np.float64)[b, h], want, atol=tolerance)
-
-
-@functools.partial(jax.jit, static_argnames="codec")
-def rebuilt(left, right, inverse, tail, starts, ids, *, codec):
-    """The rotated keys of chunks."""
-    return Rebuild(left, right, inverse, tail, starts, codec=codec, unit=CHUNK).keys(ids)
+        np.testing.assert_allclose(wide(got)[b, h], want, atol=tolerance)
 
 
 def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
@@ -231,20 +221,19 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
     left = np.concatenate([x[b] if x.ndim == 3 else x[b, h] for x in (np.asarray(code.left), tail)])
     rows = left.reshape(len(left) * CHUNK, -1)
     if isinstance(codec, ExactCodec):
-        keys = rows.astype(np.float64)
+        keys = wide(rows)
     elif isinstance(codec, LowRankCodec):
-        keys = rows.astype(np.float64) @ np.asarray(code.right, np.float64)[b, h]
+        keys = wide(rows) @ wide(code.right)[b, h]
     elif isinstance(codec, RotationCodec):
         keys = oracle_head_codes.rotated_keys(rows, codec.bits)
     elif isinstance(codec, ChannelCodec):
-        least, step = (np.asarray(x, np.float64)[b, h] for x in (code.right.least, code.right.step))
+        least, step = (wide(x)[b, h] for x in (code.right.least, code.right.step))
         keys = oracle_head_codes.unpacked(rows, codec.bits) * step + least
     elif isinstance(codec, TokenCodec):
-        mean, unit = (np.asarray(x, np.float64)[b, h] for x in (code.right.mean, code.right.unit))
+        mean, unit = (wide(x)[b, h] for x in (code.right.mean, code.right.unit))
         keys = oracle_head_codes.token_keys(rows, codec.bits, 24) * unit + mean
     else:
-        coder = own_coder(code.right, b, codec.profile)
-        dim = code.right.mean.shape[2]
+        coder, dim = own_coder(code.right, b, codec.profile), code.right.mean.shape[2]
         keys = coder.keys(oracle_codec.unpacked(rows, codec.profile))[:, h * dim : (h + 1) * dim]
     return keys.reshape(len(left), CHUNK, -1)
 
@@ -254,38 +243,21 @@ def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, slack, bits, most):
     """A step is the largest distance from the mean, in units, of a token and head, divided by `most`."""
     rows = [spread_keys(40, 3, 12, 11), spread_keys(5, 3, 12, 12), np.full((1, 3, 12), 7.0)]
     keys, lengths = batch_of(rows, dtype)
-    code = run.encode(TokenCodec(bits), keys, lengths, 10, CHUNK)
-    got = np.asarray(run.decode(TokenCodec(bits), code, every_chunk(3, 3, 10), CHUNK), np.float64).swapaxes(1, 2)
-    for row, (length, real) in enumerate(zip([40, 5, 1], np.asarray(keys, np.float64), strict=True)):
+    code, got, _ = run.there_and_back(TokenCodec(bits), keys, lengths, 10, CHUNK)
+    for row, (length, real) in enumerate(zip([40, 5, 1], wide(keys), strict=True)):
         mean, variance = real[:length].mean(axis=0), real[:length].var(axis=0)
         unit = (variance + variance.mean(axis=1, keepdims=True) / 10) ** 0.25 if length > 1 else np.ones_like(mean)
-        np.testing.assert_allclose(np.asarray(code.right.mean, np.float64)[row], mean, atol=slack)
-        np.testing.assert_allclose(np.asarray(code.right.unit, np.float64)[row], unit, rtol=slack)
+        np.testing.assert_allclose(wide(code.right.mean)[row], mean, atol=slack)
+        np.testing.assert_allclose(wide(code.right.unit)[row], unit, rtol=slack)
         step = np.abs((real[:length] - mean) / unit).max(axis=2, keepdims=True) / most * unit
-        assert (np.abs(got[row, :length] - real[:length]) <= (step / 2 + slack) * (1 + slack)).all()
+        assert (np.abs(wide(got)[row, :length] - real[:length]) <= (step / 2 + slack) * (1 + slack)).all()
         assert not np.asarray(code.left)[row, :, -(-length // CHUNK) :].any()  # padding
 
 
-@pytest.mark.parametrize("name", one_of(2, CODECS))
-def test_a_prompt_s_own_tokens_are_projected_to_their_rows(name):
-    """Projected rows equal the coded rows, except codes of numbers next to the edge of a step."""
-    codec, keys = CODECS[name], spread_keys(24, 2, 24, 9)
-    batch = np.float32(keys[None])
-    code = run.encode(codec, batch, np.array([24]), 6, CHUNK)
-    rows = np.asarray(run.project(codec, batch, code.right))[0]  # [T, heads, w]
-    left = np.asarray(code.left)[0]
-    left = left.reshape(left.shape[0], 24, -1).swapaxes(0, 1) if left.ndim == 3 else left.reshape(24, 1, -1)
-    assert rows.shape == left.shape
-    same = np.isclose(rows.astype(np.float64), left.astype(np.float64), atol=1e-4)
-    assert same.mean() > (0.995 if rows.dtype == np.uint8 else 0.9999)
-
-
-def lost_by(codec, keys, chunk: int) -> float:
+def lost_by(codec, keys, chunk: int, weights=None) -> float:
     """The mean squared error of rebuilt keys [1, T, h, d], over their mean square."""
-    tokens, heads = keys.shape[1:3]
-    code = run.encode(codec, keys, np.array([tokens]), tokens // chunk, chunk)
-    got = np.asarray(run.decode(codec, code, every_chunk(1, heads, tokens // chunk), chunk))
-    return float(((got.swapaxes(1, 2) - keys) ** 2).sum() / (keys**2).sum())
+    got = run.there_and_back(codec, keys, np.array([keys.shape[1]]), keys.shape[1] // chunk, chunk, weights)[1]
+    return float(((wide(got) - keys) ** 2).sum() / (keys**2).sum())
 
 
 def test_a_better_code_or_more_bits_lose_less():
@@ -322,17 +294,16 @@ def test_a_code_has_the_bytes_that_it_tells(dtype, item):
         assert leaf_bytes(code.left) == 6 * CHUNK * (1 if codec.joint else 2) * row_bytes[name], name
 
 
+# Low rank
+
+
 compiled = jax.jit(lowrank.key_factors, static_argnums=2, static_argnames="block")
 
 
-def factors(keys, lengths, rank, **block):
-    """The factors in NumPy."""
-    return tuple(map(np.asarray, compiled(keys, lengths, rank, **block)))
-
-
-def products(left, right) -> np.ndarray:
-    """The keys [B, S, h, d] of factors."""
-    return np.einsum("bsr,bhrd->bshd", wide(left), wide(right))
+def factors(keys, lengths, rank, block=2048):
+    """The factors, and the keys [B, S, h, d] of their product."""
+    left, right = map(np.asarray, compiled(keys, np.array(lengths), rank, block=block))
+    return left, right, np.einsum("bsr,bhrd->bshd", wide(left), wide(right))
 
 
 def truncated(keys, rank: int) -> np.ndarray:
@@ -350,9 +321,9 @@ def test_factors_are_the_truncated_svd(length, rank, block):
     Each token is counted once, although the last block overlaps the previous one.
     """
     keys = np.asarray(normal(2, 64, 2, 16, seed=length))
-    left, right = factors(keys, np.array([length, 64]), rank, block=block)
+    left, right, product = factors(keys, [length, 64], rank, block)
     assert (left.shape, right.shape) == ((2, 64, rank), (2, 2, rank, 16))
-    for row, got, count in zip(keys, products(left, right), (length, 64), strict=True):
+    for row, got, count in zip(keys, product, (length, 64), strict=True):
         np.testing.assert_allclose(got[:count], truncated(row[:count], rank), atol=2e-4)
         assert not got[count:].any()
     assert not left[0, :, length:].any()  # columns beyond the number of tokens are zero
@@ -361,24 +332,20 @@ def test_factors_are_the_truncated_svd(length, rank, block):
 def test_a_large_mean_does_not_spoil_the_factors():
     """Key biases make the first singular value large, and the Gram matrix squares it."""
     keys = np.asarray(normal(2, 64, 2, 16, seed=3)) + 30 * np.asarray(normal(2, 1, 2, 16, seed=4))
-    got = products(*factors(keys, np.array([61, 64]), 12, block=2048))[0, :61]
-    want = truncated(keys[0, :61], 12)
+    got, want = factors(keys, [61, 64], 12)[2][0, :61], truncated(keys[0, :61], 12)
     assert np.abs(got - want).max() / np.abs(want).max() < 1e-3
 
 
 def test_a_whole_basis_keeps_keys_that_no_token_had():
     """At full rank the projection keeps every key, although the prompt has fewer tokens than key columns."""
-    _, right = factors(normal(2, 64, 2, 16, seed=9), np.array([5, 64]), 32, block=2048)
+    right = factors(normal(2, 64, 2, 16, seed=9), [5, 64], 32)[1]
     basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
     np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
 
 
-HEAD_CODECS: dict[str, KeyCodec] = {
-    "rotation2": RotationCodec(2),
-    "rotation3": RotationCodec(3),
-    "channel2": ChannelCodec(2),
-    "channel4": ChannelCodec(4),
-}
+# Codes of single heads
+
+
 SIZES = [(1, 8), (2, 16), (3, 40)]  # KV heads and their width
 
 
@@ -392,12 +359,6 @@ def random_keys(lengths: list[int], heads: int, dim: int, seed: int) -> np.ndarr
     return keys.astype(np.float32)
 
 
-def rows_of(code: KeyCode, row: int, head: int, tokens: int) -> np.ndarray:
-    """The left rows of a head's tokens [tokens, w]."""
-    left = code.left[row, head]
-    return left.reshape(len(left) * 3, -1)[:tokens]
-
-
 def test_the_levels_and_the_rotation_are_the_oracle_s():
     for bits in (2, 3):
         np.testing.assert_allclose(rotation.levels(bits), oracle_head_codes.lloyd_levels(bits), atol=1e-6)
@@ -407,94 +368,87 @@ def test_the_levels_and_the_rotation_are_the_oracle_s():
         np.testing.assert_allclose(turn @ turn.T, np.eye(dim), atol=1e-5)
 
 
-def coded(codec, keys, lengths, calls=run):
-    """The code of keys in 13 chunks of 3, in NumPy."""
-    return jax.tree.map(np.asarray, calls.encode(codec, keys, np.array(lengths), 13, 3))
-
-
-@pytest.mark.parametrize(
-    ("bits", "heads", "dim", "block"),
-    one_of(3, [(bits, *size, block) for size, bits, block in pairwise(SIZES, (2, 3), (5, 2048))]),
-)
-def test_a_rotated_number_has_its_nearest_level(bits, heads, dim, block, monkeypatch):
-    monkeypatch.setattr(per_head, "BLOCK", block)
-    lengths, levels = [37, 12], np.array(oracle_head_codes.lloyd_levels(bits))
-    keys = random_keys(lengths, heads, dim, seed=bits)
-    code = coded(RotationCodec(bits), keys, lengths, fresh())
+def coded(codec, heads, dim, bits, later=None):
+    """Random keys of 37 and 12 tokens and, for each row and head, the keys and the rows of their code; the code."""
+    keys, lengths = random_keys([37, 12], heads, dim, seed=bits), np.array([37, 12])
+    later = None if later is None else keys[:, :1] * later
+    code, _, rows = jax.tree.map(np.asarray, fresh().there_and_back(codec, keys, lengths, 13, 3, None, later))
+    parts = []
     for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
-        plain = keys[row, :length, head].astype(float)
+        left = code.left[row, head].reshape(39, -1)
+        assert not left[length:].any()
+        parts.append((row, head, wide(keys[row, :length, head]), left[:length]))
+    return parts, code, rows
+
+
+@pytest.mark.parametrize(("size", "bits", "block"), one_of(3, pairwise(SIZES, (2, 3), (5, 2048))))
+def test_a_rotated_number_has_its_nearest_level(bits, size, block, monkeypatch):
+    monkeypatch.setattr(per_head, "BLOCK", block)
+    levels, dim = np.array(oracle_head_codes.lloyd_levels(bits)), size[1]
+    for _, _, plain, rows in coded(RotationCodec(bits), *size, bits)[0]:
         norms = np.linalg.norm(plain, axis=1, keepdims=True)
-        turned = plain / norms @ oracle_head_codes.turn(dim) * np.sqrt(dim)
-        far = np.sort(np.abs(turned[..., None] - levels), axis=-1)
-        rows = rows_of(code, row, head, length)
-        codes, sure = oracle_head_codes.unpacked(rows[:, :-2], bits), far[..., 1] - far[..., 0] > 2e-3
-        np.testing.assert_array_equal(codes[sure], np.abs(turned[..., None] - levels).argmin(axis=-1)[sure])
+        far = np.abs((plain / norms @ oracle_head_codes.turn(dim) * np.sqrt(dim))[..., None] - levels)
+        nearest = np.sort(far, axis=-1)
+        codes, sure = oracle_head_codes.unpacked(rows[:, :-2], bits), nearest[..., 1] - nearest[..., 0] > 2e-3
+        np.testing.assert_array_equal(codes[sure], far.argmin(axis=-1)[sure])
         assert sure.mean() > 0.97
         lost = np.linalg.norm(oracle_head_codes.rotated_keys(rows, bits) - plain, axis=1) / norms[:, 0]
         assert lost.mean() < {2: 0.4, 3: 0.25}[bits]  # sqrt(0.1175) and sqrt(0.0345) for Gaussian numbers
-        assert not code.left[row, head].reshape(39, -1)[length:].any()
 
 
-@pytest.mark.parametrize(
-    ("bits", "heads", "dim", "block"),
-    one_of(3, [(bits, *size, block) for size, bits, block in pairwise(SIZES, (2, 4), (5, 2048))]),
-)
-def test_a_channel_s_error_is_half_a_step(bits, heads, dim, block, monkeypatch):
+@pytest.mark.parametrize(("size", "bits", "block"), one_of(3, pairwise(SIZES, (2, 4), (5, 2048))))
+def test_a_channel_s_error_is_half_a_step(bits, size, block, monkeypatch):
     """The ranges are those of the real tokens. Later keys beyond them are clipped."""
     monkeypatch.setattr(per_head, "BLOCK", block)
-    lengths, codec, calls = [37, 12], ChannelCodec(bits), fresh()
-    keys = random_keys(lengths, heads, dim, seed=bits)
-    code = coded(codec, keys, lengths, calls)
-    later = np.asarray(calls.project(codec, keys[:, :1] * 100, code.right))
-    for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
-        plain = keys[row, :length, head].astype(float)
+    parts, code, later = coded(ChannelCodec(bits), *size, bits, later=100)
+    for row, head, plain, rows in parts:
         least, most = plain.min(axis=0), plain.max(axis=0)
         step = (most - least) / (2**bits - 1)
         np.testing.assert_allclose(code.right.least[row, head], least, rtol=1e-6)
         np.testing.assert_allclose(code.right.step[row, head], step, rtol=1e-5)
-        rebuilt = oracle_head_codes.unpacked(rows_of(code, row, head, length), bits) * step + least
-        assert (np.abs(rebuilt - plain) <= step / 2 + 1e-4).all()
-        assert (np.abs(rebuilt - plain).max(axis=0) > step / 20).all()  # not the keys themselves
+        off = np.abs(oracle_head_codes.unpacked(rows, bits) * step + least - plain)
+        assert (off <= step / 2 + 1e-4).all()
+        assert (off.max(axis=0) > step / 20).all()  # not the keys themselves
         clipped = oracle_head_codes.unpacked(later[row, :, head], bits)[0] * step + least
-        np.testing.assert_allclose(clipped, np.clip(keys[row, 0, head] * 100.0, least, most), atol=step.max() / 2)
-        assert not code.left[row, head].reshape(39, -1)[length:].any()
+        np.testing.assert_allclose(clipped, np.clip(plain[0] * 100.0, least, most), atol=step.max() / 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), one_of(3, [(name, dtype) for name in HEAD_CODECS for dtype in ("float32", "bfloat16")])
-)
+@pytest.mark.parametrize(("name", "dtype"), one_of(3, [(name, dtype) for name in HEAD_CODECS for dtype in DTYPES]))
 def test_awkward_keys(name, dtype):
     """Keys of zeros, equal keys, one token and no token give finite keys, and one very long key harms no other head."""
-    codec = HEAD_CODECS[name]
     keys = np.zeros((4, 9, 2, 8), np.float32)
     keys[1] = np.linspace(-3, 3, 8)
     keys[2, 0], keys[3] = 7.0, 1e30
-    lengths = np.array([9, 9, 1, 0])
-    code = run.encode(codec, array(keys, dtype), lengths, 3, 3)
-    got = np.asarray(run.decode(codec, code, every_chunk(4, 2, 3), 3))
+    longer = keys * np.array([1, 1e3], np.float32)[:, None]
+    (code, got, _), (other, _, _) = (
+        run.there_and_back(HEAD_CODECS[name], array(x, dtype), np.array([9, 9, 1, 0]), 3, 3) for x in (keys, longer)
+    )
+    got = wide(got)
     assert np.isfinite(got).all()
-    assert not got[0].any()
-    assert not got[3].any()
+    assert not got[[0, 3]].any()
     if name.startswith("channel"):
-        np.testing.assert_allclose(got[1], keys[1].astype(dtype).astype(float).swapaxes(0, 1), rtol=1e-6)
-    keys[:, :, 1] *= 1e3
-    other = run.encode(codec, array(keys, dtype), lengths, 3, 3)
+        np.testing.assert_allclose(got[1], wide(keys[1].astype(dtype)), rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(other.left)[:, 0], np.asarray(code.left)[:, 0])
 
 
-def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> np.ndarray:
+# Weights by queries
+
+
+def queries_of(batch: int, count: int, heads: int, dim: int) -> np.ndarray:
     """Queries [B, w, h, d] in which each number has its own scale."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return rng.standard_normal((batch, count, heads, dim)) * rng.uniform(0.05, 3, (heads, dim))
 
 
 weights_of = jax.jit(query_weights, static_argnums=(2, 3))
 
 
-@jax.jit
-def turn(x, positions, inverse):
-    """RoPE at positions [S] of rows [B, S, h, d]."""
-    return rotate(x, *(part[:, None] for part in cos_sin(positions, inverse)))
+def turned(x, positions, inverse) -> np.ndarray:
+    """RoPE at positions [S] of rows [B, S, h, d], of which the first numbers are rotated."""
+    angles, half = np.float64(positions)[:, None, None] * inverse, len(inverse)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    parts = first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)
+    return np.concatenate([*parts, x[..., 2 * half :]], axis=-1)
 
 
 @pytest.mark.parametrize(
@@ -529,10 +483,9 @@ def test_no_query_weighs_nothing_more_than_another():
 def test_weights_are_those_before_rope(rotated):
     """RoPE rotates a query within pairs of numbers, so the weights are the same before and after it."""
     queries = np.float32(queries_of(1, 40, 4, 12))
-    inverse = np.float32(1.0 / 50 ** (np.arange(rotated // 2) / 4))
-    turned = np.asarray(turn(queries, np.arange(40) * 7, inverse))
-    assert np.abs(turned - queries).max() > 1
-    both = weights_of(np.concatenate([turned, queries]), np.array([40, 40]), 2, rotated)
+    after = turned(queries, np.arange(40) * 7, 1.0 / 50 ** (np.arange(rotated // 2) / 4))
+    assert np.abs(after - queries).max() > 1
+    both = weights_of(np.float32(np.concatenate([after, queries])), np.array([40, 40]), 2, rotated)
     np.testing.assert_allclose(*np.asarray(both), rtol=1e-4)
 
 
@@ -543,14 +496,13 @@ def test_less_is_lost_of_the_products(codec):
     size = np.tile(2.0 ** np.linspace(2, -2, dim // 2), 2)
     keys = np.float32(rng.standard_normal((1, tokens, 2, dim)))
     queries = np.float32(rng.standard_normal((1, 64, 4, dim)) * size)
-    lengths, inverse = np.array([tokens]), np.float32(1.0 / 100 ** (np.arange(dim // 2) / 8))
+    lengths, inverse = np.array([tokens]), 1.0 / 100 ** (np.arange(dim // 2) / 8)
+    asked = turned(queries, tokens + np.arange(64), inverse).reshape(1, 64, 2, 2, dim)
 
     def lost(weights) -> float:
         """The mean squared error of the products of queries after the prompt with all keys."""
-        code = run.encode(codec, keys, lengths, tokens // 8, 8, weights)
-        rebuilt = np.asarray(run.decode(codec, code, every_chunk(1, 2, tokens // 8), 8))
-        turned = np.asarray(turn(rebuilt.swapaxes(1, 2) - keys, np.arange(tokens), inverse))
-        asked = np.asarray(turn(queries, tokens + np.arange(64), inverse)).reshape(1, 64, 2, 2, dim)
-        return (np.einsum("bthgd,bshd->bhgts", asked, turned) ** 2).mean()
+        decoded = run.there_and_back(codec, keys, lengths, tokens // 8, 8, weights)[1]
+        off = turned(wide(decoded) - keys, np.arange(tokens), inverse)
+        return (np.einsum("bthgd,bshd->bhgts", asked, off) ** 2).mean()
 
-    assert lost(weights_of(queries, lengths, 2, dim)) < 0.5 * lost(None)
+    assert lost(np.asarray(weights_of(queries, lengths, 2, dim))) < 0.5 * lost(np.ones((1, 2, dim), np.float32))

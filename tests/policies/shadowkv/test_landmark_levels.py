@@ -97,22 +97,32 @@ def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
             np.testing.assert_allclose(scores[0, head, t], want, atol=1e-5)
 
 
-packed_rows = jax.jit(packing.quantize_chunks, static_argnums=(1, 2))
-unpacked_rows = jax.jit(packing.dequantize_chunks, static_argnums=(1, 2, 3, 4))
-quantized = jax.jit(packing.quantize_rows, static_argnums=(1, 2))
 dequantized = jax.jit(dequantize_rows, static_argnums=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def rows_and_back(values, bits, dtype):
+    """Host rows of chunks of 4 tokens with 6 numbers each, and their values."""
+    rows = packing.quantize_chunks(values, bits, dtype)
+    return rows, packing.dequantize_chunks(rows, 4, 6, bits, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def scale_and_back(values, bits):
+    """The scales of quantized rows of bfloat16 numbers, and their values."""
+    rows = packing.quantize_rows(values, bits, "bfloat16")
+    return rows.scale, dequantize_rows(rows, bits, "float32")
 
 
 @pytest.mark.parametrize(("bits", "dtype"), one_of(2, itertools.product((8, 4), ("float32", "bfloat16", "float16"))))
 def test_host_rows_are_the_oracle_s(bits, dtype):
     values = np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)).astype(dtype)
     values[0, 0, 1, 2] = 0
-    rows = np.asarray(packed_rows(values, bits, dtype))
+    rows, back = map(np.asarray, rows_and_back(values, bits, dtype))
     assert rows.shape == (1, 1, 5, packing.row_words(4, 6, bits, dtype))
     assert rows.shape[3] == (32 if (bits, dtype) == (8, "float32") else 16)  # of 20, 16, 16 and 12 words
     want, real = oracle_codec.host_row_values(rows[0, 0], 4, 6, bits, dtype), wide(values)[0, 0]
     np.testing.assert_allclose(want, oracle_codec.rounded_rows(real, bits, dtype), atol=1e-6)
-    back = np.asarray(unpacked_rows(rows, 4, 6, bits, dtype))
     np.testing.assert_array_equal(back[0, 0], want.astype(back.dtype))
     assert not want[1, 2].any()
     scale = np.abs(real).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
@@ -124,10 +134,8 @@ def test_rows_past_their_scale_are_clipped(bits):
     """Numbers of a bfloat16 model may exceed the range of their float16 scales."""
     most = 2 ** (bits - 1) - 1
     values = np.array([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]]).astype(jnp.bfloat16)
-    rows = quantized(values, bits, "bfloat16")
-    scale = np.asarray(rows.scale)
+    scale, back = map(np.asarray, scale_and_back(values, bits))
     assert (scale.dtype, float(scale[0, 0])) == (np.float16, 65504.0)
-    back = np.asarray(dequantized(rows, bits, "float32"))
     np.testing.assert_array_equal(back[0], 65504.0 * most * np.array([1, -1, 1, 0]))
     assert (np.abs(back[1] - np.asarray(values, np.float32)[1]) <= 32_000).all()
     np.testing.assert_allclose(back, oracle_codec.rounded_rows(wide(values), bits, "bfloat16"))
@@ -282,14 +290,14 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
 def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
     """The spread of whole chunks does not depend on the block, and is 0 if each key is its own landmark."""
     keys = 3 + np.asarray(normal(2, tokens, 3, 16, seed=tokens))
-    spread = jax.jit(prompt_spread, static_argnums=(1, 2), static_argnames=("block", "parts"))
-    got = np.asarray(spread(keys, 9, 4, block=block, parts=2))
+    spread = jax.jit(lambda keys: [prompt_spread(keys, 9, 4, block=block, parts=parts) for parts in (2, 4)])
+    got, none = map(np.asarray, spread(keys))
     assert got.shape == (2, 3, 18)
     rows = np.asarray(keys, np.float64)[:, : tokens // 4 * 4].reshape(2, -1, 2, 3, 16)[:, :18]
     want = np.sqrt(rows.var(axis=2).mean(axis=3)).swapaxes(1, 2)
     np.testing.assert_allclose(got[:, :, : want.shape[2]], want, rtol=1e-5)
     assert not got[:, :, want.shape[2] :].any()
-    assert not np.asarray(spread(keys, 9, 4, parts=4)).any()
+    assert not none.any()
 
 
 def test_a_spread_that_float16_cannot_hold_is_its_largest_number():

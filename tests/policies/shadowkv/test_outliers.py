@@ -27,7 +27,6 @@ from jshadow.policies.shadowkv.key_codecs import (
     LowRankCodec,
     RotationCodec,
     TransformCodec,
-    squared_error,
 )
 from jshadow.policies.shadowkv.outliers import loses_more
 
@@ -84,8 +83,8 @@ def test_losses_are_those_of_the_worst_token(name, weighed, block, dtype):
     keys = array(keys_of(lengths), dtype)
     sizes = np.random.default_rng(1).uniform(0.2, 2, (2, 2, 12)) if weighed else np.ones((2, 2, 12))
     weights = array(sizes, np.float32) if weighed else None
-    code = run.encode(codec, keys, np.array(lengths), 20, CHUNK, weights)
-    lost = np.asarray(run.losses(codec, code, keys, CHUNK, weights, block))
+    code, lost = run.losses(codec, keys, np.array(lengths), 20, CHUNK, weights, block)
+    lost = np.asarray(lost)
     assert lost.shape == (2, 2, 20)
     assert not lost[:, :, 15:].any()
     want = lost_by(codec, code, np.asarray(keys, np.float64), 15, sizes)
@@ -190,26 +189,26 @@ def test_the_same_keys_later_are_no_worse(name, dtype):
     keys = rng.standard_normal((1, 160, 2, 12)) * 0.5 + np.where(rng.random((2, 12)) < 0.2, 60, 0)
     codec = LowRankCodec(24) if name == "lowrank" else CODECS[name]
     k_pre, chunks = array(keys, dtype), 160 // CHUNK
-    code = run.encode(codec, k_pre, np.array([160]), chunks, CHUNK)
-    most = np.asarray(run.losses(codec, code, k_pre, CHUNK)).max(axis=2)
-    tail = np.asarray(run.project(codec, k_pre, code.right)).swapaxes(1, 2)
-    tail = tail.reshape(*tail.shape[:2], chunks, -1)
-    tail = tail if code.left.ndim == 4 else tail[:, 0]
+    code, lost = run.losses(codec, k_pre, np.array([160]), chunks, CHUNK, None, 2048)
+    most = np.asarray(lost).max(axis=2)
     inverse = np.float32(10000.0 ** -(np.arange(6) / 6))
 
     @jax.jit
-    def both(k_pre, code, tail, inverse, at):
+    def both(k_pre, code, inverse, at):
         """Later keys, and what is rebuilt of them."""
+        tail = codec.project(k_pre, code.right).swapaxes(1, 2)
+        tail = tail.reshape(*tail.shape[:2], chunks, -1)
+        tail = tail if code.left.ndim == 4 else tail[:, 0]
         rebuild = Rebuild(code.left, code.right, inverse, tail, at[:1] // CHUNK, codec=codec, unit=CHUNK)
         later = rotate(k_pre, *(x[None, :, None] for x in cos_sin(at, inverse)))
         later = later.transpose(0, 2, 1, 3).reshape(1, 2, chunks, CHUNK, 12)
         return later, rebuild.keys(chunks + every_chunk(1, 2, chunks)).reshape(later.shape)
 
-    later, rebuilt = map(np.asarray, both(k_pre, code, tail, inverse, 160 + np.arange(160)))
+    later, rebuilt = map(np.asarray, both(k_pre, code, inverse, 160 + np.arange(160)))
     unlike, above = later.copy(), jax.jit(functools.partial(loses_more, weights=None))
     unlike[:, :, 7, 2] *= -1
     if dtype == "bfloat16":  # without the allowance for rounding, these keys would be above the limit
-        off = np.asarray(jax.jit(functools.partial(squared_error, weights=None))(rebuilt, later))
+        off = ((rebuilt.astype(np.float64) - later.astype(np.float64)) ** 2).sum(axis=4)
         assert (off.max(axis=3) > most[..., None]).any()
         assert not np.asarray(above(rebuilt, later, most=most)).any()
     found = np.asarray(above(rebuilt, unlike, most=most * np.float32(1.01)))
