@@ -3,7 +3,7 @@
 All laws run in one world, which `jshadow/evaluation/laws/inputs.py` makes: a tiny model, a ragged batch, a capacity.
 Its cached functions `prefilled` and `teacher_forced` hold the prefilled batch of a policy and the logits of six steps.
 So the laws of SHARED need three large programs for each policy: the prefill, the step and the turn of seven tokens.
-Each law of DEAR needs programs of its own. `make test` runs these laws on a few policies.
+Each law of DEAR needs programs of its own, or dozens of single operations. `make test` runs these on a few policies.
 """
 
 import pytest
@@ -13,6 +13,9 @@ from jshadow.evaluation.laws import LAWS, Case
 from jshadow.policies import POLICIES
 
 OFFLOADING = tuple(name for name in POLICY_CASES if name not in DEVICE_ONLY)
+REWINDING = tuple(
+    name for name in POLICY_CASES if LAWS["tokens_given_back_leave_nothing"].unclaimed(case_of(name).subject) is None
+)
 # law -> policies that meet it in `make test`, and all that meet it
 DEAR: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "lossless_is_full": (("h2o", "quest", "shadowkv"), tuple(LOSSLESS)),
@@ -24,6 +27,8 @@ DEAR: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a_room_changes_no_logits": (("quest",), tuple(POLICY_CASES)),
     "a_state_gets_room": (("quest",), tuple(POLICY_CASES)),
     "shared_rows_go_on_alone": (("quest",), tuple(POLICY_CASES)),
+    "joining_rows_go_on": (("h2o", "omnikv", "specache", "shadowkv_plus"), tuple(POLICY_CASES)),
+    "tokens_given_back_leave_nothing": (("full", "quest", "shadowkv_plus"), REWINDING),
     "extend_is_steps": (("quest",), FEW),  # how logits are read off is the same for all
     "long_turn_is_steps": (("quest", "shadowkv"), tuple(POLICY_CASES)),
 }

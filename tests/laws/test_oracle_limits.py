@@ -26,17 +26,16 @@ def run(policy, prompt=PROMPT, turns=TURNS):
     return np.concatenate(logits), model_run.trace
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        dataclasses.replace(BASE, **EVERYTHING),
-        dataclasses.replace(BASE, **EVERYTHING, turn_selection="shared", extend_piece=4),
-        dataclasses.replace(BASE, **EVERYTHING, exact_preload=True, score_dtype="bfloat16", chunk_multiple=4),
-        dataclasses.replace(PLUS, **EVERYTHING),
-        dataclasses.replace(PLUS, **EVERYTHING, local_chunks=0, extra_outlier_chunks=1, exact_preload=True),
-    ],
-    ids=lambda policy: f"{type(policy).__name__}-{policy.turn_selection}",
-)
+LIMITS = [
+    dataclasses.replace(BASE, **EVERYTHING),
+    dataclasses.replace(BASE, **EVERYTHING, turn_selection="shared", extend_piece=4),
+    dataclasses.replace(BASE, **EVERYTHING, exact_preload=True, score_dtype="bfloat16", chunk_multiple=4),
+    dataclasses.replace(PLUS, **EVERYTHING),
+    dataclasses.replace(PLUS, **EVERYTHING, local_chunks=0, extra_outlier_chunks=1, exact_preload=True),
+]
+
+
+@pytest.mark.parametrize("policy", LIMITS, ids=lambda policy: f"{type(policy).__name__}-{policy.turn_selection}")
 @pytest.mark.parametrize("length", [1, 7, 75])
 def test_everything_selected_at_full_rank_is_full_attention(policy, length):
     logits, trace = run(policy, PROMPT[:length])
@@ -45,31 +44,18 @@ def test_everything_selected_at_full_rank_is_full_attention(policy, length):
     assert sum(entry["attended"] for entry in trace) == sum(entry["attended"] for entry in full_trace)
 
 
-@pytest.mark.parametrize(
-    "same",
-    [
-        dataclasses.replace(BASE, turn_selection="shared", extend_piece=1),
-        dataclasses.replace(BASE, score_dim=CONFIG.head_dim),
-        dataclasses.replace(BASE, chunk_multiple=2),  # 75 tokens are 16 chunks
-    ],
-)
-def test_settings_that_change_nothing(same):
-    np.testing.assert_allclose(run(same)[0], run(BASE)[0], atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        dataclasses.replace(BASE, turn_selection="shared"),
-        dataclasses.replace(BASE, score_dim=1),
-        dataclasses.replace(BASE, chunk_multiple=5),
-        dataclasses.replace(BASE, exact_preload=True),
-        PLUS,
-    ],
-)
-def test_settings_that_change_something(other):
-    """Without this, the oracle could pass the limits above by ignoring its settings."""
-    assert np.abs(run(other)[0] - run(BASE)[0]).max() > 1e-3
+def test_settings_that_change_nothing_and_those_that_change_something():
+    """Without the latter, the oracle could pass the limits above by ignoring its settings."""
+    base = run(BASE)[0]
+    for same in (
+        {"turn_selection": "shared", "extend_piece": 1},
+        {"score_dim": CONFIG.head_dim},
+        {"chunk_multiple": 2},
+    ):
+        np.testing.assert_allclose(run(dataclasses.replace(BASE, **same))[0], base, atol=1e-10)  # 75 tokens: 16 chunks
+    for other in ({"turn_selection": "shared"}, {"score_dim": 1}, {"chunk_multiple": 5}, {"exact_preload": True}):
+        assert np.abs(run(dataclasses.replace(BASE, **other))[0] - base).max() > 1e-3, other
+    assert np.abs(run(PLUS)[0] - base).max() > 1e-3
 
 
 def test_a_shared_selection_is_the_piece_s():

@@ -5,7 +5,7 @@ All batches of a setting and a capacity have one shape, so their rows share the 
 
 import numpy as np
 import pytest
-from cases import by_tier
+from few import slow
 from random_cases import SETTINGS, TURN, Batch, Row, Tally, compare
 
 MANY = 10_000  # rows of the complete suite
@@ -49,15 +49,11 @@ def check(batches: list[Batch], record_property) -> None:
     assert not tally.wrong, "\n".join(tally.wrong[:20])
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_batch_of_random_rows(name, record_property):
+@pytest.mark.parametrize(("name", "first"), [*((name, True) for name in QUICK), *(slow((n, False)) for n in SETTINGS)])
+def test_random_rows(name, first, record_property):
     """The programs of a setting take three CPU seconds."""
-    check(batches_of(name)[:1], record_property)
-
-
-@pytest.mark.parametrize("name", by_tier(SETTINGS, ()))
-def test_random_rows(name, record_property):
-    check(batches_of(name)[name in QUICK :], record_property)
+    batches = batches_of(name)
+    check(batches[:1] if first else batches[name in QUICK :], record_property)
 
 
 def test_there_are_ten_thousand_rows():

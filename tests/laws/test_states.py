@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle_codec
 import pytest
@@ -17,7 +17,6 @@ from cases import (
     PROMPT,
     STEPS,
     TINY,
-    by_tier,
     case_of,
     mode_of,
     model,
@@ -26,17 +25,15 @@ from cases import (
     run_steps,
     setting,
 )
+from few import one_of, quick
 
 from jshadow.cache import accounting, offload
-from jshadow.cache.records import Selection, StepKV
+from jshadow.cache.records import Selection
 from jshadow.engine import decode
 from jshadow.errors import StateMismatch
 from jshadow.evaluation.laws import states
 from jshadow.evaluation.laws.inputs import abstract
 from jshadow.evaluation.laws.states import halves
-from jshadow.ops.rope import cos_sin, inverse_frequencies
-
-slow = pytest.mark.slow
 
 
 def state_of(name: str, fetch: str | None = None):
@@ -47,7 +44,7 @@ def state_of(name: str, fetch: str | None = None):
 # Rows
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "shadowkv", "infllm", "kivi"])
 def test_prompts_of_all_lengths_have_their_room(name):
     """How many tokens a prompt leaves beside its whole units depends on its length."""
@@ -57,7 +54,7 @@ def test_prompts_of_all_lengths_have_their_room(name):
     assert 7 <= np.min(state.room()) < 7 + 4  # rows in host memory have space for whole units of four tokens
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_a_row_that_does_not_fit_is_refused(name):
     """A state of long prompts has small windows: a short prompt with many new tokens has no place in them."""
@@ -72,67 +69,64 @@ def test_a_row_that_does_not_fit_is_refused(name):
         batch.insert(1, alone)
     # the traceable core cannot raise: when the window of the joined row is full, its logits are NaN
     tokens = random_tokens(2, room + 1)
-    active = jnp.array([False, True])
+    active = np.array([False, True])
     for i in range(room):
         logits, joined = decode.decode_step(model(), tokens[:, i], joined, active=active)
     assert np.isfinite(logits[1]).all()
-    logits, _ = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state, active))(
-        jnp.asarray(tokens[:, room]), joined
-    )
+    step = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state, active))
+    logits, _ = step(tokens[:, room], joined)
     assert np.isnan(logits[1]).all()
     assert np.isfinite(logits[0]).all()
 
 
 def test_rows_and_states_that_do_not_match_are_refused():
     state, other = state_of("shadowkv"), state_of("full")
-    one = state.take([0])
-    for row in (-1, 3):
-        with pytest.raises(StateMismatch, match="row must be a whole number in"):
-            state.insert(row, one)
-    lossless = prefilled("shadowkv", "lossless", "device_put")[1]
-    for misfit in (other.take([0]), state.take([0, 1]), lossless.take([0])):
-        with pytest.raises(StateMismatch, match="must be one row"):
-            state.insert(0, misfit)
-    for numbers in ([], [3], [-1]):
-        with pytest.raises(StateMismatch, match="rows must be"):
-            state.take(numbers)
+    one, lossless = state.take([0]), prefilled("shadowkv", "lossless", "device_put")[1]
     bigger = dataclasses.replace(setting("shadowkv", "restricted"), budget=24)
-    with pytest.raises(StateMismatch, match="policy must be"):
-        decode.decode_step(model(), STEPS[:, 0], state, bigger)
+    refused = [
+        *((lambda row=row: state.insert(row, one), "row must be a whole number in") for row in (-1, 3)),
+        (lambda: state.insert(0, other.take([0])), "must be one row"),
+        (lambda: state.insert(0, state), "must be one row"),
+        (lambda: state.insert(0, lossless.take([0])), "must be one row"),
+        *((lambda rows=rows: state.take(rows), "rows must be") for rows in ([], [3], [-1])),
+        (lambda: decode.decode_step(model(), STEPS[:, 0], state, bigger), "policy must be"),
+    ]
+    for call, message in refused:
+        with pytest.raises(StateMismatch, match=message):
+            call()
 
 
 # Logits of prefill and extend
 
 
-@pytest.mark.parametrize("name", by_tier(("quest", "shadowkv", "infllm", "specache"), ("quest",)))
+@pytest.mark.parametrize("name", quick(["quest"], ["quest", "shadowkv", "infllm", "specache"]))
 def test_a_callable_is_given_pieces(name):
     """prefill and extend with a callable give what it would make of all logits.
 
     No policy sees logits: these differ in how their prompt attends, in rows of a step and in pieces of a turn.
     """
-    sizes = {"capacity": CAPACITY, "fetch": mode_of(name)}
+    policy, sizes = setting(name, "restricted"), {"capacity": CAPACITY, "fetch": mode_of(name)}
 
-    def best(logits):
-        return logits.argmax(-1)
+    def want(logits):
+        return {"top": logits.max(-1), "best": logits.argmax(-1)} if name == "shadowkv" else logits.argmax(-1)
 
-    for want in (best, lambda logits: {"top": logits.max(-1)}):
-        out, state = decode.prefill(model(), PROMPT, LENGTHS, setting(name, "restricted"), **sizes, logits=want)
-        full, again = decode.prefill(model(), PROMPT, LENGTHS, setting(name, "restricted"), **sizes, logits="all")
-        jax.tree.map(np.testing.assert_array_equal, out, want(np.asarray(full)))
-        out, _ = decode.extend(model(), STEPS[:, :7], [7, 1, 0], state, logits=want)
-        full, _ = decode.extend(model(), STEPS[:, :7], [7, 1, 0], again, logits="all")
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out, want(np.asarray(full)))
-        if name != "shadowkv":
-            break  # the second form once is enough
+    out, state = decode.prefill(model(), PROMPT, LENGTHS, policy, **sizes, logits=want)
+    full, again = decode.prefill(model(), PROMPT, LENGTHS, policy, **sizes, logits="all")
+    jax.tree.map(np.testing.assert_array_equal, out, want(np.asarray(full)))
+    out, _ = decode.extend(model(), STEPS[:, :7], [7, 1, 0], state, logits=want)
+    full, _ = decode.extend(model(), STEPS[:, :7], [7, 1, 0], again, logits="all")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out, want(np.asarray(full)))
 
 
 def test_prefill_many_is_prefill_for_each():
     """Policies that share a prefill do not see each other's needs (trailing queries, all queries)."""
     names = ["probe", "shadowkv", "h2o"]
-    chosen = [setting(name, "restricted") for name in names]
-    other = dataclasses.replace(chosen[0], tail=11)
-    modes = [mode_of(name) for name in ["probe", *names]]
-    together = decode.prefill_many(model(), PROMPT, LENGTHS, [other, *chosen], capacity=CAPACITY, fetch=modes)
+    other = dataclasses.replace(setting("probe", "restricted"), tail=11)
+    chosen, modes = (
+        [other, *(setting(name, "restricted") for name in names)],
+        [mode_of(name) for name in ["probe", *names]],
+    )
+    together = decode.prefill_many(model(), PROMPT, LENGTHS, chosen, capacity=CAPACITY, fetch=modes)
     alone = decode.prefill(model(), PROMPT, LENGTHS, other, capacity=CAPACITY, fetch=modes[0])
     apart = [alone, *[prefilled(name, "restricted", mode_of(name)) for name in names]]
     for (logits, state), (want, wanted) in zip(together, apart, strict=True):
@@ -143,44 +137,7 @@ def test_prefill_many_is_prefill_for_each():
 # What a layer fetches
 
 
-@slow
-@pytest.mark.parametrize("kind", ["restricted", "lossless"])
-def test_selection_and_fetched_rows_are_bit_equal(kind):
-    """One layer of ShadowKV, identical inputs, all modes: select, then fetch, inside jit as in a step."""
-    query = np.random.default_rng(7).standard_normal((BATCH, 1, TINY.q_heads, TINY.head_dim)).astype(np.float32)
-    results = []
-    for fetch in FETCH_MODES:
-        state = prefilled("shadowkv", kind, fetch)[1]
-        spec, layer = state.specs[1], state.layers[1]
-        layout = spec.policy.host_layout(spec)
-
-        @jax.jit
-        def select_and_fetch(layer, query, lengths, spec=spec, layout=layout):
-            selection, _ = spec.policy.select(spec, layer, layer_step(spec, query, lengths))
-            fetched = offload.fetch(spec, layer.host, selection, layout).listed(spec.head_dim)
-            rows = [
-                jnp.where(jnp.repeat(fetched.valid, x.shape[2] // fetched.ids.shape[2], axis=2)[..., None], x, 0)
-                for x in (fetched.k, fetched.v)
-            ]
-            return selection.replace(kept=None), fetched.replace(k=rows[0], v=rows[1])
-
-        results.append(select_and_fetch(layer, query, state.lengths))
-    for result in results[1:]:
-        jax.tree.map(np.testing.assert_array_equal, results[0], result)
-
-
-def layer_step(spec, query, lengths):
-    """A StepKV with made-up queries; keys and values do not matter to a selection."""
-    none = jnp.zeros((*query.shape[:2], spec.kv_heads, spec.head_dim))
-    positions = lengths[:, None] + jnp.arange(query.shape[1])
-    inverse = jnp.asarray(inverse_frequencies(TINY.rope, TINY.head_dim))
-    valid = jnp.ones(query.shape[:2], bool)
-    return StepKV(query, query, none, none, none, positions, valid, lengths, inverse, *cos_sin(positions, inverse))
-
-
-@pytest.mark.parametrize(
-    "fetch", ["device_put", pytest.param("resident", marks=slow), pytest.param("zero_copy", marks=slow)]
-)
+@pytest.mark.parametrize("fetch", quick(["device_put"], FETCH_MODES))
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_fetched_rows_are_the_prompt_s_values(name, fetch):
     """The tier of every policy that has one, against a plain NumPy gather, prompt and tail units alike."""
@@ -205,45 +162,48 @@ def test_fetched_rows_are_the_prompt_s_values(name, fetch):
 
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_rows_lie_in_host_memory_unless_resident(name):
-    for kind in ("restricted", "lossless"):
-        for fetch in FETCH_MODES:
-            specs = abstract(case_of(name, fetch, kind), fetch).specs
-            assert (offload.host_bytes(specs) > 0) == (fetch != "resident")
+    for kind, fetch in itertools.product(("restricted", "lossless"), FETCH_MODES):
+        specs = abstract(case_of(name, fetch, kind), fetch).specs
+        assert (offload.host_bytes(specs) > 0) == (fetch != "resident")
 
 
-PACKED_MOVES = (3 * 2 * 4, 64)  # values: four tokens of 8 bytes of codes and 4 of scale, filled up to 64 bytes
-PACKED = ("shadowkv_transform", "shadowkv_plus_transform")
-SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
+PACKED_BYTES = 64  # values: four tokens of 8 bytes of codes and 4 of scale, filled up to 64 bytes
+# What a step moves: 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values.
+MOVED = {
+    "shadowkv": 3 * 2 * 4 * (4 * 16 * 4),
+    "probe": 3 * 2 * 3 * (2 * 4 * 16 * 4),
+    "shadowkv_transform": 3 * 2 * 4 * PACKED_BYTES,
+}
+MOVES = [
+    ("shadowkv", "device_put"),
+    ("probe", "device_put"),
+    ("shadowkv", "resident"),
+    ("shadowkv_transform", "device_put"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "fetch", "units", "unit_bytes"),
-    # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values
-    [
-        ("shadowkv", "device_put", *SHADOW_MOVES),
-        ("probe", "device_put", *PROBE_MOVES),
-        pytest.param("shadowkv", "resident", *SHADOW_MOVES, marks=slow),
-        pytest.param("shadowkv_transform", "device_put", *PACKED_MOVES, marks=slow),
-        pytest.param("probe", "resident", *PROBE_MOVES, marks=slow),
-        pytest.param("probe", "zero_copy", *PROBE_MOVES, marks=slow),
-    ],
-)
-def test_fetched_bytes_are_counted(name, fetch, units, unit_bytes):
+@pytest.mark.parametrize(("name", "fetch"), quick(MOVES[:2], [*MOVES, ("probe", "resident"), ("probe", "zero_copy")]))
+def test_fetched_bytes_are_counted(name, fetch):
     """All that a step moves, for the rows that took part; nothing where nothing is offloaded."""
     active = np.array([[True, True], [True, False], [False, False]])
     _, state = run_steps(model(), state_of(name, fetch), STEPS[:, :2], active)
-    moved = units * unit_bytes if fetch != "resident" else 0
+    moved = MOVED[name] if fetch != "resident" else 0
     counted = np.asarray(state.counters.fetched) * accounting.FETCH_QUANTUM
     assert counted.tolist() == [2 * moved, moved, 0]
     assert np.asarray(state.counters.steps).tolist() == [2, 1, 0]
 
 
-@pytest.mark.parametrize("name", by_tier(("shadowkv_plus", "shadowkv", *PACKED), ("shadowkv_plus",)))
+@pytest.mark.parametrize(
+    "name", one_of(4, ["shadowkv_plus", "shadowkv", "shadowkv_transform", "shadowkv_plus_transform"])
+)
 def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
-    """Chunk by chunk, with rows that pause; and what is kept are the values of the chunks that are resident."""
+    """Chunk by chunk, with rows that pause; and what is kept are the values of the chunks that are resident.
+
+    Hits are the chunks that were selected twice in a row.
+    """
     state = state_of(name, "zero_copy")
     none = np.full((BATCH, 2, state.layers[0].live.resident.shape[2]), -1)
-    before, chunks = [none] * TINY.num_layers, np.zeros(BATCH)
+    before, chunks, selected = [none] * TINY.num_layers, np.zeros(BATCH), np.zeros(BATCH)
     for i in range(6):
         active = np.array([True, i != 2, i % 2 == 0])
         _, state = decode.decode_step(model(), STEPS[:, i], state, active=active)
@@ -251,6 +211,7 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
         for old, new in zip(before, now, strict=True):
             missed = (new >= 0) & ~(new[..., None] == old[..., None, :]).any(-1)
             chunks += missed.sum((1, 2)) * active
+            selected += (new >= 0).sum((1, 2)) * active
         before = now
         for layer in state.layers:
             kept, ids = np.asarray(layer.live.values), np.asarray(layer.live.resident)
@@ -261,28 +222,16 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
             if setting(name, "restricted").values.dtype == "int4":
                 want = oracle_codec.host_row_values(want, tokens=4, dim=16, bits=4).reshape(len(want), -1)
             np.testing.assert_array_equal(kept[row, head, place], want)
+    np.testing.assert_array_equal(state.counters.hits, selected - chunks)
+    np.testing.assert_array_equal(state.counters.selected, selected)
+    assert 0 < chunks[0] < selected[0]
     counted = np.asarray(state.counters.fetched) * accounting.FETCH_QUANTUM
-    unit = 4 * 16 * 4 if state.policy.values.dtype == "model" else PACKED_MOVES[1]
+    unit = 4 * 16 * 4 if state.policy.values.dtype == "model" else PACKED_BYTES
     # Each step's count is cut to whole quanta.
     assert (np.abs(counted - chunks * unit) < 6 * 3 * accounting.FETCH_QUANTUM).all()
     if unit % accounting.FETCH_QUANTUM == 0:
         assert counted.tolist() == (chunks * unit).tolist()
     assert 0 < counted[0] < 6 * 3 * 2 * 4 * unit
-
-
-def test_hits_are_the_chunks_selected_twice():
-    state = state_of("shadowkv")
-    before, hits, selected = [np.full((BATCH, 2, 4), -1)] * TINY.num_layers, np.zeros(BATCH), np.zeros(BATCH)
-    for i in range(6):
-        _, state = decode.decode_step(model(), STEPS[:, i], state)
-        now = [np.asarray(layer.live.resident).copy() for layer in state.layers]
-        for old, new in zip(before, now, strict=True):
-            hits += ((new[..., None] == old[..., None, :]).any(-1) & (new >= 0)).sum((1, 2))
-            selected += (new >= 0).sum((1, 2))
-        before = now
-    np.testing.assert_array_equal(state.counters.hits, hits)
-    np.testing.assert_array_equal(state.counters.selected, selected)
-    assert 0 < hits[0] < selected[0]
 
 
 # Copies
@@ -303,12 +252,7 @@ def shape_text(leaf) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "fetch"),
-    [
-        ("shadowkv", "device_put"),
-        pytest.param("shadowkv", "zero_copy", marks=slow),
-        pytest.param("probe", "device_put", marks=slow),
-    ],
+    ("name", "fetch"), one_of(3, [("shadowkv", "device_put"), ("shadowkv", "zero_copy"), ("probe", "device_put")])
 )
 def test_no_compiled_copy_has_a_frozen_shape(name, fetch):
     state = state_of(name, fetch)
@@ -320,12 +264,7 @@ def test_no_compiled_copy_has_a_frozen_shape(name, fetch):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        pytest.param(name, rows, marks=() if (name, len(rows)) == ("full", 3) else slow)
-        for name in ("full", "streaming_llm", "shadowkv")
-        for rows in ([0], [0, 1, 2])
-    ],
+    ("name", "rows"), one_of(6, itertools.product(("full", "streaming_llm", "shadowkv"), ([0, 1, 2], [0])))
 )
 def test_a_step_writes_its_tokens_in_place(name, rows):
     """A copy of the whole cache at each step once took more time than all the rest."""

@@ -27,6 +27,7 @@ from oracle_maths import (
     tokens_of,
 )
 from oracle_shadowkv import LayerCache, ShadowKV, ShadowKVPlus, Trace, attend_piece, compress, rebuild
+from oracle_shadowkv_records import trace_of
 
 if TYPE_CHECKING:  # not at run time: the oracle must import without jax
     from jshadow.models.config import ModelConfig
@@ -138,22 +139,7 @@ class Oracle:
     def attend(self, layer: int, cache: LayerCache, q_pre: Array) -> Trace:
         """Attention of a piece's queries [t, h_q, d], whose own keys are the last in the cache, under the policy."""
         held, h_kv, _ = cache.k_pre.shape
-        entry = Trace(
-            step=len(self.trace) // self.config.num_layers,
-            layer=layer,
-            queries=len(q_pre),
-            selected=[set() for _ in range(h_kv)],
-            outliers=[set() for _ in range(h_kv)],
-            extra=[set() for _ in range(h_kv)],
-            scores=np.zeros((h_kv, 0)),
-            gap=np.inf,
-            outlier_gap=np.inf,
-            extra_gap=np.inf,
-            preload_gap=np.inf,
-            factor_error=0.0,
-            attended=0,
-            output=np.zeros(0),
-        )
+        entry = self.noted(layer, queries=len(q_pre))
         if isinstance(self.policy, ShadowKV):
             rebuild(cache, self.config.rope)
             q = apply_rope(q_pre, np.arange(held - len(q_pre), held), self.config.rope)
@@ -169,6 +155,10 @@ class Oracle:
         entry["output"] = np.concatenate([attention(group, keys[:, h], cache.v[kept, h]) for h, group in groups])[None]
         entry["attended"] = len(kept)
         return entry
+
+    def noted(self, layer: int, **known: Any) -> Trace:
+        """The trace of a piece in a layer, with what is known of it."""
+        return trace_of(len(self.trace), self.config.num_layers, layer, self.config.kv_heads, **known)
 
     def project(self, layer: Mapping[str, Any], x: Array) -> tuple[Array, Array, Array]:
         """Queries [T, h_q, d], keys and values [T, h_kv, d] of the residual stream x [T, D]; nothing is rotated."""

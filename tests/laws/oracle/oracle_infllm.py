@@ -113,21 +113,5 @@ class InfLLMOracle(Oracle):
         chosen = self.policy.choose(memory, far, cache.k_pre, i)
         rows = (cache.k_pre, cache.k_post, cache.v)
         out, seen = self.policy.attend(memory, i, q[0], far[0], rows, i, chosen)
-        h_kv = cache.k_pre.shape[1]
-        none: list[set[int]] = [set() for _ in range(h_kv)]
-        return Trace(
-            step=len(self.trace) // self.config.num_layers,
-            layer=layer,
-            queries=1,
-            selected=[set(chosen) for _ in range(h_kv)],
-            outliers=none,
-            extra=none,
-            scores=np.zeros((h_kv, 0)),
-            gap=memory.gap,
-            outlier_gap=np.inf,
-            extra_gap=np.inf,
-            preload_gap=np.inf,
-            factor_error=0.0,
-            attended=seen,
-            output=out[None],
-        )
+        sets = [set(chosen) for _ in range(cache.k_pre.shape[1])]
+        return self.noted(layer, selected=sets, gap=memory.gap, attended=seen, output=out[None])

@@ -57,19 +57,4 @@ class LESSOracle(SetOracle):
             outs.append(sum(weight * cache.v[p, kv] for p, weight in weights.items()) / total)
             probs.append(np.array([exact[p] for p in positions]) / sum(exact.values()))
         self.policy.saw(memory, seen, probs, held)
-        return Trace(
-            step=len(self.trace) // self.config.num_layers,
-            layer=layer,
-            queries=1,
-            selected=[],
-            outliers=[],
-            extra=[],
-            scores=np.zeros((h_kv, 0)),
-            gap=np.inf,
-            outlier_gap=np.inf,
-            extra_gap=np.inf,
-            preload_gap=np.inf,
-            factor_error=0.0,
-            attended=0.0,
-            output=np.array(outs)[None],
-        )
+        return self.noted(layer, output=np.array(outs)[None])

@@ -1,7 +1,7 @@
 """The records of the oracle's ShadowKV and ShadowKV+: settings, what a layer remembers, and the trace of a step."""
 
 import dataclasses
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from oracle_maths import Array
@@ -99,6 +99,14 @@ class Trace(TypedDict):
     factor_error: float  # by how much float32 low-rank keys may be off, over the largest singular value
     attended: float  # tokens attended, summed over the queries, mean over the KV heads
     output: Array  # [t, h_q, d] attention output before the o projection
+
+
+def trace_of(pieces: int, layers: int, layer: int, heads: int, **known: Any) -> Trace:
+    """The trace of a piece of one token after `pieces` pieces of all layers, with what is known of it."""
+    empty: dict[str, Any] = {name: [set() for _ in range(heads)] for name in ("selected", "outliers", "extra")}
+    gaps = dict.fromkeys(("gap", "outlier_gap", "extra_gap", "preload_gap"), np.inf)
+    rest = {"queries": 1, "scores": np.zeros((heads, 0)), "factor_error": 0.0, "attended": 0, "output": np.zeros(0)}
+    return Trace(**{"step": pieces // layers, "layer": layer, **empty, **gaps, **rest, **known})  # type: ignore[typeddict-item]
 
 
 @dataclasses.dataclass

@@ -75,22 +75,7 @@ class SetOracle(Oracle):
         self.before = self.normed
         sets = [set(seen[h * group]) for h in range(h_kv)]
         attended = float(np.mean([len(positions) for positions in seen]))
-        return Trace(
-            step=len(self.trace) // self.config.num_layers,
-            layer=layer,
-            queries=1,
-            selected=sets,
-            outliers=[],
-            extra=[],
-            scores=np.zeros((h_kv, 0)),
-            gap=gap,
-            outlier_gap=np.inf,
-            extra_gap=np.inf,
-            preload_gap=np.inf,
-            factor_error=0.0,
-            attended=attended,
-            output=np.array(outs)[None],
-        )
+        return self.noted(layer, selected=sets, gap=gap, attended=attended, output=np.array(outs)[None])
 
 
 def highest(scores: Array, count: int) -> tuple[list[int], float]:
@@ -185,11 +170,8 @@ class Quest(SetPolicy):
             bounds = []
             for page in range(first // self.unit):
                 keys = k[page * self.unit : (page + 1) * self.unit, h]
-                each = [
-                    np.maximum(one * keys.min(axis=0), one * keys.max(axis=0)).sum()
-                    for one in q[h * group : (h + 1) * group]
-                ]
-                bounds.append(max(each))
+                low, high = keys.min(axis=0), keys.max(axis=0)
+                bounds.append(max(np.maximum(one * low, one * high).sum() for one in q[h * group : (h + 1) * group]))
             best, gap = highest(np.array(bounds), self.budget // self.unit)
             gaps.append(gap)
             tokens = [page * self.unit + i for page in best for i in range(self.unit)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from oracle import LayerCache, Oracle, Trace
+from oracle import LayerCache, Oracle
 from oracle_kivi import KIVI
 from oracle_maths import Array, apply_rope, softmax
 from oracle_sisters import highest
@@ -80,22 +80,6 @@ class SpeCacheOracle(Oracle):
             self.gap = min(self.gap, gap)
             wanted.append(chosen)
         self.wanted[layer] = wanted
-        self.trace.append(
-            Trace(
-                step=len(self.trace) // self.config.num_layers,
-                layer=layer,
-                queries=1,
-                selected=[set(positions) for positions in wanted],
-                outliers=[],
-                extra=[],
-                scores=np.zeros((h_kv, 0)),
-                gap=self.gap,
-                outlier_gap=np.inf,
-                extra_gap=np.inf,
-                preload_gap=np.inf,
-                factor_error=0.0,
-                attended=held,
-                output=out[:1],
-            )
-        )
+        sets = [set(positions) for positions in wanted]
+        self.trace.append(self.noted(layer, selected=sets, gap=self.gap, attended=held, output=out[:1]))
         return out
