@@ -28,7 +28,6 @@ def with_id(value):
 
 
 def bad(error, told, tokens=GOOD, lengths=(3, 2), policy=None, **options):
-    """A call of prefill, and the error that it must raise."""
     return error, told, tokens, lengths, policy or Full(), {"capacity": 64} | options
 
 

@@ -39,7 +39,6 @@ def learned(name):
 
 
 def written(path, name="less"):
-    """A good file."""
     policy, fitted = learned(name)
     jshadow.save_fitted(path, fitted, policy, model(), about={"tokens": 60})
     return path.read_bytes()
@@ -139,7 +138,6 @@ FORGED = [
 
 
 def test_metadata_that_no_one_wrote(tmp_path):
-    """With a digest of the header that fits it."""
     written(tmp_path / "a")
     arrays, texts = content_of(tmp_path / "a")
     assert texts["format"] == FORMAT
@@ -151,7 +149,6 @@ def test_metadata_that_no_one_wrote(tmp_path):
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
-    """A write that fails leaves the file of before, and no other."""
     before = written(tmp_path / "a")
 
     def full(*_):

@@ -1,56 +1,61 @@
-"""One model over several devices: the same logits, tokens and selections as on one device."""
+"""One model over several devices, also of two processes: the results and the saved states are those of one device."""
 
 import json
+import math
+import shutil
+import threading
 
 import mesh_cases
 import pytest
+import saved_cases
 from few import quick
-from forced_devices import FOUR
-from mesh_cases import POLICIES, meshes_of
-from several_processes import SUPPORT, ended, start_all
+from forced_devices import FLAGS, FOUR
+from mesh_cases import MESHES, POLICIES, meshes_of, model
+from saved_cases import TOKENS
+from several_processes import SUPPORT, ended, reported, start_all
 from several_processes import no_survivors as no_survivors
 
+from jshadow import load_state, save_state
+from jshadow.engine.saved.state import read_state_info
 from jshadow.policies import H2O, InfLLM, ShadowKV, StreamingLLM
 from jshadow.policies.shadowkv import Quirks
+from jshadow.weights.convert.safetensors_file import TensorFile
 
-# All tests but one call functions in the one process with four devices. It compiles for itself, and its programs and
-# seconds are not counted here.
+# All tests but those of processes call functions in the one process with four devices. It compiles for itself, and its
+# programs and seconds are not counted here.
 pytestmark = [pytest.mark.xdist_group("mesh"), pytest.mark.process]
-FETCHES = ("resident", "device_put", "zero_copy")
 OFFLOADING = ("quest", "rocketkv", "rocketkv_kvzip", "shadowkv", "packed", "shadowkv_plus", "plus_int4", "exact")
 OFFLOADING += ("channel",)
 
 # Each policy on each mesh, and in each fetch mode on a mesh of both kinds.
 QUICK = (("shadowkv", "tp2_sp2", "device_put"), ("quest", "data2", "device_put"))
 CASES = [(name, mesh, "device_put") for name in POLICIES for mesh in meshes_of(name)]
-CASES += [(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES[::2] if "tp2_sp2" in meshes_of(name)]
+FETCHES = ("resident", "zero_copy")
+CASES += [(name, "tp2_sp2", fetch) for name in OFFLOADING for fetch in FETCHES if "tp2_sp2" in meshes_of(name)]
 CASES += [("full", "sp4", "resident"), ("shadowkv_plus", "tp4", "zero_copy"), ("snapkv", "data2", "resident")]
+
+
+def check_steps(name, mesh, left, fetch):
+    seen = FOUR.call(mesh_cases.compare_steps, name, mesh, left, fetch)
+    assert seen["logits"] < 1e-4
+    assert (seen["tokens"], seen["chosen"], seen["counters"]) == (True, True, [])
+    assert seen["sets"] > 0 or name not in OFFLOADING
 
 
 @pytest.mark.parametrize(("name", "mesh", "fetch"), quick(QUICK, CASES))
 def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
-    seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "split", fetch)
-    assert seen["logits"] < 1e-4
-    assert seen["tokens"]
-    assert seen["chosen"]
-    assert seen["counters"] == []
-    assert seen["sets"] > 0 or name not in OFFLOADING
+    check_steps(name, mesh, "split", fetch)
+
+
+EVERYWHERE = [("shadowkv", "tp2"), ("packed", "tp2_sp2"), ("shadowkv_plus", "tp2"), ("shadowkv_plus", "tp2_sp2")]
+FLOWS = [("shadowkv", "tp2_sp2"), ("full", "sp4"), ("quest", "tp2"), ("packed", "tp4"), ("shadowkv_plus", "sp4")]
+FLOWS += [("snapkv", "tp2_sp2"), ("shadowkv", "data2")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [("shadowkv", "tp2"), ("packed", "tp2_sp2"), ("shadowkv_plus", "tp2"), ("shadowkv_plus", "tp2_sp2")],
-)
+@pytest.mark.parametrize(("name", "mesh"), EVERYWHERE)
 def test_left_rows_may_lie_everywhere(name, mesh):
-    seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "everywhere", "zero_copy")
-    assert seen["logits"] < 1e-4
-    assert seen["chosen"]
-    assert seen["counters"] == []
-
-
-FLOWS = [("shadowkv", "tp2_sp2"), ("full", "sp4"), ("quest", "tp2"), ("packed", "tp4"), ("shadowkv_plus", "sp4")]
-FLOWS += [("snapkv", "tp2_sp2"), ("shadowkv", "data2")]
+    check_steps(name, mesh, "everywhere", "zero_copy")
 
 
 @pytest.mark.slow
@@ -61,8 +66,28 @@ def test_states_are_forked_taken_inserted_and_extended(name, mesh):
 
 
 @pytest.mark.slow
-def test_a_long_turn_takes_blocks():
+@pytest.mark.parametrize("mesh", ["tp2_sp2", "data2"])
+def test_an_engine_answers_on_a_mesh(mesh):
+    assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5
+
+
+@pytest.mark.slow
+def test_what_a_part_may_lack():
+    """A budget of more units than a device has, the window of sliding layers, a turn that takes blocks."""
+    for name in ("quest", "loki", "shadowkv"):
+        difference, counted = FOUR.call(mesh_cases.few_units, "sp4", name)
+        assert difference < 1e-4
+        assert counted
+    assert FOUR.call(mesh_cases.sliding, "tp2_sp2") < 1e-4
     assert FOUR.call(mesh_cases.long_turn, "shadowkv", "tp2_sp2") < 1e-4
+    told = FOUR.call(mesh_cases.verified, "tp2")
+    assert told == "StateMismatch: verify needs a state on one device, got one on a mesh"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [("shadowkv", "tp2_sp2"), ("full", "data2"), ("shadowkv_plus", "tp2")])
+def test_speculation_changes_no_token(name, mesh):
+    assert FOUR.call(mesh_cases.speculated, name, mesh) == [True] * 3
 
 
 PRELOADED = ShadowKV(quirks=Quirks(exact_preload=True), budget=16, outlier_chunks=0)
@@ -85,48 +110,107 @@ def test_what_does_not_fit_a_mesh_is_refused(axis, size, policy, left, error):
     assert FOUR.call(mesh_cases.refused, [(axis, size)], policy, left).startswith(f"ConfigError: {error}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2_sp2", "data2"])
-def test_an_engine_answers_on_a_mesh(mesh):
-    assert FOUR.call(mesh_cases.engine_answers, mesh) == [True] * 5
+# Saved states
+
+SAVED = ("shadowkv", "tp2_sp2", "zero_copy", True)  # one case is quick: the process compiles for itself
+STATES = {(name, "tp2_sp2" if "tp2_sp2" in meshes_of(name) else "tp2", "device_put", True) for name in POLICIES}
+STATES |= {("shadowkv", mesh, "device_put", False) for mesh in MESHES} | {("exact", "tp2", "device_put", False)}
+STATES |= {SAVED, ("full", "sp4", "resident", False), ("shadowkv", "data2", "device_put", True)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["quest", "loki", "shadowkv"])
-def test_a_budget_may_have_more_units_than_a_device(name):
-    difference, counted = FOUR.call(mesh_cases.few_units, "sp4", name)
-    assert difference < 1e-4
-    assert counted
+@pytest.mark.parametrize(("name", "mesh", "fetch", "stepped"), quick([SAVED], sorted(STATES)))
+def test_a_state_of_any_mesh_is_the_same_on_any_other(tmp_path, name, mesh, fetch, stepped):
+    """Its file has the bits of one device. Loaded and saved again on any mesh, it is the same file.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("shadowkv", "tp2_sp2"), ("full", "data2"), ("shadowkv_plus", "tp2")])
-def test_speculation_changes_no_token(name, mesh):
-    assert FOUR.call(mesh_cases.speculated, name, mesh) == [True] * 3
-
-
-@pytest.mark.slow
-def test_a_mesh_is_not_verified_and_sliding_layers_have_their_window_on_every_device():
-    told = FOUR.call(mesh_cases.verified, "tp2")
-    assert told == "StateMismatch: verify needs a state on one device, got one on a mesh"
-    assert FOUR.call(mesh_cases.sliding, "tp2_sp2") < 1e-4
+    It goes on as the saved state does, and no step is compiled again.
+    """
+    found = FOUR.call(saved_cases.one_case, str(tmp_path), name, mesh, fetch, stepped)
+    assert found == {"one device": "none", "itself": "none", "others": [], "logits": True, "compiled": 0}
 
 
 # The devices of two processes
 
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-COMPILE_SECONDS = 540  # under the limit of a test
+COMPILE_SECONDS, HANGS = 540, 400  # under the limit of a test; after so many seconds a process hangs
 BY_TWO = ["shadowkv:sp=2,tp=2:device_put", "packed:tp=4:device_put", "shadowkv_plus:data=2,tp=2:zero_copy"]
+PAIR = ("shadowkv", "quest")
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one_device():
     """Heads in a process and chunks between the processes, and heads or rows over all devices."""
-    folders = (SUPPORT.parents[1], SUPPORT, SUPPORT.parent, SUPPORT.parent / "laws" / "oracle")
-    path = ":".join(map(str, folders))
-    running = start_all(2, [SUPPORT / "joined_model.py", *BY_TWO], XLA_FLAGS=FLAGS, PYTHONPATH=path)
+    path = ":".join(map(str, (SUPPORT.parents[1], SUPPORT, SUPPORT.parent, SUPPORT.parent / "laws" / "oracle")))
+    running = start_all(2, [SUPPORT / "joined_model.py", *BY_TWO], XLA_FLAGS=FLAGS.format(2), PYTHONPATH=path)
     results = [ended(process, COMPILE_SECONDS) for process in running]
     assert [status for status, _, _ in results] == [0, 0], results[0][2][-3000:] + results[1][2][-3000:]
     told = json.loads(next(line for line in results[0][1].splitlines() if line.startswith("{")))
     assert list(told) == BY_TWO
     assert max(max(differences) for differences in told.values()) < 1e-4
+
+
+def parts_of(index):
+    folder = json.loads(TensorFile(index).metadata["parts"])[0]["file"].split("/")[0]
+    return sorted((index.parent / folder).iterdir())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """What two processes found when they saved and loaded, and the folder with their states."""
+    folder = tmp_path_factory.mktemp("pair")
+    processes = start_all(2, [SUPPORT / "saved_by_two.py", folder], XLA_FLAGS=FLAGS.format(2))
+    timers = [threading.Timer(HANGS, process.kill) for process in processes]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    first = [reported(process) for process in processes]
+    for name in PAIR:
+        save_state(folder / f"{name}.alone", load_state(folder / name, model()), model(), tokens=TOKENS)
+    shutil.copytree(parts_of(folder / "quest")[0].parent, folder / "hurt" / parts_of(folder / "quest")[0].parent.name)
+    damaged = parts_of(shutil.copy(folder / "quest", folder / "hurt" / "quest"))[1]
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    second = [reported(process) for process in processes]
+    assert [ended(process)[0] for process in processes] == [0, 0]
+    for timer in timers:
+        timer.cancel()
+    return first, second, folder
+
+
+@pytest.mark.slow
+def test_a_state_of_two_processes_is_the_same_elsewhere(pair, tmp_path):
+    """On four devices, in the processes that saved it, and in those that load what one device saved.
+
+    On a mesh whose processes each have whole weights, and on one whose weights are split over them. A part has half of
+    what is split, and no number is in both.
+    """
+    first, second, folder = pair
+    for found in (*first, *second):
+        assert [found[name] for name in PAIR] == ["none", "none"]
+    for name in PAIR:
+        FOUR.call(saved_cases.as_one_file, str(folder / name), "tp4", str(tmp_path / "state"))
+        assert (tmp_path / "state").read_bytes() == (folder / f"{name}.alone").read_bytes()
+        parts = [TensorFile(path) for path in parts_of(folder / name)]
+        assert len(parts) == 2
+        numbers = [sum(math.prod(shape) for shape in part.shapes.values()) for part in parts]
+        index = TensorFile(folder / name)
+        leaves = json.loads(index.metadata["leaves"])
+        assert sum(numbers) == sum(math.prod(shape) for key, (_, shape) in leaves.items() if key not in index.shapes)
+        rows = [sum(math.prod(part.shapes[key]) for key in part.shapes if ".host.prompt@" in key) for part in parts]
+        assert min(rows) >= (0.5 if name == "quest" else 0.3) * sum(rows)
+        assert read_state_info(folder / name)["tokens"] == TOKENS
+
+
+@pytest.mark.slow
+def test_a_full_disk_or_a_damaged_part_in_one_process_ends_the_work_in_all(pair):
+    for number, (saved, loaded) in enumerate(zip(*pair[:2], strict=True)):
+        for name in ("old", "new"):
+            assert saved[name].startswith("CheckpointError: "), saved
+            assert "cannot be written in parts by 2 processes, which must share its directory" in saved[name]
+            assert "File too large" in saved[name]
+            assert ("process 1 of 2 failed" in saved[name]) == (number == 0)
+        assert saved["left"], "files are left, or the old state has changed"
+        assert loaded["damaged"].startswith("CheckpointError: "), loaded
+        assert "1-of-2.safetensors is damaged: bytes" in loaded["damaged"]
+        assert ("loading quest: process 1 of 2 failed" in loaded["damaged"]) == (number == 0)

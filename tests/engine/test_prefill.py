@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, mode_of, model, prefilled, setting
 from family_cases import family_config
-from few import pairwise, quick, slow
+from few import pairwise, slow
 from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
 
@@ -29,6 +28,8 @@ from jshadow.engine.prefill.job import PrefillJob
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.prefill.units import Unit, units_of
+from jshadow.engine.sparse_prefill import AShape, BlockSparse
+from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
@@ -40,8 +41,6 @@ from jshadow.weights.params import init_params
 SHADOW = setting("shadowkv", "restricted")
 PIECE = 16  # 61 tokens: an uneven cut
 SETTINGS = {"capacity": CAPACITY, "prefill_chunk": PIECE}
-
-
 PIECES = [("shadowkv", PIECE), slow(("shadowkv", 7)), *(slow((name, 1)) for name in POLICY_CASES)]
 PIECES += [slow((name, PIECE)) for name in ("h2o", "infllm", "shadowkv_plus_transform", "probe")]
 
@@ -69,18 +68,13 @@ def test_a_ragged_batch_is_in_the_bound():
     assert prefill_peak(TINY, SHADOW, **settings)["state"] < held
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "pieces"),
-    [
-        (61, 2048, {1: (1, 61), 16: (1, 64)}),
-        (2112, 2048, {1: (2, 1056), 512: (2, 1536)}),
-        (7, 2, {1: (4, 2), 4: (2, 4)}),
-        (4096, 2048, {512: (2, 2048)}),
-    ],
-)
-def test_pieces_are_even_cover_the_prompt_and_may_have_to_be_multiples(tokens, chunk, pieces):
-    assert {multiple: pieces_of(tokens, chunk, multiple) for multiple in pieces} == pieces
-    assert pieces_of(tokens, chunk) == pieces_of(tokens, chunk, 1)
+PIECES_OF = {(61, 2048, 1): (1, 61), (61, 2048, 16): (1, 64), (2112, 2048, 1): (2, 1056), (2112, 2048, 512): (2, 1536)}
+PIECES_OF |= {(7, 2, 1): (4, 2), (7, 2, 4): (2, 4), (4096, 2048, 512): (2, 2048)}
+
+
+def test_pieces_are_even_cover_the_prompt_and_may_have_to_be_multiples():
+    assert {case: pieces_of(*case) for case in PIECES_OF} == PIECES_OF
+    assert pieces_of(61, 2048) == (1, 61)
 
 
 def attended(q, k, v, scale, seen):
@@ -111,10 +105,8 @@ def test_attention_of_a_piece(tokens, size, group, dim):
 
 def test_a_long_turn_is_attended_in_blocks():
     """600 queries at once, some rows for all of them and some for each: the scores never exist all at once."""
-    rng = np.random.default_rng(1)
-    q, shared, own = (
-        rng.standard_normal(shape, np.float32) for shape in ((1, 600, 4, 16), (1, 2, 40, 16), (1, 2, 600, 3, 16))
-    )
+    rng, shapes = np.random.default_rng(1), ((1, 600, 4, 16), (1, 2, 40, 16), (1, 2, 600, 3, 16))
+    q, shared, own = (rng.standard_normal(shape, np.float32) for shape in shapes)
     causal = np.arange(40) <= np.arange(600)[:, None]
 
     def whole(q, shared, own):
@@ -125,9 +117,7 @@ def test_a_long_turn_is_attended_in_blocks():
     out = np.asarray(lowered.compile()(q, shared, own))
     for at in (0, 255, 256, 599):
         near = own[:, :, at].swapaxes(1, 2)
-        keys, values = (
-            np.concatenate([shared.swapaxes(1, 2), sign * near], axis=1) for sign in (np.float32(1), np.float32(-1))
-        )
+        keys, values = (np.concatenate([shared.swapaxes(1, 2), part], axis=1) for part in (near, -near))
         want = attended(q[:, at : at + 1], keys, values, 0.25, np.append(causal[at], [True] * 3)[None])[0]
         np.testing.assert_allclose(out[:, at : at + 1], want, atol=1e-5)
     text = lowered.as_text()
@@ -143,11 +133,8 @@ def begun():
 
 
 def assert_same(got, want):
-    """Two results of a prefill are equal to the bit."""
-    leaves, others = jax.tree.leaves(got), jax.tree.leaves(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for leaf, other in zip(leaves, others, strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), got, want)
 
 
 def pause_everywhere(params, tokens, lengths, policy, **options):
@@ -227,8 +214,7 @@ def test_one_program_serves_all_lengths_of_a_width(name):
         same = jshadow.prefill_many(model(), tokens, [length], [policy], **settings)[0]
         assert_same((out, state), same)
         counts.append(programs())
-    grown = [after - before for before, after in itertools.pairwise(counts)][1::2]
-    assert grown == [0] * 4
+    assert counts[2::2] == counts[1:-1:2]
 
 
 def test_ctrl_c_leaves_nothing_behind():
@@ -315,91 +301,73 @@ def test_a_layer_is_dispatched_before_the_rows_of_the_last_one_are_awaited(monke
 # The bound
 
 
-def peak_of(config, policy, tokens, chunk):
-    """The bound that the planner tells."""
+def peak_of(config, policy, tokens, chunk, attention=None):
     sizes = {"batch": 1, "tokens": tokens, "capacity": tokens + 64, "dtype": "float32", "fetch": "device_put"}
-    return prefill_peak(config, policy, prefill_chunk=chunk, **sizes)
+    return prefill_peak(config, policy, prefill_chunk=chunk, attention=attention, **sizes)
 
 
-def memory_of_a_layer(config, tokens, policy, chunk):
-    """memory_analysis of the compiled programs of a piece, and of the compression."""
-    count, size = pieces_of(tokens, chunk)
-    plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size)
+def memory_of_compression(config, policy, tokens, rows):
+    """memory_analysis of the compiled compression of a prompt that is padded to some rows."""
     policy = policy.resolve(config, tokens + 64)
     [spec, *_] = cache_specs(config, policy, 1, tokens + 64, tokens, "float32", "device_put")
-    rows = jax.ShapeDtypeStruct((1, count * size, config.kv_heads, config.head_dim), jnp.float32)
-    numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (1, count * size)))
-    lowered = compress_layer.lower(
-        PromptKV(rows, rows, rows, *numbers), None, spec=dataclasses.replace(spec, layer=None)
-    )
-    return memory_of_a_piece(config, count * size, plan), lowered.compile().memory_analysis()
+    keys = jax.ShapeDtypeStruct((1, rows, config.kv_heads, config.head_dim), jnp.float32)
+    prompt = PromptKV(keys, keys, keys, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), (1, rows))))
+    return compress_layer.lower(prompt, None, spec=dataclasses.replace(spec, layer=None)).compile().memory_analysis()
 
 
-SIZES = ((8192, 512), (8192, 2048), (16384, 512))
-BOUNDS = pairwise((ShadowKV(), ShadowKVPlus()), (WIDE, LLAMA_SHAPE), SIZES)
+EXACT = pairwise((ShadowKV(), ShadowKVPlus()), (WIDE, LLAMA_SHAPE), ((8192, 512), (8192, 2048), (16384, 512)), [None])
+LINES = VerticalSlash(vertical=500, slash=700)
+SPARSE = [(AShape(initial=64, local=512), WIDE), (BlockSparse(blocks=10), WIDE), (VerticalSlash(), LLAMA_SHAPE)]
+SPARSE.append((dataclasses.replace(LINES, key_blocks=10), WIDE))
+BOUNDS = [EXACT[0], (Full(), WIDE, (8192, 512), LINES), *map(slow, EXACT[1:])]
+BOUNDS += [slow((Full(), config, (8192, 512), attention)) for attention, config in SPARSE]
 
 
-@pytest.mark.parametrize(
-    ("policy", "config", "sizes"),
-    quick(BOUNDS[:1], BOUNDS),
-    ids=lambda value: getattr(value, "name", getattr(value, "head_dim", value)),
-)
-def test_the_compiled_layer_keeps_to_the_bound(policy, config, sizes):
+@pytest.mark.parametrize(("policy", "config", "sizes", "attention"), BOUNDS)
+def test_the_compiled_layer_keeps_to_the_bound(policy, config, sizes, attention):
     """What XLA reserves: temporaries of a piece that do not grow with the prompt, hidden states in place."""
-    tokens, chunk = sizes
-    peak, (layer, compress) = peak_of(config, policy, *sizes), memory_of_a_layer(config, tokens, policy, chunk)
+    (tokens, chunk), peak = sizes, peak_of(config, policy, *sizes, attention)
+    count, size = pieces_of(tokens, chunk, attention.multiple if attention else 1)
+    plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention)
+    blocks = attention and attention.most_blocks
+    learned = jax.eval_shape(lambda: HeadSizes.equal(config.q_heads)) if blocks else None
+    layer = memory_of_a_piece(config, count * size, plan, learned)
+    if attention:
+        left = layer.output_size_in_bytes - peak["hidden"] - peak["keys_values"]  # positions, and what was chosen
+        assert layer.temp_size_in_bytes + left <= peak["piece"]
+        assert peak["piece"] < tokens * tokens * config.q_heads  # let alone four bytes of each score
+        return
     held = peak["hidden"] + peak["keys_values"] + 4 * tokens + 4  # and positions and lengths
     assert layer.alias_size_in_bytes == held
     assert layer.output_size_in_bytes <= held + 4096
     assert layer.temp_size_in_bytes <= peak["piece"]
+    compress = memory_of_compression(config, policy, tokens, count * size)
     assert compress.temp_size_in_bytes <= peak["compress"]
     state = peak["state"] // config.num_layers
     assert compress.output_size_in_bytes <= peak["in_flight"] + state + 4096
 
 
 def device_bytes():
-    """Bytes of all live arrays in device memory."""
     gc.collect()
     return sum(leaf.nbytes for leaf in jax.live_arrays() if leaf.sharding.memory_kind == "device")
-
-
-def check_growth(config, tokens, policy, prefill_chunk):
-    """Between layers nothing stays but the hidden states and one more layer's compressed state.
-
-    Returns the live device bytes after each layer, weights not counted, and the state of the prompt.
-    """
-    params, sizes = init_params(config), {"capacity": tokens + 64, "fetch": "device_put"}
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
-    before, after = device_bytes(), []
-    sizes |= {"prefill_chunk": prefill_chunk}
-    note = {"progress": lambda progress: progress.units or after.append(device_bytes() - before)}
-    [(_, state)] = decode.prefill_many(params, prompt, [tokens], [policy], **sizes, **note)
-    abstract = abstract_state(
-        config, policy, batch=1, capacity=tokens + 64, prompt=tokens, dtype="float32", fetch="device_put"
-    )
-    layer = [sum(device for device, _ in layer_nbytes(one).values()) for one in abstract.layers]
-    assert np.diff(after).tolist() == layer[1:]
-    peak = peak_of(config, policy, tokens, prefill_chunk)
-    assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
-    assert after[-1] <= peak["hidden"] + peak["state"] + 64
-    assert layer[0] < 2 * (tokens + 64) * config.key_columns * 4 / 2
-    return after, state
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
 def test_live_bytes_grow_by_the_compressed_state_alone(policy):
-    check_growth(WIDE, 4096, policy, 1024)
-
-
-@pytest.mark.real
-def test_a_long_prompt_through_the_attention_of_llama(record_property):
-    """32 query and 8 KV heads of 128, a narrow model: on a CPU, in float32."""
-    config = dataclasses.replace(LLAMA_SHAPE, num_layers=2)
-    after, state = check_growth(config, 16384, ShadowKV(), 2048)
-    record_property("live_bytes", after)
-    logits, _ = jshadow.decode_step(init_params(config), [1], state)
-    assert np.isfinite(np.asarray(logits)).all()
+    """Between layers nothing stays but the hidden states and one more layer's compressed state."""
+    config, tokens, params = WIDE, 4096, init_params(WIDE)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
+    sizes, before, after = {"capacity": tokens + 64, "fetch": "device_put"}, device_bytes(), []
+    note = {"progress": lambda progress: progress.units or after.append(device_bytes() - before)}
+    jshadow.prefill_many(params, prompt, [tokens], [policy], prefill_chunk=1024, **sizes, **note)
+    abstract = abstract_state(config, policy, batch=1, prompt=tokens, dtype="float32", **sizes)
+    layer = [sum(device for device, _ in layer_nbytes(one).values()) for one in abstract.layers]
+    assert np.diff(after).tolist() == layer[1:]
+    peak = peak_of(config, policy, tokens, 1024)
+    assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
+    assert after[-1] <= peak["hidden"] + peak["state"] + 64
+    assert layer[0] < (tokens + 64) * config.key_columns * 4  # half of full attention's
 
 
 THREADS = """

@@ -26,16 +26,12 @@ FILTERS = [
     *({"top_p": p} for p in (0.05, 0.52, 0.9)),
     *({"min_p": p} for p in (0.01, 0.4, 1.0)),
 ]
-KEYS = [jax.random.key(seed) for seed in (1, 2)]
+KEYS = jax.random.split(jax.random.key(1), 4000)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def filtered(samplers, rows):
-    """What each of several samplers keeps of some rows, in one program."""
     return [jnp.isfinite(sampling.filter_logits(sampler, rows)) for sampler in samplers]
-
-
-sample = jax.jit(sampling.sample, static_argnums=0)
 
 
 def kept_of_a_row(row, kept, top_k=None, top_p=None, min_p=None):
@@ -71,19 +67,8 @@ def test_filters_compose_and_draws_stay_inside():
     sampler, logits = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05), LOGITS * 2
     allowed = np.asarray(filtered((sampler,), logits / np.float32(0.7))[0])
     assert 1 <= allowed.sum(axis=1).min() <= allowed.sum(axis=1).max() <= 12
-    keys = jax.random.split(KEYS[0], 20)
-    for drawn in np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(sampler, logits, key)))(keys)):
-        assert allowed[np.arange(4), drawn].all()
-
-
-def test_draws_follow_the_seed_and_not_the_neighbors():
-    changed = np.concatenate([LOGITS[:2], -LOGITS[2:]])
-    cases = ((LOGITS, KEYS[0]), (LOGITS, KEYS[0]), (LOGITS, KEYS[1]), (changed, KEYS[0]), (LOGITS[:1], KEYS[0]))
-    first, again, other, beside, alone = (np.asarray(sample(Sampler(1.0), *case)) for case in cases)
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    np.testing.assert_array_equal(beside[:2], first[:2])
-    np.testing.assert_array_equal(alone, first[:1])
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(sampler, logits, key)))(KEYS))
+    assert allowed[np.arange(4), drawn].all()
 
 
 def test_all_64_bits_of_a_seed_count():
@@ -111,8 +96,7 @@ def test_next_to_nothing_is_greedy_and_the_lower_id_wins_a_tie():
 
 def test_draws_have_the_probabilities():
     logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
-    keys = jax.random.split(jax.random.key(0), 4000)
-    draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(keys))
+    draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(KEYS))
     np.testing.assert_allclose(np.bincount(draws) / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 

@@ -40,7 +40,6 @@ from jshadow.weights.params import Params, init_params
 
 
 def flip(data: bytes, at: int, bit: int) -> bytes:
-    """One bit changed."""
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
@@ -58,7 +57,6 @@ def retype_header(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def swap_blocks(data: bytes, rng: np.random.Generator) -> bytes:
-    """Two blocks of one size, each in the other's place."""
     size = int(rng.choice([1, 8, 16, 64, 256]))
     a, b = sorted(rng.choice(len(data) // size, 2, replace=False) * size)
     return data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size] + data[b + size :]
@@ -337,7 +335,6 @@ def test_a_well_sealed_file_with_a_wrong_content(tmp_path, edit, told, error):
 
 
 def test_a_state_that_cannot_be_held_here_is_not_damaged(tmp_path, monkeypatch):
-    """A fetch mode that this machine lacks for such rows."""
     save_small(tmp_path / "state")
 
     def refuse(layout, spec):
@@ -352,7 +349,6 @@ def test_a_state_that_cannot_be_held_here_is_not_damaged(tmp_path, monkeypatch):
 
 
 def lines_of(path: Path, params: Params, policy: Any = None) -> list[str]:
-    """The fields that a refusal lists."""
     with pytest.raises(StateMismatch) as caught:
         load_state(path, params, policy)
     head, *lines = str(caught.value).split("\n  ")

@@ -1,6 +1,6 @@
 """Saved states in parts: which slices a process writes and reads, and parts that are missing, damaged or foreign.
 
-Two threads stand for two processes. Real ones write in `test_saved_mesh.py`.
+Two threads stand for two processes. Real ones write in `test_mesh.py`.
 """
 
 import json
@@ -47,8 +47,6 @@ class Pair:
         return told
 
     def call(self, work):
-        """The results of `work(number)` of both, or their errors."""
-
         def one(number):
             self.own.number = number
             try:
@@ -99,7 +97,6 @@ def parts_of(index):
 
 
 def copied(index, folder):
-    """Copy a state in parts to another folder. Return its index."""
     parts = parts_of(index)[0].parent
     shutil.copytree(parts, folder / parts.name)
     return shutil.copy(index, folder / index.name)
@@ -192,7 +189,6 @@ def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
 
 
 def listing(folder):
-    """The names and contents of all files below a folder."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -72,7 +72,6 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
 
 
 def prefill_small(params: Params | None = None, policy=POLICY, capacity=16, lengths=LENGTHS_SMALL) -> KVState:
-    """A state of the smallest model, or of one like it."""
     tokens, sizes = random_tokens(2, 13, config=SMALL), {"capacity": capacity, "fetch": "device_put"}
     return decode.prefill(params or small()[0], tokens, lengths, policy, **sizes)[1]
 

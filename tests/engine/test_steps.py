@@ -29,7 +29,6 @@ ROOM = 13  # the capacity of a state of the smallest model
 
 
 def of_small(lengths, policy=None):
-    """The smallest model, and a state of it."""
     params, tokens = small()[0], random_tokens(2, 13, config=SMALL)
     return params, decode.prefill(params, tokens, lengths, policy or Full(), capacity=ROOM)[1]
 
@@ -160,7 +159,6 @@ def test_every_jitted_step_has_the_compiler_options():
 
 @pytest.fixture
 def room_reads(monkeypatch):
-    """A list that grows by one with each read of the room from the device."""
     reads, read = [], checks.read_room
     monkeypatch.setattr(checks, "read_room", lambda state: reads.append(1) or read(state))
     return reads

@@ -27,7 +27,6 @@ def prefilled_pair(name, dtype, fetch):
 
 
 def pair(name="shadowkv", dtype="float32", fetch="device_put"):
-    """An offloaded state and a resident one of the same prompt."""
     return tuple(state.fork() for state in prefilled_pair(name, dtype, fetch))
 
 
@@ -54,19 +53,16 @@ def test_a_sound_run_passes(name, dtype):
 
 
 def spoil(state, layer, change):
-    """The state with `change` applied to one layer."""
     layers = list(state.layers)
     layers[layer] = change(layers[layer])
     return state.replace(layers=tuple(layers))
 
 
 def frozen(name, change):
-    """A change of an array of the prompt half."""
     return lambda layer: layer.replace(frozen=layer.frozen.replace(**{name: change(getattr(layer.frozen, name))}))
 
 
 def live(name, change):
-    """A change of arrays of the changing half."""
     tree = jax.tree.map
     return lambda layer: layer.replace(live=layer.live.replace(**{name: tree(change, getattr(layer.live, name))}))
 
@@ -77,8 +73,6 @@ def placed(change):
 
 
 def host(change):
-    """A change of the prompt's rows in host memory."""
-
     def changed(layer):
         part = layer.host.prompt
         return layer.replace(host=layer.host.replace(prompt=HostArray(placed(change)(part.array), part.memory)))
