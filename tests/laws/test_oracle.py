@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
-import oracle_bases
-import oracle_infllm
-import oracle_kivi
 import oracle_sisters
-import oracle_specache
 import pytest
 from cases import CONFIGS, LENGTHS, PROMPT, STEPS, TINY, mode_of, model, prefilled, random_tokens
 from few import quick
@@ -52,11 +48,11 @@ ORACLES: dict[str, tuple[type, type]] = {
     "quest": (oracle_sisters.Quest, SETS),
     "snapkv": (oracle_sisters.SnapKV, SETS),
     "omnikv": (oracle_sisters.OmniKV, SETS),
-    "kivi": (oracle_kivi.KIVI, SETS),
-    "infinigen": (oracle_bases.InfiniGen, SETS),
-    "loki": (oracle_bases.Loki, SETS),
-    "infllm": (oracle_infllm.InfLLM, oracle_infllm.InfLLMOracle),
-    "specache": (oracle_specache.SpeCache, oracle_specache.SpeCacheOracle),
+    "kivi": (oracle_sisters.KIVI, SETS),
+    "infinigen": (oracle_sisters.InfiniGen, SETS),
+    "loki": (oracle_sisters.Loki, SETS),
+    "infllm": (oracle_sisters.InfLLM, oracle_sisters.InfLLMOracle),
+    "specache": (oracle_sisters.SpeCache, oracle_sisters.SpeCacheOracle),
 }
 GAPS = ("gap", "outlier_gap", "extra_gap", "preload_gap")
 
@@ -90,7 +86,7 @@ def oracle_policy(policy: Policy) -> Any:
 
 
 def wanted(policy: Policy, config: ModelConfig, one: World, row: int, near_tie: float = 0.0) -> Any:
-    """Logits [1 + T, V] of one row by the oracle, and the oracle itself. For near_tie see oracle_kivi.KIVI."""
+    """Logits [1 + T, V] of one row by the oracle, and the oracle itself. For near_tie see oracle_sisters.KIVI."""
     theirs = oracle_policy(policy)
     theirs = dataclasses.replace(theirs, near_tie=near_tie) if near_tie else theirs
     run = ORACLES[policy.name][1](model(config).weights, config, theirs)
@@ -110,7 +106,7 @@ def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, recor
         slack = max([1.0, *(entry["factor_error"] / SMALL_ERROR for entry in run.trace)])
         tied = [e["step"] for e in run.trace if min(e[gap] for gap in GAPS) < NEAR_TIE * slack or slack > LARGEST_SLACK]
         good = 1 + min(tied, default=one.steps.shape[1])
-        quantizes = isinstance(oracle_policy(policy), oracle_kivi.KIVI)
+        quantizes = isinstance(oracle_policy(policy), oracle_sisters.KIVI)
         if quantizes and np.abs(logits[row, :good] - want[:good]).max() > TOLERANCE:
             # A number in the middle between two codes may get either code, and all later steps read it. If the nearer
             # code does not give these logits, the farther one must. The row counts as a near tie.
@@ -221,24 +217,11 @@ def test_other_settings(case, record_property):
     assert ties <= 1 or long
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rebase", [True, False])
-def test_streaming_llm_while_it_evicts(rebase):
-    """From an empty-ish cache over the first eviction and twice around the ring, by extend."""
-    policy, config = StreamingLLM(sinks=2, window=5, rebase_positions=rebase), CONFIGS["group2"]
-    one = World(random_tokens(2, 3, seed=21), (3, 1), random_tokens(2, 18, seed=22))
-    logits, state = decode.prefill(model(config), one.prompts, one.lengths, policy, capacity=32)
-    out, _ = decode.extend(model(config), one.steps, [18, 18], state, logits="all")
-    for row in range(2):
-        want, _ = wanted(policy, config, one, row)
-        np.testing.assert_allclose(np.concatenate([logits[row][None], out[row]]), want, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_the_oracle_gives_only_a_near_tie_the_farther_code(bits):
     codes = 2**bits - 1
     group = np.array([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 0.5 + 1e-3, codes])  # in steps
-    nearer, farther = (oracle_kivi.KIVI(bits, 5, 5, near_tie=near_tie).rounded(group) for near_tie in (0.0, 1e-5))
+    nearer, farther = (oracle_sisters.KIVI(bits, 5, 5, near_tie=near_tie).rounded(group) for near_tie in (0.0, 1e-5))
     np.testing.assert_array_equal(farther[[0, 3, 4]], nearer[[0, 3, 4]])
     np.testing.assert_array_equal(farther[1:3], nearer[[2, 1]])
     assert nearer[1] < nearer[2]

@@ -131,8 +131,3 @@ def test_preloaded_chunks_are_exact_until_they_miss():
     assert after != before
     ever = [set.intersection(*(e["selected"][head] for e in one.trace if e["layer"] == 0)) for head in range(2)]
     assert after == [early & always for early, always in zip(before, ever, strict=True)]
-
-
-def test_unknown_combinations_are_refused():
-    with pytest.raises(ValueError, match="turn_selection"):
-        oracle.Oracle(model(CONFIG).weights, CONFIG, dataclasses.replace(PLUS, turn_selection="shared"))

@@ -9,6 +9,7 @@ import oracle
 import pytest
 from cases import CAPACITY, FETCH_MODES, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, prefilled, run_steps
 from few import quick
+from oracle_maths import apply_rope, attention, causal_attention, linear, lowest, rms_norm, softmax, tokens_of
 from probe import PRIOR_WEIGHT, Follower, Probe, Scout, Speculator
 
 from jshadow.cache import offload
@@ -32,14 +33,14 @@ class ProbeOracle(oracle.Oracle):
         for i in range(self.config.num_layers):
             layer = self.weights[f"layer_{i}"]
             q_pre, k_pre, v = self.project(layer, x)
-            q, k = oracle.apply_rope(q_pre, positions, rope), oracle.apply_rope(k_pre, positions, rope)
+            q, k = apply_rope(q_pre, positions, rope), apply_rope(k_pre, positions, rope)
             if i == 0:
                 wide = np.repeat(k, self.config.group, axis=1)
                 scores = np.einsum("qhd,khd->hqk", q, wide) / np.sqrt(q.shape[-1])
                 scores = np.where(np.triu(np.ones(scores.shape[1:], bool), 1), -np.inf, scores)
-                np.add.at(self.mass, positions // unit, oracle.softmax(scores).sum(axis=(0, 1)))
+                np.add.at(self.mass, positions // unit, softmax(scores).sum(axis=(0, 1)))
             self.prior[i] = self.unit_scores(q[-self.probe.tail :], k, len(tokens) // unit)
-            x = self.finish_block(layer, x, oracle.causal_attention(q, k, v))
+            x = self.finish_block(layer, x, causal_attention(q, k, v))
         return logits
 
     def unit_scores(self, queries, keys, units):
@@ -50,7 +51,7 @@ class ProbeOracle(oracle.Oracle):
         for query in queries if units else ():
             grouped = query.reshape(h_kv, -1, query.shape[-1])
             logits = np.einsum("hgd,jhd->hgj", grouped, means) / np.sqrt(query.shape[-1])
-            scores += oracle.softmax(logits).max(axis=1)
+            scores += softmax(logits).max(axis=1)
         return scores
 
     def step(self, token):
@@ -63,12 +64,12 @@ class ProbeOracle(oracle.Oracle):
             layer = self.weights[f"layer_{i}"]
             q_pre, k_pre, v = self.project(layer, x)
             cache.k_pre, cache.v = np.concatenate([cache.k_pre, k_pre[:1]]), np.concatenate([cache.v, v[:1]])
-            q, own = (oracle.apply_rope(part, np.array([held - 1, held]), rope) for part in (q_pre, k_pre))
-            keys = oracle.apply_rope(cache.k_pre, np.arange(held), rope)
+            q, own = (apply_rope(part, np.array([held - 1, held]), rope) for part in (q_pre, k_pre))
+            keys = apply_rope(cache.k_pre, np.arange(held), rope)
             if i == 0:
                 tokens = [np.arange(held)] * config.kv_heads
                 wide = np.repeat(keys, config.group, axis=1)
-                probs = oracle.softmax(np.einsum("hd,khd->hk", q[0], wide) / np.sqrt(q.shape[-1]))
+                probs = softmax(np.einsum("hd,khd->hk", q[0], wide) / np.sqrt(q.shape[-1]))
                 np.add.at(self.mass, np.arange(held) // unit, probs.sum(axis=0))
             else:
                 scores = np.tile(self.mass[:candidates], (config.kv_heads, 1))
@@ -76,20 +77,20 @@ class ProbeOracle(oracle.Oracle):
                     prior = np.zeros((config.kv_heads, CAPACITY))
                     prior[:, : self.prior[i].shape[1]] = self.prior[i]
                     scores = self.unit_scores([speculated], keys, candidates) + PRIOR_WEIGHT * prior[:, :candidates]
-                units = [sorted(oracle.lowest(-row, self.probe.keep)) for row in scores]
+                units = [sorted(lowest(-row, self.probe.keep)) for row in scores]
                 self.chosen.append((i, units))
-                old = [oracle.tokens_of(row, unit) for row in units]
+                old = [tokens_of(row, unit) for row in units]
                 tokens = [np.concatenate([row[row < first], np.arange(first, held)]) for row in old]
             out = []
             for h, (kept, queries) in enumerate(zip(tokens, np.split(q, config.kv_heads, axis=1), strict=True)):
                 k, values = keys[kept, h], cache.v[kept, h]
-                real = oracle.attention(queries[0], k, values)
-                guess = oracle.attention(queries[1], np.vstack([k, own[1:, h]]), np.vstack([values, v[1:, h]]))
+                real = attention(queries[0], k, values)
+                guess = attention(queries[1], np.vstack([k, own[1:, h]]), np.vstack([values, v[1:, h]]))
                 out.append(np.stack([real, guess]))
             if i + 1 < config.num_layers:
-                normed = oracle.rms_norm(x, layer["attention_norm"]["scale"], config.norm_eps)
-                ahead = oracle.linear(normed, self.weights[f"layer_{i + 1}"]["attention"]["q"]).reshape(q.shape)
-                speculated = oracle.apply_rope(ahead, np.array([held - 1, held]), rope)[0]
+                normed = rms_norm(x, layer["attention_norm"]["scale"], config.norm_eps)
+                ahead = linear(normed, self.weights[f"layer_{i + 1}"]["attention"]["q"]).reshape(q.shape)
+                speculated = apply_rope(ahead, np.array([held - 1, held]), rope)[0]
             x = self.finish_block(layer, x, np.concatenate(out, axis=1))
         self.guess = int(self.logits(x[1]).argmax())
         return self.logits(x[0])

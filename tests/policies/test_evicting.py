@@ -8,67 +8,18 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cases import LENGTHS, STEPS, TINY, model, random_tokens, run_steps
+from cases import TINY, model, random_tokens, run_steps
 from codec_calls import run
 from few import one_of, pairwise, quick
 from oracle_maths import softmax
-from policy_inputs import prompt_of, spec_of
 from random_arrays import wide
 
 from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
-from jshadow.evaluation.laws import inputs
 from jshadow.models.config import RopeConfig
 from jshadow.planner.bytes import cache_specs
-from jshadow.policies import H2O, TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV, StreamingLLM, head_budgets
+from jshadow.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, StreamingLLM, head_budgets
 from jshadow.policies.expected_attention import BLOCK
-from jshadow.policies.snapkv import pool
-
-# H2O, SnapKV and StreamingLLM
-
-
-def test_h2o_holds_its_budget_and_never_evicts_the_recent():
-    _, state = inputs.prefilled(H2O(heavy=5, recent=6))
-    for step in range(12):
-        _, state = decode.decode_step(model(), STEPS[:, step], state)
-        for layer in state.layers:
-            for rows, length in zip(np.asarray(layer.live.positions), LENGTHS, strict=True):
-                held = length + step + 1
-                for positions in rows:
-                    kept = positions[positions >= 0].tolist()
-                    assert len(kept) == len(set(kept)) == min(11, held)
-                    assert set(range(max(0, held - 5), held)) <= set(kept)  # the next token is the sixth recent one
-
-
-def test_pooling_by_hand():
-    scores, options = np.float32(np.random.default_rng(0).random((2, 3, 20))), ((1, "max"), (3, "avg"), (7, "max"))
-    pooled = jax.jit(lambda scores: [pool(scores, *option) for option in options])(scores)
-    for got, (kernel, pooling) in zip(pooled, options, strict=True):
-        padded = np.pad(scores, ((0, 0), (0, 0), (kernel // 2, kernel // 2)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=2)
-        np.testing.assert_allclose(got, windows.max(-1) if pooling == "max" else windows.mean(-1), atol=1e-6)
-
-
-def test_constant_queries_keep_the_largest_products():
-    """With kernel 1 and equal queries, the keys with the largest products with the query are kept, and the window."""
-    config = dataclasses.replace(TINY, q_heads=2, kv_heads=2)
-    policy = SnapKV(max_capacity_prompt=20, observation_window=4, kernel=1)
-    spec, prompt = spec_of(policy, config), prompt_of(config, 60, seed=8, tail=4)
-    same = np.broadcast_to(prompt.q_tail[:, :1], prompt.q_tail.shape)
-    kept = np.asarray(run.compress(spec.policy, spec, prompt.replace(q_tail=same)).frozen.kept.k)
-    for head in range(2):
-        products = prompt.k_post[0, :56, head] @ same[0, 0, head]
-        want = sorted([*np.argsort(-products, kind="stable")[:16].tolist(), 56, 57, 58, 59])
-        np.testing.assert_array_equal(kept[0, head], prompt.k_post[0, want, head])
-
-
-@pytest.mark.parametrize(("most", "kept"), [(14, [14, 14, 13, 14]), (20, [20, 14, 13, 20])])
-def test_snapkv_keeps_short_prompts_whole(most, kept):
-    policy = SnapKV(max_capacity_prompt=most, observation_window=5).resolve(TINY, 96)
-    spec = cache_specs(TINY, policy, 4, 96, 13, "float32", "resident")[0]
-    rows = jax.tree.map(lambda x: np.broadcast_to(x, (4, *x.shape[1:])), prompt_of(TINY, 61, tail=5))
-    rows = rows.replace(lengths=np.array([20, 14, 13, 61], np.int32))
-    assert np.asarray(run.compress(policy, spec, rows).frozen.count).tolist() == kept
 
 
 def test_streaming_llm_is_stable_far_beyond_its_window():

@@ -12,7 +12,6 @@ from cases import CAPACITY, CONFIGS, LENGTHS, PROMPT, STEPS, TINY, TaughtLESS, m
 from cases import run_steps as run
 from few import one_of
 from less_arrays import SMALL, fitted_for
-from oracle_less import LESSOracle
 
 import jshadow
 from jshadow.cache.accounting import state_nbytes
@@ -78,7 +77,7 @@ def test_against_the_oracle(case):
     assert np.abs(logits[0] - plain[0]).max() > 0.02  # the state matters
     for row, length in enumerate(LENGTHS):
         h2o = oracle_sisters.H2O(policy.heavy, policy.recent, policy.normalize)
-        oracle = LESSOracle(params.weights, config, h2o)
+        oracle = oracle_sisters.LESSOracle(params.weights, config, h2o)
         oracle.fitted = fitted
         want = [oracle.prefill(PROMPT[row, :length].tolist()), *(oracle.step(int(token)) for token in STEPS[row])]
         np.testing.assert_allclose(logits[row], np.stack(want), atol=1e-4)

@@ -6,35 +6,15 @@ import jax
 import numpy as np
 import pytest
 from cases import TINY, model, random_tokens, run_steps
-from policy_inputs import DEEP, prompt_of, spec_of
+from policy_inputs import DEEP
 
 from jshadow import Offloaded
-from jshadow.cache import place
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import DenseFirst, Full, InfiniGen, InfLLM, Loki, OmniKV, Pyramid, Quest, SpeCache
 from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
 from jshadow.policies.units import within_share
-
-
-@pytest.mark.parametrize("unit", [1, 3, 16])
-def test_quest_s_bound_holds_for_every_page(unit):
-    """No key of a page has a larger product with a query than the page's score."""
-    policy = Quest(unit=unit, budget=48, dense_layers=0)
-    spec = spec_of(policy)
-    rng = np.random.default_rng(unit)
-    keys = np.float32(rng.standard_normal((1, TINY.kv_heads, 11, unit, TINY.head_dim)))
-    q = np.float32(rng.standard_normal((1, TINY.kv_heads, TINY.group, 5, TINY.head_dim)))
-    there = np.ones((1, 11, unit), bool)
-    score = jax.jit(lambda *x: policy.score(spec, policy.summarize(spec, *x[:2], None), x[2], None))
-    scores = np.asarray(score(keys, there, q))
-    products = np.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
-    assert scores.shape == (1, TINY.kv_heads, 5, 11)
-    assert (scores >= products - 1e-4).all()
-    if unit == 1:  # the bound of a single key is its product with the query
-        np.testing.assert_allclose(scores, products, atol=1e-4)
 
 
 def fed(policy, tokens, lengths, steps, **options):
@@ -67,25 +47,6 @@ def test_the_share_of_a_softmax():
         for row, mask in zip(weights, np.asarray(masks), strict=True):
             count = 20 if share == 1 else next(n for n in range(1, 21) if row[:n].sum() >= share * row.sum() - 1e-6)
             assert mask.tolist() == [i < count for i in range(20)]
-
-
-def test_loki_with_all_columns_ranks_by_the_products():
-    policy = Loki(budget=10, columns=TINY.head_dim)
-    prompt = prompt_of(TINY, 60, seed=2)
-    q = np.float32(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)))
-    grouped = q.reshape(1, 1, TINY.kv_heads, TINY.group, TINY.head_dim)
-    want = np.einsum("bthgd,bshd->bhgts", grouped, prompt.k_post).max(axis=2)
-    for fetch in ("resident", "device_put"):  # the columns are read from the rows, or from stored summaries
-        spec = dataclasses.replace(spec_of(policy), fetch=fetch)
-        state, write = jax.jit(lambda prompt, spec=spec: policy.compress(spec, policy.init(spec), prompt))(prompt)
-        state = state.replace(host=place.place(policy.host_layout(spec), spec, write))
-
-        @jax.jit
-        def scored(state, q, spec=spec):
-            turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
-            return policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
-
-        np.testing.assert_allclose(np.asarray(scored(state, q))[..., :60], want, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -172,18 +133,6 @@ def test_capped_fetches_move_less_and_attend_to_what_is_there():
         assert (used == 90 + step).sum() <= 4
     parts = state.specs[1].policy.attended_parts(state.specs[1], state.layers[1], state.lengths)
     assert float(parts["selected"][0]) == 4 * (seen[-1][1] == 101).sum()
-
-
-@pytest.mark.slow
-def test_the_window_has_a_block_to_itself_before_it_leaves():
-    """With a budget for all blocks, every token is in the sinks, in a block, in a leaving block or in the window."""
-    policy = InfLLM(window=7, sinks=2, budget=100, unit=5, representatives=1, query_block=4).resolve(TINY, 100)
-    spec = cache_specs(TINY, policy, 1, 100, 40, "float32", "resident")[0]
-    _, state = decode.prefill(model(), random_tokens(1, 40, seed=5), [40], policy, capacity=100)
-    for token in random_tokens(1, 30, seed=6)[0]:
-        _, state = decode.decode_step(model(), [token], state)
-        parts = policy.attended_parts(spec, state.layers[0], state.lengths)
-        assert sum(float(part[0]) for part in parts.values()) == float(state.lengths[0])
 
 
 def test_a_prefill_of_its_own_is_not_shared():

@@ -95,7 +95,8 @@ def consumed_state_says_so(case: Case) -> None:
         "extend": lambda: decode.extend(model(), STEPS[:, :2], [1, 1, 1], state),
         "fork": state.fork,
         "take": lambda: state.take([0]),
-        "insert": lambda: state_of(case).take([0]) and state.insert(0, state),
+        "insert": lambda: state.insert(0, state_of(case)),
+        "insert into another": lambda: state_of(case).insert(0, state),
     }
     for name, use in uses.items():
         try:

@@ -13,43 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from oracle_maths import (
-    Array,
-    apply_rope,
-    attention,
-    causal_attention,
-    inverse_frequencies,
-    linear,
-    lowest,
-    rms_norm,
-    softmax,
-    to_float64,
-    tokens_of,
-)
-from oracle_shadowkv import LayerCache, ShadowKV, ShadowKVPlus, Trace, attend_piece, compress, rebuild
-from oracle_shadowkv_records import trace_of
+from oracle_maths import Array, apply_rope, attention, causal_attention, linear, rms_norm, to_float64
+from oracle_maths import softmax as softmax
+from oracle_maths import tokens_of as tokens_of
+from oracle_shadowkv import LayerCache as LayerCache
+from oracle_shadowkv import ShadowKV, ShadowKVPlus, Trace, attend_piece, compress, rebuild, trace_of
 
 if TYPE_CHECKING:  # not at run time: the oracle must import without jax
     from jshadow.models.config import ModelConfig
-
-__all__ = [
-    "Full",
-    "LayerCache",
-    "Oracle",
-    "ShadowKV",
-    "ShadowKVPlus",
-    "StreamingLLM",
-    "Trace",
-    "apply_rope",
-    "attention",
-    "causal_attention",
-    "inverse_frequencies",
-    "linear",
-    "lowest",
-    "rms_norm",
-    "softmax",
-    "tokens_of",
-]
 
 
 @dataclasses.dataclass(frozen=True)

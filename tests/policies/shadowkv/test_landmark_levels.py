@@ -1,61 +1,25 @@
 """Landmarks in one and in two levels, of few bits, of order 2: scores, the spread, the choice, bytes; packed rows."""
 
-import dataclasses
 import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import oracle_codec
 import pytest
-import shadow_layers
 from cases import SMALL, TINY
 from few import one_of, quick
-from oracle_shadowkv import worst_of
 from random_arrays import normal, wide
-from shadow_layers import layer_of, step_of
 
 from jshadow.ops import packing
 from jshadow.ops.packing import ROW_BITS, dequantize_rows
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import ShadowKV
-from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, Landmarks, landmarks, selection
 from jshadow.policies.shadowkv.landmark_levels import GROUP, mean_kind, store_levels
 from jshadow.policies.shadowkv.landmarks import prompt_spread, store_landmarks
-from jshadow.policies.shadowkv.selection import Scoring
 from pallas_kernels import hadamard
-
-
-@functools.partial(jax.jit, static_argnums=4)
-def scores_of(q, means, candidates, valid, scoring):
-    logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
-    return selection.chunk_scores(logits, valid, scoring)
-
-
-def test_the_scores_of_separate_shared_and_rounded_choices():
-    """A chunk that is not a candidate gets no mass, and of a shared choice the first of two queries alone is valid."""
-    means, q = np.asarray(normal(1, 2, 5, 16, seed=5)), np.asarray(normal(1, 2, 6, 16, seed=6))
-    candidates, both = np.ones((1, 2, 5), bool), np.array([[True, True]])
-    candidates[0, 1, 3] = False
-    choices = (
-        (both & [True, False], Scoring(0.25, shared=True)),
-        (both, Scoring(0.25)),
-        (both, Scoring(0.25, True, "bfloat16")),
-    )
-    shared, each, rounded = (np.asarray(scores_of(q, means, candidates, *choice)) for choice in choices)
-    for head in range(2):
-        open_to = candidates[0, head]
-        products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ wide(means[0, head]).T * 0.25 for t in range(2)]
-        mass = [oracle.softmax(np.where(open_to, product, -np.inf)) for product in products]
-        np.testing.assert_allclose(shared[0, head, 0], np.where(open_to, mass[0].max(axis=0), -1.0), atol=1e-6)
-        for t in range(2):
-            np.testing.assert_allclose(each[0, head, t], np.where(open_to, mass[t].max(axis=0), -1.0), atol=1e-6)
-        coarse = sum(m.astype(np.float32).astype(jnp.bfloat16).astype(np.float64) for m in mass).max(axis=0)
-        np.testing.assert_allclose(rounded[0, head, 0], np.where(open_to, coarse, -1.0), rtol=0.01)
-
 
 STORED = ((2, "int4"), (8, "int8"), (4, "model"), (1, "int8"))  # tokens of a landmark, and its dtype
 
@@ -141,45 +105,6 @@ def test_rows_past_their_scale_are_clipped(bits):
     np.testing.assert_allclose(back, oracle_codec.rounded_rows(wide(values), bits, "bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size", "chunks", "block"), [(61, 4, 15, 16), (61, 4, 20, 12), (27, 8, 3, 5), (5, 8, 2, 64)]
-)
-def test_landmarks_of_a_prompt_do_not_depend_on_the_block(tokens, size, chunks, block):
-    keys = normal(2, tokens, 3, 16, seed=7)
-    made = jax.jit(landmarks.prompt_landmarks, static_argnums=(1, 2, 3))(keys, chunks, size, block)
-    means, worst = map(np.asarray, made)
-    assert means.shape == (2, 3, chunks, 16)
-    there = min(chunks, tokens // size)
-    for row, real in enumerate(wide(keys)[:, : there * size]):
-        want = real.reshape(there, size, 3, 16).mean(axis=1).swapaxes(0, 1)
-        np.testing.assert_allclose(means[row, :, :there], want, atol=1e-6)
-        np.testing.assert_allclose(worst[row, :, :there], worst_of(real, size, 1), atol=1e-6)
-    assert not means[:, :, there:].any()
-
-
-BASE = ShadowKV(rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2)
-POLICY = dataclasses.replace(BASE, landmarks=Landmarks(tokens=1, levels=2))
-
-
-def varied(**landmarks):
-    return dataclasses.replace(POLICY, landmarks=dataclasses.replace(POLICY.landmarks, **landmarks))
-
-
-SHARED = {"quirks.turn_selection": "shared"}
-SETTINGS = {
-    "model": POLICY,
-    "int4": varied(dtype="int4", tokens=2),
-    "int8": varied(dtype="int8"),
-    "few_chunks": dataclasses.replace(POLICY, budget=60),  # the budget exceeds the number of groups
-    "variance": varied(levels=1, tokens=2, order=2),
-    "levels_variance": varied(tokens=2, dtype="int4", order=2),
-    "shared_variance": with_settings(varied(dtype="int8", tokens=2, order=2), SHARED),
-    "one_variance": varied(tokens=None, order=2),
-    "shared": with_settings(POLICY, SHARED),
-    "shared_int4": with_settings(varied(dtype="int4"), SHARED),
-}
-
-
 def kept(levels, parts, kind):
     """The rows of the levels, float64 [B, h, n, s, d], with a chunk's mean first."""
     found = []
@@ -226,66 +151,6 @@ def test_levels_are_the_landmarks(parts, kind):
     assert sizes[0] - sizes[1] == (2 * 3 * 5 * 16 // 2 if kind == "int4" else 0)
 
 
-def scored(q, rows, spread):
-    """Scores [n] of chunks for queries [t, group, d], from their landmarks [n, s, d] and spreads [n, s]."""
-    half = (np.linalg.norm(q, axis=2)[..., None, None] * spread / 4) ** 2 / 2
-    weight = np.exp(np.einsum("tgd,nsd->tgns", q, rows) / 4 + half)
-    mass = weight / weight.sum(axis=(2, 3), keepdims=True)
-    return mass.sum(axis=(0, 3)).max(axis=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    quick(
-        [("levels_variance", "float32"), ("shared", "bfloat16")],
-        itertools.product(SETTINGS, ["float32", "bfloat16"]),
-    ),
-)
-def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype):
-    """With one level, the best of all chunks. One query, and three of a turn that choose separately or together.
-
-    Invalid queries have no effect.
-    """
-    spec, state = layer_of(SETTINGS[name], dtype)
-    policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
-    parts, shared = policy.landmark_parts, policy.quirks.turn_selection == "shared"
-    levels, kind = policy.landmarks.levels, policy.landmarks.dtype
-    kept_marks = state.frozen.landmarks
-    marks = landmarks_of(kept_marks, parts, kind) if levels == 2 else np.asarray(kept_marks, np.float64)
-    marks = marks.reshape(2, 2, -1, parts, 16)
-    chunks = marks.shape[2]
-    first_spread, spread = np.zeros((2, 2, chunks, 1)), np.zeros((2, 2, chunks, parts))
-    if policy.landmarks.order == 2:
-        stored = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
-        first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in stored)
-    assert (GROUP * count < chunks) == (name != "few_chunks")
-    assert chunks % GROUP
-    for queries in (1, 3):
-        step = step_of(queries, dtype)
-        ids, best = map(np.asarray, shadow_layers.best(spec, state, step, count))
-        assert ids.shape == best.shape == (2, 2, 1 if shared else queries, count)
-        q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
-        free = np.asarray(state.frozen.candidates)
-        for b, h, chooser in np.ndindex(ids.shape[:3]):
-            asking = [t for t in range(queries) if valid[b, t]] if shared else [chooser]
-            if not valid[b, chooser]:
-                continue
-            open_to = np.flatnonzero(free[b, h])
-            ours = q[b, asking, 3 * h : 3 * h + 3]
-            first = scored(ours, marks[b, h, open_to].mean(axis=1, keepdims=True), first_spread[b, h, open_to])
-            groups = np.unique(open_to // GROUP)
-            most = np.array([first[open_to // GROUP == group].max() for group in groups])
-            wanted_groups = groups[np.argsort(-most, kind="stable")[:count]]
-            near = open_to[np.isin(open_to // GROUP, wanted_groups)] if levels == 2 else open_to
-            wanted = scored(ours, marks[b, h, near], spread[b, h, near])
-            order = np.argsort(-wanted, kind="stable")[:count]
-            real, rtol = best[b, h, chooser] >= 0, 3e-4 if dtype == "float32" else 0.05
-            assert real.sum() == len(order)
-            np.testing.assert_allclose(best[b, h, chooser][real], wanted[order], rtol=rtol)
-            if dtype == "float32":
-                assert set(ids[b, h, chooser][real]) == set(near[order])
-
-
 @pytest.mark.parametrize(("tokens", "block"), [(53, 8), (64, 1000), (3, 8)])
 def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
     """The spread of whole chunks does not depend on the block, and is 0 if each key is its own landmark."""
@@ -298,14 +163,6 @@ def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
     np.testing.assert_allclose(got[:, :, : want.shape[2]], want, rtol=1e-5)
     assert not got[:, :, want.shape[2] :].any()
     assert not none.any()
-
-
-def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
-    huge = np.where(np.arange(shadow_layers.CONTEXT) % 2, 1e6, -1e6)[:, None, None]
-    spec, state = layer_of(with_settings(POLICY, {"landmarks.order": 2}), "bfloat16", scale=huge)
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
-    best = shadow_layers.best(spec, state, step_of(1, "bfloat16"), spec.policy.max_selected(spec.capacity))[1]
-    assert np.isfinite(np.asarray(best)).all()
 
 
 def held_and_read(**changed):

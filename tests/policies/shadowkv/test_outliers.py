@@ -10,13 +10,12 @@ import pytest
 from cases import TINY
 from codec_calls import every_chunk, run
 from few import one_of, pairwise, quick
-from oracle_shadowkv import worst_of
 from random_arrays import array
 
 from jshadow.cache.records import PromptKV, Rebuild
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import cache_specs
-from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies import ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, TransformCode
 from jshadow.policies.shadowkv.key_codecs import (
@@ -104,38 +103,6 @@ def compressed(policy: ShadowKV, lengths: list[int], capacity: int, keys: np.nda
     return spec.policy, jax.tree.map(np.asarray, run.compress(spec.policy, spec, prompt))
 
 
-@pytest.mark.parametrize(
-    ("outliers", "landmark_tokens"), one_of(9, [(5, 2), (0, 4), (1, 1), (1, 4), (2, 2), (12, 1), (12, 4), (40, 1)])
-)
-def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
-    """The outliers equal a plain search, in rows with many chunks, fewer than the outliers, one chunk, and none.
-
-    If every key is its own landmark, all cosines are 1, and the landmark's rule chooses the first chunks.
-    """
-    lengths = [203, 46, 8, 5]
-    keys = keys_of(lengths)
-    policy = with_settings(BOTH, {"outlier_chunks": outliers, "landmarks.tokens": landmark_tokens})
-    policy, state = compressed(policy, lengths, 220, keys)
-    frozen, first = state.frozen, -(-outliers // 2)
-    for row, length in enumerate(lengths):
-        chunks = max(0, length // CHUNK - 1)
-        assert int(frozen.chunks[row]) == chunks
-        exact = np.float64(np.float32(keys[row, : chunks * CHUNK]))
-        worst = worst_of(exact, CHUNK, CHUNK // landmark_tokens)
-        code = KeyCode(*jax.tree.map(lambda x, row=row: x[row : row + 1], (frozen.left, frozen.right)))
-        lost = lost_by(policy.codec, code, exact[None], chunks)[0]
-        for head in range(2):
-            wanted = np.argsort(worst[head], kind="stable")[:first].tolist()
-            lost[head, wanted] = -1
-            wanted += np.argsort(-lost[head], kind="stable")[: max(0, min(outliers, chunks) - len(wanted))].tolist()
-            held = np.asarray(frozen.outliers.k[row, head]).reshape(-1, CHUNK, keys.shape[3])
-            assert not held[len(wanted) :].any()  # otherwise a state would depend on the padding of its prompt
-            for kept, chunk in zip(held, wanted, strict=False):
-                np.testing.assert_array_equal(kept, exact[chunk * CHUNK : (chunk + 1) * CHUNK, head])
-            open_to = np.flatnonzero(np.asarray(frozen.candidates[row, head])).tolist()
-            assert open_to == sorted(set(range(chunks)) - set(wanted))
-
-
 @pytest.mark.slow
 def test_a_fact_in_a_text_that_repeats_itself_stays():
     """A sentence of 9 tokens repeats, and three tokens differ once. By the deviations alone they would be clipped."""
@@ -153,30 +120,6 @@ def test_a_fact_in_a_text_that_repeats_itself_stays():
         lost = lost_by(policy.codec, code, keys[:, : CHUNK * closed.shape[1]], closed.shape[1])[0]
         # The error is 1/8 of the key. With steps from the deviations alone it would be 1/4 to 1/3.
         assert (lost[:, fact] < 0.2 * (keys[0, 121:124] ** 2).sum(axis=2).max()).all()
-
-
-def test_later_chunks_are_measured_by_the_prompt_s():
-    """The limits of ShadowKV+ for later chunks.
-
-    Outliers that were chosen by the code do not change the limit on the cosine. The limit on the error is that of the
-    worst chunk of the prompt that is rebuilt. If none is, every later chunk is above the limit. If fewer than two may
-    be outliers, none is chosen by the code, and there is no limit.
-    """
-    lengths = [203, 46, 8, 5]
-    keys = keys_of(lengths)
-    plus = ShadowKVPlus(9, CHUNK, 12, 6, 1, choice=Choice(outlier_rule="both"))
-    policy, both = compressed(plus, lengths, 220, keys)
-    _, marked = compressed(dataclasses.replace(plus, outlier_chunks=3, choice=Choice()), lengths, 220, keys)
-    assert marked.frozen.most is None
-    np.testing.assert_array_equal(both.frozen.cut, marked.frozen.cut)
-    assert np.isfinite(both.frozen.cut[:3]).all()
-    assert (both.frozen.cut[3] == -np.inf).all()
-    lost = lost_by(policy.codec, KeyCode(both.frozen.left, both.frozen.right), np.float64(np.float32(keys)), 50)
-    most = np.where(both.frozen.candidates[:, :, :50], lost, -np.inf).max(axis=2)
-    np.testing.assert_allclose(both.frozen.most, np.where(most >= 0, most, -1), rtol=1e-3)
-    assert np.isfinite(most).tolist() == [[True] * 2, [True] * 2, [False] * 2, [False] * 2]
-    _, one = compressed(dataclasses.replace(plus, outlier_chunks=1), lengths, 220, keys)
-    assert (one.frozen.most == np.inf).all()
 
 
 @pytest.mark.parametrize(

@@ -1,74 +1,67 @@
-"""ShadowKV's selection: the chunks of several queries, and a second round that chooses by keys."""
+"""ShadowKV's selection: the chunks of a turn, a second round that chooses by keys, and spreads of any size."""
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import shadow_layers
 from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
-from codec_calls import every_chunk
-from few import one_of, pairwise
-from shadow_layers import layer_of, step_of
+from codec_calls import every_chunk, run
+from few import one_of
+from random_arrays import array
 
+from jshadow.cache.records import LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine import decode
-from jshadow.planner.bytes import abstract_state, footprint, step_footprint
-from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.planner.bytes import abstract_state, cache_specs, footprint, step_footprint
+from jshadow.policies import Policy, ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, Landmarks
-from jshadow.policies.shadowkv.kept import choose
-from jshadow.policies.shadowkv.selection import Finalists
 
-SHAPES = [(1, 1, 2, 1), (2, 3, 3, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
-MOST_AGE = 255
+BATCH, HEADS, GROUP, DIM, CONTEXT = 2, 2, 3, 16, 157
+CONFIG = dataclasses.replace(TINY, num_layers=1, q_heads=HEADS * GROUP, kv_heads=HEADS, head_dim=DIM)
 
 
-def draw(rng, batch, heads, queries, count, units):
-    """Scores with ties, of which some are -1, and the queries that select, the first ones of each row."""
-    scores = rng.integers(-1, 4, (batch, heads, queries, count + units)).astype(np.float32)
-    asked = np.arange(queries) < rng.integers(0, queries + 1, (batch, 1))
-    return scores, asked
+def layer_of(policy: Policy, dtype: str, scale: Any = 1.0) -> tuple[CacheSpec, LayerState]:
+    """The spec of a resident layer, and its state after a random prompt. Keys after RoPE are multiplied by `scale`."""
+    capacity = CONTEXT + 64
+    spec = cache_specs(CONFIG, policy.resolve(CONFIG, capacity), BATCH, capacity, CONTEXT, dtype, "resident")[0]
+    rng, shape = np.random.default_rng(0), (BATCH, CONTEXT, HEADS, DIM)
+    k, v = (rng.standard_normal(shape) for _ in range(2))
+    positions, lengths = np.broadcast_to(np.arange(CONTEXT, dtype=np.int32), shape[:2]), np.full(BATCH, CONTEXT)
+    tail = spec.policy.reads.last_queries
+    queries = array(rng.standard_normal((BATCH, tail, HEADS * GROUP, DIM)), dtype) if tail else None
+    prompt = PromptKV(array(k, dtype), array(k * scale, dtype), array(v, dtype), array(lengths), positions, queries)
+    return spec, jax.tree.map(np.asarray, run.compress(spec.policy, spec, prompt))
 
 
-step = jax.jit(choose, static_argnums=2)
+def step_of(queries: int, dtype: str) -> StepKV:
+    """Random tokens after the prompt. In the second row the last of several is not valid."""
+    rng = np.random.default_rng(queries)
+    q, k, v = (
+        array(rng.standard_normal((BATCH, queries, heads, DIM)), dtype) for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
+    positions = np.broadcast_to(np.arange(CONTEXT, CONTEXT + queries, dtype=np.int32), (BATCH, queries))
+    inverse = np.asarray(inverse_frequencies(CONFIG.rope, DIM), np.float32)
+    angles, valid = positions[..., None] * inverse, np.arange(queries) < np.array([[queries], [max(1, queries - 1)]])
+    lengths = np.full(BATCH, CONTEXT, np.int32)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse, np.cos(angles), np.sin(angles))
 
 
-@pytest.mark.parametrize(("spare", "shape", "pooled"), one_of(3, pairwise([0, 1, 20], SHAPES, [0, 3])), ids=str)
-def test_several_queries_choose_as_one_after_the_other(shape, spare, pooled):
-    """The chunks and the hits are those of a plain search. Afterwards the cache holds the last query's chunks."""
-    batch, heads, queries, count = shape
-    rng = np.random.default_rng(sum(shape) + spare)
-    resident = np.full((batch, heads, count + pooled), -1, np.int32)
-    ages = np.full_like(resident, MOST_AGE) if pooled else None
-    numbers = np.sort(rng.permuted(np.tile(np.arange(99), (batch, heads, queries, 1)), axis=3)[..., : count + spare])
-    for turn in range(4):
-        scores, asked = draw(rng, *shape, spare)
-        ids = numbers if turn % 2 else None
-        got = jax.tree.map(np.asarray, step(Finalists(scores, ids), asked, count, resident, ages))
-        for b, h in np.ndindex(batch, heads):
-            cache, held, hits, total = set(resident[b, h].tolist()) - {-1}, [], 0, 0
-            for q in range(queries):
-                ranked = sorted((-score, i) for i, score in enumerate(scores[b, h, q]) if score >= 0)[:count]
-                chosen = sorted(i if ids is None else int(ids[b, h, q, i]) for _, i in ranked) if asked[b, q] else []
-                assert got.valid[b, h, q].tolist() == [i < len(chosen) for i in range(count)]
-                assert got.ids[b, h, q][: len(chosen)].tolist() == chosen
-                hits, total = hits + len(cache & set(chosen)), total + len(chosen)
-                cache = set(chosen) if asked[b, q] else cache
-                held = chosen if asked[b, q] else held
-            assert (got.total[b, h], got.hits[b, h]) == (total, hits)
-            if asked[b].any():
-                assert got.resident[b, h].tolist() == held + [-1] * (count + pooled - len(held))
-                if pooled:
-                    assert got.ages[b, h].tolist() == [0] * len(held) + [MOST_AGE] * (count + pooled - len(held))
-            else:
-                np.testing.assert_array_equal(got.resident[b, h], resident[b, h])
-        resident, ages = got.resident, got.ages
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def chosen(spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> Any:
+    """The scores of all chunks, the ids and scores of those that are chosen, and the keys of all chunks."""
+    scores = spec.policy.scores(spec, state, step)
+    ids = every_chunk(BATCH, HEADS, scores.shape[3])
+    best = spec.policy.finalists(spec, state, step, count).best(count)
+    return scores, best, spec.policy.rebuild(spec, state, step).keys(ids)
 
 
 POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, choice=Choice(rounds=2))
-
-
 PACKED = {"rank": None, "keys": "transform", "keys.profile": (3, 10, 16)}
 SETTINGS = {
     "lowrank": POLICY,
@@ -85,12 +78,9 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
     count = spec.policy.max_selected(spec.capacity)
     for queries in (1, 3):
         step = step_of(queries, dtype)
-        first = np.asarray(shadow_layers.scores(spec, state, step))
-        ids, best = map(np.asarray, shadow_layers.best(spec, state, step, count))
+        first, (ids, best), keys = jax.tree.map(np.asarray, chosen(spec, state, step, count))
         assert ids.shape == best.shape == (2, 2, 1 if name == "shared" else queries, count)
-        chunks = first.shape[3]
-        keys = np.asarray(shadow_layers.keys(spec, state, step, every_chunk(2, 2, chunks))).astype(dtype)
-        keys = keys.astype(np.float64).reshape(2, 2, chunks, 4, 16)
+        keys = keys.astype(dtype).astype(np.float64).reshape(2, 2, -1, 4, 16)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
         for b, h, chooser in np.ndindex(ids.shape[:3]):
             wide = np.argsort(-first[b, h, chooser], kind="stable")[: 2 * count]
@@ -109,6 +99,15 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
             np.testing.assert_allclose(best[b, h, chooser][real], wanted[order], rtol=rtol)
             if dtype == "float32":
                 assert set(ids[b, h, chooser][real]) == set(wide[order])
+
+
+def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
+    huge = np.where(np.arange(CONTEXT) % 2, 1e6, -1e6)[:, None, None]
+    policy = ShadowKV(24, 4, 12, 3, 2, landmarks=Landmarks(tokens=1, levels=2, order=2))
+    spec, state = layer_of(policy, "bfloat16", scale=huge)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
+    _, (_, best), _ = chosen(spec, state, step_of(1, "bfloat16"), spec.policy.max_selected(spec.capacity))
+    assert np.isfinite(np.asarray(best)).all()
 
 
 LEVELS = [{"landmarks": Landmarks(tokens=1, levels=levels)} for levels in (1, 2)]
