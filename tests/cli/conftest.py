@@ -1,6 +1,7 @@
-"""A tiny model that the tests of several commands share."""
+"""A tiny model that the tests of several commands share, and commands that are run and read."""
 
 import dataclasses
+import json
 
 import pytest
 from byte_models import CONFIG
@@ -8,6 +9,7 @@ from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow.cli import progress
+from jshadow.cli.main import main
 from jshadow.weights import params
 from jshadow.weights.params import init_params
 
@@ -34,3 +36,34 @@ def no_weights(monkeypatch):
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr(params, "load", fail)
+
+
+@pytest.fixture
+def printed(capsys):
+    """Runs a command that succeeds, and gives what it prints."""
+
+    def printed(*words):
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.fixture
+def answer(printed):
+    """Runs a command with --json, and gives what it prints."""
+    return lambda *words: json.loads(printed(*words, "--json"))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that is refused with a message and nothing on standard output. Gives what it says on stderr."""
+
+    def refused(told, *words):
+        assert main([str(word) for word in words]) == 2, words
+        out, err = capsys.readouterr()
+        assert told in err
+        assert out == ""
+        return err
+
+    return refused

@@ -5,13 +5,12 @@ import json
 import sys
 
 import pytest
-from command_line import FULL, LENGTH, QUEST, TEXT
+from command_line import CAPACITY, FULL, LENGTH, QUEST, TEXT
+from few import slow
 
 from jshadow.cli import chat
 from jshadow.cli.main import main
-from jshadow.engine.prefill.whole import prefill_many
-
-CAPACITY = ("--capacity", "400")  # as in test_library.py
+from jshadow.engine import decode
 
 
 @pytest.fixture
@@ -28,21 +27,15 @@ def talk(tiny_model, tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("settings", [FULL, pytest.param(QUEST, marks=pytest.mark.slow)], ids=["full", "quest"])
+@pytest.mark.parametrize("settings", [FULL, slow(QUEST)], ids=["full", "quest"])
 def test_turns_extend_one_state(talk, settings, monkeypatch):
-    from jshadow.engine import decode
-
-    calls = []
-    monkeypatch.setattr(
-        decode, "prefill_many", lambda *given, **named: calls.append(1) or prefill_many(*given, **named)
-    )
+    calls, prefill = [], decode.prefill_many
+    monkeypatch.setattr(decode, "prefill_many", lambda *given, **named: calls.append(1) or prefill(*given, **named))
     status, out, _ = talk(["one?", "", "two?", "/quit", "three?"], *talk.book, *settings, "--json")
-    assert status == 0
-    assert len(calls) == 1
-    first, second = [json.loads(line) for line in out.splitlines()]
+    assert (status, len(calls)) == (0, 1)
+    first, second = map(json.loads, out.splitlines())
     assert [(turn["turn"], turn["question"]) for turn in (first, second)] == [(1, "one?"), (2, "two?")]
-    begin, between = "<user>", "\n\none?\n<assistant>"
-    assert first["tokens_held"] == len(begin + TEXT + between) + len(first["tokens"])
+    assert first["tokens_held"] == len(f"<user>{TEXT}\n\none?\n<assistant>") + len(first["tokens"])
     # the state holds all tokens of an answer, and the template's end of the answer comes before the next question
     assert second["tokens_held"] == first["tokens_held"] + len("\n<user>two?\n<assistant>") + len(second["tokens"])
     assert 0 < first["device_bytes"] <= first["full_bytes"]
@@ -51,42 +44,36 @@ def test_turns_extend_one_state(talk, settings, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_first_answer_is_that_of_generate(talk, capsys, tiny_model, tmp_path):
+def test_the_first_answer_is_that_of_generate(talk, answer, tiny_model, tmp_path):
     """With full attention, for which it is the same whether the question comes with the document or after it."""
     _, out, _ = talk(["one?"], *talk.book, *FULL, "--json")
-    first = json.loads(out)
     (tmp_path / "prompt.txt").write_text(f"{TEXT}\n\none?")
-    same = ["generate", tiny_model, "--chat", "--prompt-file", str(tmp_path / "prompt.txt"), *FULL]
-    assert main([*same, *LENGTH, "--capacity", str(first["capacity"]), "--json"]) == 0
-    [result] = json.loads(capsys.readouterr().out)["results"]
-    assert result["tokens"] == first["tokens"]
+    same = ["generate", tiny_model, "--chat", "--prompt-file", tmp_path / "prompt.txt", *FULL]
+    [result] = answer(*same, *LENGTH, *CAPACITY)["results"]
+    assert result["tokens"] == json.loads(out)["tokens"]
 
 
 def test_the_gauge_stands_below_each_answer_and_why_it_is_large_once(talk, monkeypatch):
     monkeypatch.setattr(chat, "why_larger", lambda report: f"{report.policy.name} has its reasons")
     status, out, err = talk(["one?", "two?"], *talk.book, *FULL)
     assert (status, err) == (0, "")
-    assert out.count("(100% of full attention's") == 2
-    assert out.count("tokens\n") == 2
-    assert out.count("full has its reasons") == 1
+    assert [out.count(told) for told in ("(100% of full attention's", "tokens\n", "full has its reasons")] == [2, 2, 1]
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(talk, monkeypatch):
-    monkeypatch.setattr(chat, "load_model", without_template(chat.load_model))
-    _, out, _ = talk(["one?", "two?"], *talk.book, *FULL, "--json")
-    first, second = [json.loads(line) for line in out.splitlines()]
-    question = "\n\nQuestion: one?\nAnswer:"
-    assert first["tokens_held"] == len(TEXT + question) + len(first["tokens"])
-    assert second["tokens_held"] == first["tokens_held"] + len(question) + len(second["tokens"])
+    load = chat.load_model
 
-
-def without_template(load):
-    def changed(args):
+    def without_template(args):
         params = load(args)
         params.tokenizer.chat_template = None
         return params
 
-    return changed
+    monkeypatch.setattr(chat, "load_model", without_template)
+    _, out, _ = talk(["one?", "two?"], *talk.book, *FULL, "--json")
+    first, second = map(json.loads, out.splitlines())
+    question = "\n\nQuestion: one?\nAnswer:"
+    assert first["tokens_held"] == len(TEXT + question) + len(first["tokens"])
+    assert second["tokens_held"] == first["tokens_held"] + len(question) + len(second["tokens"])
 
 
 def test_an_interrupt_ends_it_cleanly(talk, monkeypatch):
@@ -94,39 +81,10 @@ def test_an_interrupt_ends_it_cleanly(talk, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", interrupted)
-    status, out, _ = talk([])
-    assert (status, out) == (0, "")
+    assert talk([])[:2] == (0, "")
 
 
-BAD = {
-    "no_file": (["--file", "/dev/null/book"], None, "--file must be readable UTF-8 text"),
-    "empty": (["--file", "book"], b" \n", "--file must have text in it"),
-    "binary": (["--file", "book"], b"GGUF\x00\x01", "got a binary file"),
-    "not_utf8": (["--file", "book"], b"\xff\xfe", "--file must be readable UTF-8 text"),
-    "room": (["--room", "0"], None, "--room must be at least 1"),
-    "both": (["--capacity", "400"], None, "--room must be left out with --capacity"),
-    "tokens": (["--max-new-tokens", "0"], None, "--max-new-tokens must be at least 1"),
-    "fetch": (["--fetch", "mail"], None, "fetch must be"),
-    "full": (["--capacity", "40", "--policy", "full"], None, "prompt + max_new_tokens must be at most capacity=40"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_options_are_one_line(tiny_model, case, tmp_path, monkeypatch, capsys):
-    options, content, told = BAD[case]
-    if content is not None:
-        (tmp_path / "book").write_bytes(content)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a long question of more than forty tokens\n"))
-    room = ["--room", "100"] if case == "both" else []
-    assert main(["chat", tiny_model, *room, *options]) == 2
-    captured = capsys.readouterr()
-    [line] = captured.err.splitlines()
-    assert told in line
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize("begun", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["file", "question"])
+@pytest.mark.parametrize("begun", [True, slow(False)], ids=["file", "question"])
 def test_a_full_conversation_is_told(talk, begun):
     """One that began with a file, or with a question."""
     sizes = {} if begun else {"sizes": ("--room", "120")}
@@ -134,3 +92,24 @@ def test_a_full_conversation_is_told(talk, begun):
     assert status == 2
     assert "the conversation has room for" in err
     assert out.count("of full attention's") == 1
+
+
+BAD = [
+    (["--file", "/dev/null/book"], None, "--file must be readable UTF-8 text"),
+    (["--file", "book"], b" \n", "--file must have text in it"),
+    (["--file", "book"], b"GGUF\x00\x01", "got a binary file"),
+    (["--file", "book"], b"\xff\xfe", "--file must be readable UTF-8 text"),
+    (["--room", "0"], None, "--room must be at least 1"),
+    (["--room", "100", "--capacity", "400"], None, "--room must be left out with --capacity"),
+    (["--max-new-tokens", "0"], None, "--max-new-tokens must be at least 1"),
+    (["--fetch", "mail"], None, "fetch must be"),
+    (["--capacity", "40", "--policy", "full"], None, "prompt + max_new_tokens must be at most capacity=40"),
+]
+
+
+@pytest.mark.parametrize(("options", "content", "told"), BAD)
+def test_bad_options_are_one_line(refused, tiny_model, options, content, told, tmp_path, monkeypatch):
+    (tmp_path / "book").write_bytes(content or b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a long question of more than forty tokens\n"))
+    assert refused(told, "chat", tiny_model, *options).count("\n") == 1

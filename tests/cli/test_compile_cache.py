@@ -36,12 +36,9 @@ def counts(model, folder, limit=0):
     """Exit status, cache misses and hits of a short answer, and stderr, with the user's cache folder at `folder`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     arguments = ["generate", model, "--prompt", "a", "--policy", "full", "--max-new-tokens", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED.format(limit=limit), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment | {"XDG_CACHE_HOME": str(folder)},
-    )
+    command = [sys.executable, "-c", COUNTED.format(limit=limit), *arguments]
+    environment |= {"XDG_CACHE_HOME": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("COUNTS")] or [done.stderr]
     return [int(word) for word in line.split()[1:]], done.stderr
 
@@ -50,12 +47,10 @@ def counts(model, folder, limit=0):
 @pytest.mark.process
 def test_a_second_answer_compiles_nothing(tiny_model, tmp_path):
     (status, misses, _), _ = counts(tiny_model, tmp_path)
-    assert status == 0
-    assert misses > 0
+    assert status == 0 < misses
     assert (tmp_path / "jshadow" / "xla").is_dir()
     (status, misses, hits), _ = counts(tiny_model, tmp_path)
-    assert (status, misses) == (0, 0)
-    assert hits > 0
+    assert status == misses == 0 < hits
 
 
 @pytest.mark.slow
@@ -68,54 +63,49 @@ def test_a_full_disk_is_one_line(tiny_model, tmp_path):
     assert "Warning" not in err
 
 
+GIVEN, LEFT_OUT = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
+
+
 @pytest.fixture
-def variables(monkeypatch):
-    """No variable of the cache is set, and those that are set by a test are gone after it."""
-    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", *compile_cache.KEEP_ALL):
+def set_up(monkeypatch):
+    """Sets the cache up with variables and options, and gives its folder and whether it is on, as variables say it."""
+    for name in (GIVEN, LEFT_OUT, *compile_cache.KEEP_ALL):
         monkeypatch.setenv(name, "x")  # so that it is restored
         monkeypatch.delenv(name)
-    return monkeypatch
+
+    def run(*options, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with compile_cache.compile_cache(parser().parse_args(["generate", "model", *options])):
+            return os.environ.get(GIVEN), os.environ.get(LEFT_OUT)
+
+    return run
 
 
-def set_up(*options):
-    with compile_cache.compile_cache(parser().parse_args(["generate", "model", *options])):
-        return os.environ.get("JAX_COMPILATION_CACHE_DIR"), os.environ.get("JAX_ENABLE_COMPILATION_CACHE")
-
-
-def test_folders(variables, tmp_path, capsys):
-    variables.setenv("XDG_CACHE_HOME", "relative")
+def test_a_folder_is_given_or_the_user_s_or_cannot_be_written_or_is_left_out(set_up, tmp_path, capsys):
+    assert set_up("--no-compile-cache", XDG_CACHE_HOME=str(tmp_path)) == (None, "false")
+    assert list(tmp_path.iterdir()) == []
+    os.environ.pop(LEFT_OUT)
+    given = str(tmp_path / "given")
+    assert set_up(XDG_CACHE_HOME="relative", **{GIVEN: given}) == (given, None)
     assert compile_cache.default_folder() == Path.home() / ".cache" / "jshadow" / "xla"
-    variables.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "given"))
-    assert set_up() == (str(tmp_path / "given"), None)
     assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert capsys.readouterr().err == ""
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(variables, capsys):
-    variables.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert set_up() == (None, "false")
+    os.environ.pop(GIVEN)
+    assert set_up(XDG_CACHE_HOME="/dev/null") == (None, "false")
     [line] = capsys.readouterr().err.splitlines()
     assert "/dev/null" in line
 
 
-def test_the_cache_can_be_left_out(variables, tmp_path, capsys):
-    variables.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert set_up("--no-compile-cache") == (None, "false")
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().err == ""
-
-
 def test_other_warnings_are_shown(capsys):
     shown = []
+    entry = "persistent compilation cache entry for 'jit_f': OSError"
+    told = [f"Error writing {entry}: full"] * 2 + [f"Error reading {entry}: gone", "something else"]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *others, **named: shown.append(str(message))
         with compile_cache.one_warning():
-            for _ in range(2):
-                warnings.warn(
-                    "Error writing persistent compilation cache entry for 'jit_f': OSError: full", stacklevel=1
-                )
-            warnings.warn("Error reading persistent compilation cache entry for 'jit_f': OSError: gone", stacklevel=1)
-            warnings.warn("something else", stacklevel=1)
+            for text in told:
+                warnings.warn(text, stacklevel=1)
     assert shown == ["something else"]
     assert capsys.readouterr().err == "jshadow: compiled programs are not kept on disk: OSError: full\n"

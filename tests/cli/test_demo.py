@@ -2,14 +2,15 @@
 
 import hashlib
 import re
-from pathlib import Path
+
+from conftest import REPO
 
 from jshadow.cli import demo_text
 
 SHA256 = "c6a8133802031075e3dfa0f8d090ef611c974cd616f93350855afec35bef348f"
 
 
-def test_the_text_is_fixed_and_has_one_fact(capsys):
+def test_the_text_is_fixed_and_has_one_fact_and_the_demo_asks_for_its_number(capsys):
     text = demo_text.document()
     assert hashlib.sha256(text.encode()).hexdigest() == SHA256
     assert text.count(demo_text.FACT) == text.count(demo_text.NUMBER) == 1
@@ -18,10 +19,7 @@ def test_the_text_is_fixed_and_has_one_fact(capsys):
     assert capsys.readouterr().out == f"{text}\n"
     assert demo_text.main(["--question"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == demo_text.QUESTION
-
-
-def test_the_demo_asks_for_its_number_and_says_what_comes_next():
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    makefile = (REPO / "Makefile").read_text()
     recipe = makefile[makefile.index("\ndemo:") : makefile.index("\nsetup:")]
     assert re.search(r"--expect (\d+)", recipe)[1] == demo_text.NUMBER
-    assert len(re.findall(r'^\t@echo "  \$\(BIN\)/jshadow', recipe, re.MULTILINE)) == 3
+    assert len(re.findall(r'^\t@echo "  \$\(BIN\)/jshadow', recipe, re.MULTILINE)) == 3  # what comes next

@@ -1,16 +1,18 @@
 """`jshadow library`: documents that are added, listed, asked about and removed."""
 
-import json
-
 import pytest
-from command_line import FULL, HALF, QUEST
+from command_line import CAPACITY, FULL, HALF, QUEST
+from few import slow
 
+import jshadow
 from jshadow.cli.main import main
+from jshadow.library import library
 
-SIZES = ["--dtype", "float32", "--capacity", "400"]
+SIZES = ["--dtype", "float32", *CAPACITY]
+POLICIES = {"full": (FULL, jshadow.Full(), "auto"), "quest": (QUEST, jshadow.Quest(**HALF), "device_put")}
 
 
-@pytest.fixture(scope="module", params=["full", pytest.param("quest", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["full", slow("quest")])
 def name(request):
     """The name of a policy."""
     return request.param
@@ -24,117 +26,87 @@ def stored(name, tiny_model, tmp_path_factory):
     (folder / "notes.md").write_text("some notes " * 16)
     place = str(folder / "store")
     add = ["library", "add", place, str(folder / "book.txt"), str(folder / "notes.md"), "--model", tiny_model]
-    assert main([*add, *SIZES, *(FULL if name == "full" else QUEST)]) == 0
+    assert main([*add, *SIZES, *POLICIES[name][0]]) == 0
     return place
 
 
 @pytest.fixture
-def run(capsys):
-    """Runs a command with --json, and gives what it prints."""
-
-    def run(*words):
-        assert main(["library", *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
+def listed(answer):
+    return lambda place: answer("library", "list", place)["documents"]
 
 
-def test_a_document_is_read_once(stored, run, tiny_model, capsys, monkeypatch):
+def test_a_document_is_read_once(stored, answer, printed, listed, tiny_model, monkeypatch):
     """The second time, no option is needed: they are those of the stored states."""
-    from jshadow.library import library
-
-    assert main(["library", "list", stored]) == 0
-    book, notes = capsys.readouterr().out.splitlines()
-    for line, title in ((book, "book.txt"), (notes, "notes.md")):
-        assert f"  {title}  " in line
-        assert " tokens  " in line
-        assert " bytes  disk" in line
-    before = run("list", stored)["documents"]
+    lines = printed("library", "list", stored).splitlines()
+    for line, title in zip(lines, ("book.txt", "notes.md"), strict=True):
+        assert all(told in line for told in (f"  {title}  ", " tokens  ", " bytes  disk"))
+    before = listed(stored)
     assert [one["title"] for one in before] == ["book.txt", "notes.md"]
     assert before[0]["tokens"] == len("<user>" + "a document " * 20)
     monkeypatch.setattr(library, "prefill_many", None)
-    again = run("add", stored, f"{stored}/../book.txt", "--model", tiny_model)["documents"]
-    assert again == [one for one in before if one["title"] == "book.txt"]
-    assert run("list", stored)["documents"] == before
+    again = answer("library", "add", stored, f"{stored}/../book.txt", "--model", tiny_model)["documents"]
+    assert again == before[:1]
+    assert listed(stored) == before
 
 
-@pytest.mark.parametrize("way", ["title", "beginning"])
-def test_an_answer_is_the_library_s(stored, run, tiny_model, name, way, capsys):
-    from jshadow import Full, Library, Quest, load
-
-    book = run("list", stored)["documents"][0]
-    words = ["ask", stored, book["title"] if way == "title" else book["key"][:8], "one?", "--model", tiny_model]
-    assert main(["library", *words, "--max-new-tokens", "4"]) == 0
-    text = capsys.readouterr().out
-    asked = run(*words, "--max-new-tokens", "4")
+def test_an_answer_is_the_library_s_by_title_and_by_beginning(stored, answer, printed, listed, tiny_model, name):
+    book = listed(stored)[0]
+    about = ["one?", "--model", tiny_model, "--max-new-tokens", "4"]
+    text = printed("library", "ask", stored, book["title"], *about)
+    asked = answer("library", "ask", stored, book["key"][:8], *about)
     assert asked["text"] in text
     assert asked["key"] is None
-    params = load(tiny_model, dtype="float32")
-    policy, fetch = (Full(), "auto") if name == "full" else (Quest(**HALF), "device_put")
-    with Library(stored, params, policy, capacity=400, fetch=fetch) as library:
-        assert library.ask(book["key"], "one?", max_new_tokens=4).tokens == asked["tokens"]
+    _, policy, fetch = POLICIES[name]
+    params = jshadow.load(tiny_model, dtype="float32")
+    with jshadow.Library(stored, params, policy, capacity=400, fetch=fetch) as opened:
+        assert opened.ask(book["key"], "one?", max_new_tokens=4).tokens == asked["tokens"]
 
 
 @pytest.mark.slow
-def test_an_answer_is_stored_asked_and_removed(stored, run, tiny_model):
+def test_an_answer_is_stored_asked_and_removed(stored, answer, listed, tiny_model):
     model = ["--model", tiny_model, "--max-new-tokens", "4"]
-    before = run("list", stored)["documents"]
-    first = run("ask", stored, "book.txt", "one?", *model, "--store")
-    documents = run("list", stored)["documents"]
-    [answer] = [one for one in documents if one["key"] == first["key"]]
-    assert (answer["ends"], answer["title"]) == ("answer", "book.txt")
-    assert run("ask", stored, first["key"][:10], "two?", *model)["key"] is None
-    assert run("remove", stored, first["key"][:10]) == {"removed": first["key"]}
-    assert run("list", stored)["documents"] == before
+    before = listed(stored)
+    first = answer("library", "ask", stored, "book.txt", "one?", *model, "--store")
+    [found] = [one for one in listed(stored) if one["key"] == first["key"]]
+    assert (found["ends"], found["title"]) == ("answer", "book.txt")
+    assert answer("library", "ask", stored, first["key"][:10], "two?", *model)["key"] is None
+    assert answer("library", "remove", stored, first["key"][:10]) == {"removed": first["key"]}
+    assert listed(stored) == before
 
 
-def test_a_damaged_file_is_listed_and_removed(run, tmp_path, tiny_model, capsys):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "abc.safetensors").write_bytes(b"no state")
-    [damaged] = run("list", str(tmp_path))["documents"]
-    assert (damaged["key"], damaged["tokens"], damaged["bytes"]) == ("abc", 0, 8)
-    assert "abc.safetensors" in damaged["problem"]
-    assert main(["library", "list", str(tmp_path)]) == 0
-    assert "(cannot be used: " in capsys.readouterr().out
-    assert main(["library", "ask", str(tmp_path), "abc", "one?", "--model", tiny_model]) == 2
-    assert "abc.safetensors" in capsys.readouterr().err
-    assert run("remove", str(tmp_path), "abc") == {"removed": "abc"}
-    assert run("list", str(tmp_path)) == {"documents": []}
-
-
-def test_a_key_that_two_have_removes_none(tmp_path, capsys):
+def test_damaged_files_are_listed_and_removed_one_by_one(answer, printed, listed, refused, tmp_path, tiny_model):
     (tmp_path / "folder").mkdir()
     for name in ("abc", "abd"):
         (tmp_path / "folder" / f"{name}.safetensors").write_bytes(b"no state")
-    assert main(["library", "remove", str(tmp_path), "ab"]) == 2
-    assert "got 'ab', which is that of abc, abd" in capsys.readouterr().err
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+    damaged, _ = listed(tmp_path)
+    assert (damaged["key"], damaged["tokens"], damaged["bytes"]) == ("abc", 0, 8)
+    assert "abc.safetensors" in damaged["problem"]
+    assert "(cannot be used: " in printed("library", "list", tmp_path)
+    refused("abc.safetensors", "library", "ask", tmp_path, "abc", "one?", "--model", tiny_model)
+    refused("got 'ab', which is that of abc, abd", "library", "remove", tmp_path, "ab")
+    assert answer("library", "remove", tmp_path, "abc") == {"removed": "abc"}
+    assert [one["key"] for one in listed(tmp_path)] == ["abd"]
 
 
-BAD = {
-    "no_directory": (["list", "nowhere"], "nowhere must be a directory"),
-    "no_key": (["ask", "STORE", "zz", "one?", "--model", "m"], "got 'zz', which no stored state has"),
-    "empty_key": (["remove", "STORE", ""], "got '', which no stored state has"),
-    "kind": (["add", "new", "book.doc", "--model", "m"], "book.doc must be a .txt, .md or .pdf file"),
-    "absent": (["add", "new", "book.txt", "--model", "m"], "book.txt cannot be read"),
-    "tokens": (["ask", "STORE", "book.txt", "?", "--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be"),
-    "url": (["list", "s3://bucket/path"], "--model must be given for the object store s3://bucket/path"),
-    "small": (["add", "new", "NOTES", "--model", "TINY", "--capacity", "40"], "capacity=40"),
-    "disk": (
-        ["add", "new", "NOTES", "--model", "TINY", "--disk-bytes", "9", *SIZES, *FULL],
-        "limits.disk=9 bytes must",
-    ),
-    "other": (["ask", "STORE", "book.txt", "?", "--model", "TINY", "--dtype", "bfloat16"], "dtype"),
-}
+M = ["--model", "m"]
+TINY = ["--model", "TINY"]
+BAD = [
+    (["list", "nowhere"], "nowhere must be a directory"),
+    (["ask", "STORE", "zz", "one?", *M], "got 'zz', which no stored state has"),
+    (["remove", "STORE", ""], "got '', which no stored state has"),
+    (["add", "new", "book.doc", *M], "book.doc must be a .txt, .md or .pdf file"),
+    (["add", "new", "book.txt", *M], "book.txt cannot be read"),
+    (["ask", "STORE", "book.txt", "?", *M, "--max-new-tokens", "0"], "--max-new-tokens must be"),
+    (["list", "s3://bucket/path"], "--model must be given for the object store s3://bucket/path"),
+    (["add", "new", "NOTES", *TINY, "--capacity", "40"], "capacity=40"),
+    (["add", "new", "NOTES", *TINY, "--disk-bytes", "9", *SIZES, *FULL], "limits.disk=9 bytes must"),
+    (["ask", "STORE", "book.txt", "?", *TINY, "--dtype", "bfloat16"], "dtype"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_use_is_one_error(stored, tiny_model, case, tmp_path, monkeypatch, capsys):
-    words, told = BAD[case]
+@pytest.mark.parametrize(("words", "told"), BAD)
+def test_bad_use_is_one_error(stored, tiny_model, refused, words, told, tmp_path, monkeypatch):
     names = {"STORE": stored, "TINY": tiny_model, "NOTES": f"{stored}/../notes.md"}
     monkeypatch.chdir(tmp_path)
-    assert main(["library", *(names.get(word, word) for word in words)]) == 2
-    captured = capsys.readouterr()
-    assert told in captured.err
-    assert captured.out == ""
-    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").rglob("*.safetensors"))
+    refused(told, "library", *(names.get(word, word) for word in words))
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -5,31 +5,28 @@ import json
 
 import pytest
 
-from jshadow.cli.main import main
 from jshadow.cli.policy_settings import attribute_texts, setting_rows
 from jshadow.policies import POLICIES
 from jshadow.policies.settings import setting_types
 
 
-def test_each_setting_has_its_type_default_and_text(capsys):
-    assert main(["policies", "quest", "--json"]) == 0
-    quest = json.loads(capsys.readouterr().out)
+def test_each_setting_has_its_type_default_and_text(answer, printed):
+    quest = answer("policies", "quest")
     assert (quest["name"], quest["paper"]) == ("quest", "arXiv 2406.10774, section 3")
     rows = {row["name"]: row for row in quest["settings"]}
     assert (rows["unit"]["type"], rows["unit"]["default"], rows["top_p"]["default"]) == ("int", 16, 1.0)
     assert "tokens" in rows["budget"]["text"]
-    assert main(["policies", "quest"]) == 0
-    assert "unit: int = 16" in capsys.readouterr().out
+    assert "unit: int = 16" in printed("policies", "quest")
 
 
 def test_a_setting_of_a_record_names_what_chooses_it():
     rows = setting_rows(POLICIES["shadowkv"]())
-    bits = [row["with"] for row in rows if row["name"] == "keys.bits"]
-    assert bits == ["keys=transform", "keys=rotation", "keys=channel"]
-    [keys] = [row for row in rows if row["name"] == "keys"]
-    assert (keys["type"], keys["default"]) == ("lowrank or transform or exact or rotation or channel", "lowrank")
-    [tokens] = [row for row in rows if row["name"] == "landmarks.tokens"]
-    assert (tokens["with"], tokens["default"]) == ("", None)
+    names = ("keys.bits", "keys", "landmarks.tokens")
+    bits, keys, tokens = ([row for row in rows if row["name"] == name] for name in names)
+    assert [row["with"] for row in bits] == ["keys=transform", "keys=rotation", "keys=channel"]
+    codes = "lowrank or transform or exact or rotation or channel"
+    assert [(row["type"], row["default"]) for row in keys] == [(codes, "lowrank")]
+    assert [(row["with"], row["default"]) for row in tokens] == [("", None)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -65,8 +62,6 @@ def test_texts_of_bases_and_of_several_attributes():
     assert attribute_texts(Other) == {"one": both, "two": both, "three": "its own."}
 
 
-def test_an_unknown_policy_or_another_option_is_told(capsys):
-    assert main(["policies", "magic"]) == 2
-    assert "policy must be one of" in capsys.readouterr().err
-    assert main(["policies", "quest", "--context", "5"]) == 2
-    assert "--context must be left out" in capsys.readouterr().err
+def test_an_unknown_policy_or_another_option_is_told(refused):
+    refused("policy must be one of", "policies", "magic")
+    refused("--context must be left out", "policies", "quest", "--context", "5")

@@ -13,7 +13,6 @@ from jshadow.cli.fit import LEARNERS
 from jshadow.policies import POLICIES
 from jshadow.policies.capabilities import Learns
 
-HEAVY = ("jax", "numpy", "transformers", "rich")
 STARTS = """
 import sys
 from jshadow.cli import main
@@ -24,24 +23,22 @@ for arguments in (["--help"], ["--version"], ["--print-completion", "bash"], ["-
         main(arguments)
     except SystemExit as ended:
         assert ended.code in (0, None), arguments
-print("heavy:", [name for name in {heavy} if name in sys.modules])
+print("heavy:", [name for name in ("jax", "numpy", "transformers", "rich") if name in sys.modules])
 """
 
 
-def run(code, **variables):
-    environment = os.environ | variables
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+def python(*words, out=subprocess.PIPE, **variables):
+    command, environment = [sys.executable, *words], os.environ | variables
+    return subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.process  # quick, because JAX is not imported
 def test_help_and_completion_import_nothing_heavy():
-    done = run(STARTS.replace("{heavy}", repr(HEAVY)))
+    done = python("-c", STARTS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "heavy: []"
-    assert "usage: jshadow chat" in done.stdout
-    assert "#compdef jshadow" in done.stdout
-    assert "complete -o bashdefault -F _shtab_jshadow jshadow" in done.stdout
-    assert "--prompt-file" in done.stdout
+    completion = ("#compdef jshadow", "complete -o bashdefault -F _shtab_jshadow jshadow", "--prompt-file")
+    assert all(told in done.stdout for told in ("usage: jshadow chat", *completion))
 
 
 def test_the_face_and_its_types_agree():
@@ -62,34 +59,26 @@ def test_the_face_and_its_types_agree():
         _ = jshadow.magic
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_generate_stays_a_function_beside_its_module():
-    code = "import jshadow.generate, jshadow, types; assert isinstance(jshadow.generate, types.FunctionType)"
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-
-
 def test_learners_are_the_policies_that_learn():
     assert list(LEARNERS) == [name for name, policy in POLICIES.items() if issubclass(policy, Learns)]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "jshadow", "fit", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "usage: jshadow fit" in done.stdout
-    assert "--text FILE" in done.stdout
+def test_generate_stays_a_function_beside_its_module():
+    code = "import jshadow.generate, jshadow, types; assert isinstance(jshadow.generate, types.FunctionType)"
+    assert python("-c", code).returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_closed_pipe_ends_quietly():
+def test_the_module_is_the_command_and_a_closed_pipe_ends_it_quietly():
+    done = python("-m", "jshadow", "fit", "--help")
+    assert done.returncode == 0
+    assert all(told in done.stdout for told in ("usage: jshadow fit", "--text FILE"))
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "jshadow", "policies", "--json"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    done = python("-m", "jshadow", "policies", "--json", out=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -97,8 +86,8 @@ def test_a_closed_pipe_ends_quietly():
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_missing_backend_is_one_line(tiny_model):
-    command = [sys.executable, "-m", "jshadow", "generate", tiny_model, "--prompt", "a", "--policy", "full"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cuda"})
+    words = ["generate", tiny_model, "--prompt", "a", "--policy", "full"]
+    done = python("-m", "jshadow", *words, JAX_PLATFORMS="cuda")
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert "pip install 'jshadow[cuda12]'" in line

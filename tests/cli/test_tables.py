@@ -5,16 +5,16 @@ import json
 import re
 
 import pytest
+from few import slow
 from real_shapes import LLAMA_31_8B_JSON
 from rich.console import Console
 from rich.table import Table
 
 from jshadow.cli import bench_tables, console, plan, policies
 from jshadow.cli.console import print_table
-from jshadow.cli.main import main
 
 
-def printed(table, width):
+def drawn(table, width):
     out = Console(width=width, file=io.StringIO())
     print_table(table, out)
     return out.file.getvalue()
@@ -25,7 +25,7 @@ def test_columns_go_into_further_tables(width):
     numbers = [f"{10**12 + index:,}" for index in range(9)]
     table = Table("bytes of something long", *(f"{index} tokens" for index in range(9)))
     table.add_row("a label of several words", *numbers)
-    text = printed(table, width)
+    text = drawn(table, width)
     assert all(number in text for number in numbers)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -35,24 +35,19 @@ def test_columns_go_into_further_tables(width):
 def test_a_table_that_fits_is_one_table():
     table = Table("label", "x\ny")
     table.add_row("one", "1")
-    assert printed(table, 80).count("label") == 1
-    assert "│ one   │ 1 │" in printed(table, 80)
+    assert drawn(table, 80).count("label") == 1
+    assert "│ one   │ 1 │" in drawn(table, 80)
 
 
 LONG = ["--context", "122880"]
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(["plan", *LONG], marks=pytest.mark.slow), ["plan"], ["policies", *LONG]]
-)
-def test_commands_at_80_columns(command, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("command", [slow(["plan", *LONG]), ["plan"], ["policies", *LONG, "--model"]])
+def test_commands_at_80_columns(command, tmp_path, printed, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
     for module in (plan, policies, bench_tables):
         monkeypatch.setattr(module, "console", lambda width=0: console.console(80))
-    model = ["--model"] if command[0] == "policies" else []
-    arguments = [command[0], *model, str(tmp_path / "config.json"), *command[1:]]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
+    out = printed(*command, tmp_path / "config.json")
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
     # each number stands whole in its cell
