@@ -25,6 +25,10 @@ class CheckpointError(JshadowError, ValueError):
     """A checkpoint or a file of jshadow is missing, damaged, of an unsafe kind, or does not fit its configuration."""
 
 
+class DocumentError(CheckpointError):
+    """The file of a stored document that a request needs cannot be read, or is damaged."""
+
+
 class StateMismatch(JshadowError, ValueError):
     """A KV state does not fit the policy, batch or model that it is used with, or it was consumed before."""
 

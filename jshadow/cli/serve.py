@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import socket
 import sys
@@ -51,6 +52,11 @@ def add_options(add: argparse.ArgumentParser) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     http.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with one API key a line (default: none)")
+    allowed = (
+        "name that the header Host may have, for a server without keys; may be given again (default: this machine's)"
+    )
+    http.add_argument("--allowed-host", metavar="NAME", action="append", default=[], help=allowed)
+    http.add_argument("--insecure", action="store_true", help="without keys, let other machines ask")
     http.add_argument("--max-body-mib", type=float, default=16.0, metavar="MIB", help="of a request (default: 16)")
     http.add_argument("--max-upload-mib", type=float, default=64.0, metavar="MIB", help="of a file (default: 64)")
     http.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of a request (default: 600)")
@@ -196,11 +202,34 @@ def check_options(args: argparse.Namespace) -> Early:
     options = ServerOptions(
         args.name or Path(args.model).name,
         () if args.api_key_file is None else read_keys(args.api_key_file),
+        allowed_hosts_of(args),
         body_bytes=int(args.max_body_mib * MIB),
         upload_bytes=int(args.max_upload_mib * MIB),
         seconds=args.timeout,
     )
     return Early(policy_of(args), parse_prefill(args.prefill or "exact"), options)
+
+
+def allowed_hosts_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the hosts by which a server without keys may be named. Raises ConfigError if it needs keys."""
+    from jshadow.serving.http.options import ANY_HOST
+
+    if args.api_key_file is not None or is_loopback(args.host):
+        return tuple(args.allowed_host)
+    if not args.insecure:
+        raise ConfigError(
+            f"--host must be an address of this machine alone in a server without keys, got {args.host}; give it "
+            "--api-key-file FILE, or --insecure if everybody who reaches the address may read all documents"
+        )
+    return tuple(args.allowed_host) or (ANY_HOST,)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_number(name: str, value: float | None, least: float, *, above: bool = False) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jshadow.engine.saved.read import ReadState
-from jshadow.errors import CheckpointError, JshadowError, StateMismatch
+from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored
 from jshadow.library.tiers import Size
@@ -146,6 +146,18 @@ class Catalog:
             self.entries[key] = entry
             self.files.trim([(old, entry) for old, entry in self.entries.items() if old not in self.reads])
 
+    def begin_writing(self, key: str, entry: Entry) -> "concurrent.futures.Future[str]":
+        """Note that the file of a state is being written. Return the future of its key."""
+        done: concurrent.futures.Future[str] = concurrent.futures.Future()
+        with self.lock:
+            self.writing[key] = Writing(entry, done)
+        return done
+
+    def unwritten_yet(self) -> "list[concurrent.futures.Future[str]]":
+        """Return the futures of the states that are being written."""
+        with self.lock:
+            return [writing.done for writing in self.writing.values()]
+
     def written(self, key: str, entry: Entry) -> "concurrent.futures.Future[str]":
         """List a state whose file is complete. Return the future of its writing."""
         with self.lock:
@@ -176,7 +188,10 @@ class Catalog:
             self.entries.pop(key, None)
 
     def reading(self, key: str) -> "concurrent.futures.Future[ReadState]":
-        """Return the future of a file that is being read, and begin to read it if it is not."""
+        """Return the future of a file that is being read, and begin to read it if it is not.
+
+        A reading that fails is forgotten, so that the next one tries again.
+        """
         with self.lock:
             if key not in self.reads:
                 entry = self.entries.get(key)
@@ -189,7 +204,11 @@ class Catalog:
 
     def _read(self, key: str, ids: np.ndarray | None) -> ReadState:
         self.wait(key)
-        return self.files.read(key, ids)
+        try:
+            return self.files.read(key, ids)
+        except Exception as error:
+            self.failed(key, error)
+            raise
 
     def loaded(self, key: str, tokens: np.ndarray, size: Size) -> bool:
         """Note that a file was read, holds these token ids, int32 [n], and makes a state of this size.
@@ -208,12 +227,16 @@ class Catalog:
             self.put(key, entry)
             return True
 
-    def failed(self, key: str, error: JshadowError) -> None:
-        """Note that the file of a state cannot be used. If it is the copy of an object, it is removed."""
+    def failed(self, key: str, error: Exception) -> None:
+        """Note that the file of a state cannot be used. If it is the copy of an object, it is removed.
+
+        A file that the system could not read is not noted, because it may be readable the next time.
+        """
         with self.lock:
             self.reads.pop(key, None)
             entry = self.entries.get(key)
-            if entry is None or not isinstance(error, CheckpointError | StateMismatch):
+            passing = isinstance(error.__cause__, OSError) and self.files.directory.bytes_of(key) > 0
+            if entry is None or passing or not isinstance(error, CheckpointError | StateMismatch):
                 return
             entry.problem = str(error)
             if self.files.remote is not None:

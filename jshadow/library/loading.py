@@ -38,9 +38,6 @@ class Loader:
                 read = reading.result()
             except CancelledError:
                 raise CheckpointError(f"state {key} cannot be read: the library was closed meanwhile") from None
-            except JshadowError as error:
-                self.catalog.failed(key, error)
-                raise
             with self.work:
                 if "lengths" in read.tensors:  # else another thread has placed them
                     return self._placed(key, read)

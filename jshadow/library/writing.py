@@ -7,7 +7,7 @@ from collections.abc import Callable
 from jshadow.cache.state import KVState
 from jshadow.engine.saved.state import StateContent
 from jshadow.errors import JshadowError
-from jshadow.library.catalog import Catalog, Writing
+from jshadow.library.catalog import Catalog
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry
 
@@ -43,8 +43,7 @@ class Writer:
             state: its arrays.
             copied: whether arrays in device memory are copied to the host now. They must be for another thread.
         """
-        done: Done = concurrent.futures.Future()
-        self.catalog.writing[key] = Writing(entry, done)
+        done = self.catalog.begin_writing(key, entry)
         try:
             content = self.files.content(state, entry)
             self.files.directory.reserve(key, state, len(entry.ids))
@@ -58,7 +57,7 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until few enough states are being written that another one may be copied."""
-        while len(waiting := [writing.done for writing in list(self.catalog.writing.values())]) >= MOST_WAITING:
+        while len(waiting := self.catalog.unwritten_yet()) >= MOST_WAITING:
             concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
 
     def _write(self, key: str, entry: Entry, content: StateContent) -> None:

@@ -13,7 +13,7 @@ from jshadow.cache.shared_rows import same_arrays
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import commit
-from jshadow.errors import ConfigError, JshadowError
+from jshadow.errors import CheckpointError, ConfigError, DocumentError, JshadowError
 from jshadow.library.shelf import DOCUMENT
 from jshadow.planner.bytes import abstract_of
 from jshadow.planner.session_records import total
@@ -64,12 +64,16 @@ def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
         held: the states of the documents that groups have. Such a state is not loaded again.
 
     Raises:
-        JshadowError: the stored state cannot be used.
+        DocumentError: the file cannot be read, or is damaged.
+        JshadowError: the stored state cannot be used for another reason.
     """
-    if job.ready is not None:
-        job.ready.result()
     assert job.load is not None
-    return held.get(job.document) or commit(job.load())
+    try:
+        if job.ready is not None:
+            job.ready.result()
+        return held.get(job.document) or commit(job.load())
+    except CheckpointError as error:
+        raise DocumentError(str(error)) from error
 
 
 def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:

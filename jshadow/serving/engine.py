@@ -1,6 +1,7 @@
 """A serving engine: requests of any thread come and go in rows of a few fixed sizes."""
 
 import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from jshadow.serving.programs import Programs
 from jshadow.serving.report import EngineReport
 from jshadow.serving.requests import Answer, Request
 from jshadow.weights.params import Params
+
+LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -281,6 +284,7 @@ class Engine:
         except Exception as error:
             failure = error if isinstance(error, JshadowError) else ServingError(f"the engine's loop failed: {error}")
             failure.__cause__ = None if failure is error else error
+            LOG.exception("the engine's loop has failed, and answers nothing more")
             self._loop.close(failure)
             return False
 

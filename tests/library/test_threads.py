@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import sys
 import threading
 
 import numpy as np
@@ -16,6 +17,7 @@ from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
 from jshadow.library import library as library_module
 from jshadow.library import writing
+from jshadow.library.shelf import Entry
 
 WAIT = 30  # seconds after which a test fails
 ONE_PROGRAM = threading.Lock()  # programs that are compiled for tests must not run at once (tests/conftest.py)
@@ -258,3 +260,30 @@ def test_threads_that_load_one_state(opened, text, pool):
         library = opened(limits=limits)
         for state in pool.map(lambda _, library=library: library.load(key), range(6)):
             assert equal(state, expected)
+
+
+def test_a_search_while_other_threads_begin_to_write(opened, text):
+    """Both go through the table of what is being written. Without one lock for both, Python raises an error here."""
+    library = opened()
+    entry, ids, ended = Entry(np.int32(text(1))), np.int32(text(2)), threading.Event()
+
+    def begin_to_write():
+        number = 0
+        while not ended.is_set():
+            library.catalog.begin_writing(f"key {number}", entry)
+            if number >= 50:
+                library.catalog.unwritten(f"key {number - 50}", entry)
+            number += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=begin_to_write)
+    thread.start()
+    try:
+        for _ in range(500):
+            assert library.longest(ids) is None
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+        library.catalog.writing.clear()

@@ -12,7 +12,7 @@ def message(path, body=None, *, method=None, headers=""):
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")
     kind = "" if "content-type" in headers else "content-type: application/json\r\n"
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\n{kind}content-length: {len(data)}\r\n{headers}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{kind}content-length: {len(data)}\r\n{headers}\r\n"
     return head.encode() + data
 
 

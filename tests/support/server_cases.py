@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 from serving_cases import CLASSES, PARAMS, SHADOW, THREADED
+from starlette.testclient import TestClient
 
 from jshadow.library import Library
 from jshadow.serving import Engine, Limits
+from jshadow.serving.http.app import make_app
 from jshadow.serving.http.options import ServerOptions
 from jshadow.serving.http.service import Service
 
@@ -33,6 +35,11 @@ def tiny_service(folder=None, *, waiting=64, classes=CLASSES, **options):
         engine.close(drain=False)
         if library is not None:
             library.close()
+
+
+def client_of(service, **options):
+    """A client of a service in this process. It asks as a program of this machine does."""
+    return TestClient(make_app(service), base_url="http://localhost", **options)
 
 
 @contextlib.contextmanager

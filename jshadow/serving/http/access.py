@@ -1,18 +1,22 @@
-"""ASGI middleware: API keys, limits of bodies, the end of a server, and the count of errors."""
+"""ASGI middleware: API keys, the sites that may ask, limits of bodies, the end of a server, the count of errors."""
 
 import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from jshadow.serving.http.errors import ApiError, response_of
+from jshadow.serving.http.options import ANY_HOST
 from jshadow.serving.http.service import Service
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
+PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PAGE = "/page/"  # the parts of the page, which need no key either
 UPLOADS = "/v1/files"
 SPARE = 2**16  # bytes of an upload's body beside the file
@@ -21,6 +25,8 @@ SPARE = 2**16  # bytes of an upload's body beside the file
 class Access:
     """Refuses requests without a key, requests while the server ends, and bodies above the limits.
 
+    Without keys, any web page in a browser on this machine could ask the server. So a request must name the server by a
+    known Host, which a page cannot do by DNS rebinding, and a browser must send it from a page of this server.
     A body is refused as soon as a limit is exceeded, and is not read whole.
     """
 
@@ -65,6 +71,8 @@ class Access:
 
     def _problem(self, scope: Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
+        if not self.keys and (foreign := self._foreign(scope)) is not None:
+            return foreign
         if is_open(scope):
             return None
         if self.keys and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
@@ -72,6 +80,25 @@ class Access:
             return ApiError(401, message, code="invalid_api_key")
         if self.service.draining:
             return ApiError(503, "the server is about to end, and takes no new requests", code="unavailable")
+        return None
+
+    def _foreign(self, scope: Message) -> ApiError | None:
+        """Return why a request is not from this machine's programs nor from the page of this server, or None."""
+        if scope["path"] in PROBES:
+            return None
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, allowed = headers.get(b"host", ""), self.options.allowed_hosts
+        name = host_name(host)
+        if name not in LOOPBACK and not name.endswith(".localhost") and not {name, ANY_HOST} & set(allowed):
+            message = f"the header Host must name this machine or an --allowed-host, got {host!r:.80}"
+            return ApiError(403, message, code="host_not_allowed")
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
+        opened = scope["path"] == "/" and headers.get(b"sec-fetch-mode") == "navigate"  # a link to the page
+        if (site not in ("same-origin", "none") and not opened) or (origin and urlsplit(origin).netloc != host):
+            sent = origin or f"a page of another site ({site})"
+            return ApiError(
+                403, f"a browser must ask from the page of this server, got {sent!r:.80}", code="cross_site"
+            )
         return None
 
     def _knows(self, header: bytes) -> bool:
@@ -135,6 +162,12 @@ class Refused(BaseException):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a header Host, in lower case and without the port and brackets."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return name.strip("[]").lower()
 
 
 def is_open(scope: Message) -> bool:

@@ -14,7 +14,7 @@ ABOUT = "OpenAI's routes over one long-context model and a library of documents 
 
 def make_app(service: Service) -> FastAPI:
     """Return the app. Its routes are those of `jshadow serve`."""
-    app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     add_handlers(app)
     for module in (answers, files, tokens, status, page):

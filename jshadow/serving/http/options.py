@@ -1,10 +1,14 @@
 """The settings of a server."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.serving.requests import check_integer
+
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
+ANY_HOST = "*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +18,8 @@ class ServerOptions:
     Attributes:
         name: the id of the model in requests and responses.
         api_keys: the keys that a request may have. Empty: no key is asked for.
+        allowed_hosts: without keys, the names that the header Host may have, beside those of this machine: names or
+            addresses without a port. ANY_HOST allows all.
         body_bytes: maximum size of a request's body in bytes, except an upload.
         upload_bytes: maximum size of an uploaded file in bytes.
         held_bytes: maximum size of the bodies of all open requests together in bytes. One body may exceed it alone.
@@ -25,6 +31,7 @@ class ServerOptions:
 
     name: str
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     body_bytes: int = 2**24
     upload_bytes: int = 2**26
     held_bytes: int = 2**28
@@ -33,6 +40,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         for name in ("body_bytes", "upload_bytes", "held_bytes"):
             check_integer(name, getattr(self, name), least=1)
+        for host in self.allowed_hosts:
+            if host != ANY_HOST and not HOST_NAME.fullmatch(host):
+                raise ConfigError(f"allowed_hosts must be names or addresses without a port, got {host!r:.80}")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")
 

@@ -50,6 +50,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end. uvicorn calls this ten times a second."""
+        if self.service.engine.failure is not None:
+            self.should_exit = True  # open requests have its error; whoever started the server can start it again
         if self.service.draining:
             late = time.monotonic() - self.signalled > self.drain_seconds
             self.should_exit = self.should_exit or late or not self.service.open
@@ -74,7 +76,7 @@ def serve(
     listening: Callable[[], None] = lambda: None,
     warming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
-    """Answer HTTP requests until a signal comes. Return the exit status.
+    """Answer HTTP requests until a signal comes. Return the exit status. It is 1 if the engine has failed.
 
     Args:
         service: the model. Its programs are compiled in another thread, and then `/ready` says 200.
@@ -101,10 +103,11 @@ def serve(
 
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
+    broken = service.engine.failure is not None
     service.engine.close(drain=False)
     if failed and not service.draining:
         raise failed[0]
-    return 0 if server.started else 1
+    return 0 if server.started and not broken else 1
 
 
 def config_of(service: Service, host: str, port: int) -> uvicorn.Config:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from jshadow.serving.http.errors import api_error, body_of, too_late
 
+LOG = logging.getLogger(__name__)
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -39,7 +41,9 @@ def stream_response(
         except TimeoutError:
             yield event(body_of(too_late(seconds)))
         except Exception as error:
-            yield event(body_of(api_error(error)))
+            if (told := api_error(error)).status == 500:
+                LOG.exception("a stream has failed")
+            yield event(body_of(told))
         finally:
             ended()
 

@@ -11,7 +11,7 @@ from serving_cases import CLASSES, PARAMS, SHADOW, SYNC, WARM, answers_of, engin
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
-from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError, StateMismatch
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, DocumentError, NumericalError, StateMismatch
 from jshadow.policies import Full
 from jshadow.serving import Engine, Request
 from jshadow.serving.groups import Group
@@ -217,6 +217,37 @@ def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, 
         assert good[1].result(0).tokens == offline(good[1].request).tokens
         report = engine.report()
         assert (report.counts.failed, report.rows_in_use) == (1, 0)
+
+
+def test_a_read_that_failed_is_tried_again_and_a_damaged_file_is_read_anew(tmp_path, monkeypatch):
+    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
+    request = Request([*DOCUMENT, 5], 3)
+    with jshadow.Library(tmp_path, **settings) as before:
+        before.add(DOCUMENT)
+
+    def outcome(engine):
+        answer = engine.submit(request)
+        finish(engine)
+        return answer._error or (answer.result(0).tokens, answer.result(0).report.stored_tokens)
+
+    with jshadow.Library(tmp_path, **settings) as library:
+        engine, key = engine_of(library=library), library.longest(DOCUMENT).key
+
+        def broken(*_):
+            raise CheckpointError("the file cannot be read: Input/output error") from OSError(5, "Input/output error")
+
+        with monkeypatch.context() as disk:
+            disk.setattr(library.files, "read", broken)
+            assert isinstance(outcome(engine), DocumentError)
+        again = outcome(engine)
+        assert again == (on_stored(library, request), len(DOCUMENT))
+    with jshadow.Library(tmp_path, **settings) as library:
+        engine, path = engine_of(library=library), library.files.directory.path(key)
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        assert isinstance(outcome(engine), DocumentError)
+        assert library.documents()[0].problem
+        [whole] = answers_of(engine_of(), [request])
+        assert outcome(engine) == (whole.tokens, 0)  # the whole prompt is read, and the damaged file is not
 
 
 def test_only_rows_of_the_capacity_of_the_library_are_stored(library):

@@ -1,10 +1,7 @@
 """A server over the tiny model in the process of the tests. The tests of a file share it."""
 
 import pytest
-from server_cases import tiny_service
-from starlette.testclient import TestClient
-
-from jshadow.serving.http.app import make_app
+from server_cases import client_of, tiny_service
 
 
 @pytest.fixture(scope="module")
@@ -21,5 +18,5 @@ def service(folder):
 
 @pytest.fixture(scope="module")
 def client(service):
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+    with client_of(service, raise_server_exceptions=False) as client:
         yield client

@@ -7,12 +7,10 @@ import threading
 
 import pytest
 from raw_http import ask, completion, connected, message, read_answer, read_head
-from server_cases import NAME, tiny_service
+from server_cases import NAME, client_of, tiny_service
 from socket_cases import idle, listening, until
-from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError
-from jshadow.serving.http.app import make_app
 from jshadow.serving.http.options import ServerOptions, read_keys
 
 BODY = 20_000
@@ -38,7 +36,7 @@ def error_of(answer):
 
 def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypatch):
     monkeypatch.setattr(service, "options", ServerOptions(NAME, api_keys=("first", "second")))
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         for header in ("", "first", "Bearer", "Bearer other", "Bearer first second", "Basic first", "Bearer \xff"):
             answer = client.get("/v1/models", headers={"authorization": header.encode("latin-1")})
             assert answer.status_code == 401, header
@@ -49,6 +47,50 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
         assert [client.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
         assert client.get("/openapi.json").status_code == 401
         assert 'jshadow:requests_refused_total{status="401"} ' in client.get("/metrics").text
+
+
+SAME = {"origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}
+SITES = [
+    ("/v1/models", "localhost:8000", {}, 200),
+    ("/v1/models", "LocalHost", {}, 200),
+    ("/v1/models", "[::1]:8000", {}, 200),
+    ("/v1/models", "a.localhost:1", {}, 200),
+    ("/v1/models", "box.lan:8000", {}, 200),
+    ("/v1/models", "localhost:8000", SAME, 200),
+    ("/v1/models", "localhost:8000", {"sec-fetch-site": "none"}, 200),
+    ("/v1/models", "evil.example:8000", {}, "host_not_allowed"),  # DNS rebinding
+    ("/v1/models", "localhost.evil.example", {}, "host_not_allowed"),
+    ("/v1/models", "", {}, "host_not_allowed"),
+    ("/metrics", "evil.example", {}, "host_not_allowed"),
+    ("/health", "10.0.0.7:8000", {}, 200),  # a probe of an orchestrator
+    ("/v1/models", "localhost:8000", {"origin": "http://evil.example"}, "cross_site"),
+    ("/v1/models", "localhost:8000", {"origin": "http://localhost:3000"}, "cross_site"),
+    ("/v1/models", "localhost:8000", {"origin": "null"}, "cross_site"),
+    ("/v1/models", "localhost:8000", {"sec-fetch-site": "cross-site"}, "cross_site"),
+    ("/v1/models", "localhost:8000", {"sec-fetch-site": "same-site"}, "cross_site"),
+    ("/", "localhost:8000", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),  # a link to the page
+    ("/v1/models", "localhost:8000", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, "cross_site"),
+]
+
+
+def test_a_web_page_of_another_site_cannot_ask_a_server_without_keys(service, monkeypatch):
+    monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=("box.lan",)))
+    with client_of(service) as client:
+        for path, host, headers, expected in SITES:
+            answer = client.get(path, headers={"host": host} | headers)
+            got = answer.json()["error"]["code"] if answer.status_code == 403 else answer.status_code
+            assert got == expected, (path, host, headers)
+        upload = {"files": {"file": ("a.txt", b"text")}, "data": {"purpose": "assistants"}}
+        assert client.post("/v1/files", headers={"origin": "http://evil.example"}, **upload).status_code == 403
+        slash = client.get("/v1/files/", headers={"host": "localhost"}, follow_redirects=False)
+        assert (slash.status_code, slash.headers.get("location")) == (404, None)
+    for options in ({"allowed_hosts": ("*",)}, {"api_keys": ("first",)}):
+        monkeypatch.setattr(service, "options", ServerOptions(NAME, **options))
+        with client_of(service) as client:
+            headers = {"host": "evil.example", "authorization": "Bearer first"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+    with pytest.raises(ConfigError, match=r"allowed_hosts must be names .* got 'http://a'"):
+        ServerOptions(NAME, allowed_hosts=("http://a",))
 
 
 def test_keys_are_read_from_a_file(tmp_path):
@@ -65,7 +107,7 @@ def test_keys_are_read_from_a_file(tmp_path):
 def test_a_body_in_chunks_is_refused_at_its_limit(server):
     async def send_without_end():
         async with connected(server.address) as (reader, writer):
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
             answer = asyncio.create_task(read_answer(reader))
             sent = 0
@@ -163,7 +205,7 @@ def test_a_server_without_memory_says_so(service, monkeypatch):
     def full(_):
         raise HostMemoryError("the host must have 9 bytes free, it has 5")
 
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         monkeypatch.setattr(service.engine, "submit_all", full)
         answer = client.post("/v1/completions", json={"model": NAME, "prompt": "Hi"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "host_memory_full")

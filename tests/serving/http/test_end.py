@@ -62,6 +62,14 @@ def test_streams_finish_while_new_requests_are_refused():
         assert idle(service)
 
 
+def test_a_server_whose_engine_fails_ends():
+    """Its exit status is then 1, so that whoever started it starts it again."""
+    with tiny_service() as service, listening(service) as server:
+        service.engine._loop.run_once = lambda: 1 / 0
+        assert asyncio.run(ask(server.address, completion()))[0] == 503
+        until(lambda: server.should_exit)
+
+
 def test_a_stream_without_end_is_cut_after_the_time_of_the_end():
     """A client sends half of a body, and waits."""
     with (

@@ -7,10 +7,8 @@ import pypdf
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from server_cases import CLASSES, NAME, tiny_service
-from starlette.testclient import TestClient
+from server_cases import CLASSES, NAME, client_of, tiny_service
 
-from jshadow.serving.http.app import make_app
 from jshadow.serving.http.errors import validation_error
 from jshadow.serving.http.schemas import CompletionRequest
 
@@ -25,7 +23,7 @@ def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
     with (
         tiny_service(folder, waiting=4, body_bytes=BODY, upload_bytes=UPLOAD) as service,
-        TestClient(make_app(service), raise_server_exceptions=False) as client,
+        client_of(service, raise_server_exceptions=False) as client,
     ):
         yield client
 

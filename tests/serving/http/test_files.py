@@ -5,12 +5,10 @@ import time
 
 import pytest
 from raw_http import ask, connected, message
-from server_cases import NAME, tiny_service
+from server_cases import NAME, client_of, tiny_service
 from socket_cases import idle, listening, until
-from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError
-from jshadow.serving.http.app import make_app
 from jshadow.serving.http.uploads import Upload
 
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
@@ -67,7 +65,7 @@ def test_two_files_of_one_name_are_two_and_one_file_of_two_names_is_one(client):
 
 def test_ids_and_times_stay_after_a_restart(client, service, folder):
     made = put(client, TEXT + b"Again.")[1]
-    with tiny_service(folder) as other, TestClient(make_app(other)) as second:
+    with tiny_service(folder) as other, client_of(other) as second:
         [found] = second.get("/v1/files").json()["data"]
     keys = ("id", "created_at", "filename", "tokens")
     assert [found[key] for key in keys] == [made[key] for key in keys]
@@ -141,7 +139,7 @@ def test_a_full_disk_is_told_and_the_next_upload_is_stored(client, service, monk
 
 
 def test_a_server_without_a_library_has_no_files():
-    with tiny_service() as service, TestClient(make_app(service)) as client:
+    with tiny_service() as service, client_of(service) as client:
         for answer in (client.get("/v1/files"), client.delete("/v1/files/file-0")):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_library")
         assert put(client, TEXT)[0] == 404

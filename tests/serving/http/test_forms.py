@@ -6,11 +6,10 @@ import re
 import jsonschema
 import pytest
 from random_schemas import random_schema
-from server_cases import NAME, tiny_service
+from server_cases import NAME, client_of, tiny_service
 from server_truth import events_of
 
 from jshadow.serving import RowClass
-from jshadow.serving.http.app import make_app
 
 CLASSES = (RowClass(32, 208, 4),)
 MESSAGES = [{"role": "user", "content": "Where is it?"}]
@@ -26,9 +25,8 @@ NOTHING = {"type": "function", "function": {"name": "wait-a-bit"}}
 
 @pytest.fixture(scope="module")
 def client():
-    from starlette.testclient import TestClient
 
-    with tiny_service(classes=CLASSES) as service, TestClient(make_app(service)) as client:
+    with tiny_service(classes=CLASSES) as service, client_of(service) as client:
         yield client
 
 

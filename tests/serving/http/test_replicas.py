@@ -16,12 +16,10 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import PARAMS, SHADOW, server_process, tiny_service
-from starlette.testclient import TestClient
+from server_cases import PARAMS, SHADOW, client_of, server_process, tiny_service
 
 import jshadow
 from jshadow.errors import CheckpointError
-from jshadow.serving.http.app import make_app
 from jshadow.serving.http.schemas import ChatRequest, Routed
 from jshadow.serving.http.service import file_id_of
 
@@ -142,7 +140,7 @@ def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatc
     def listed():
         return [file["filename"] for file in client.get("/v1/files").json()["data"]]
 
-    with tiny_service(url) as service, TestClient(make_app(service)) as client:
+    with tiny_service(url) as service, client_of(service) as client:
         capacity = service.library.capacity
         with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
             sea, sky, sun = (other.add(f"The {name} is calm. " * 6, title=name) for name in ("sea", "sky", "sun"))

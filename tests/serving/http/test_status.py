@@ -2,12 +2,10 @@
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_cases import CLASSES, NAME, tiny_service
-from starlette.testclient import TestClient
+from server_cases import CLASSES, NAME, client_of, tiny_service
 
 from jshadow.errors import ServingError
 from jshadow.serving import Request
-from jshadow.serving.http.app import make_app
 from jshadow.serving.http.metrics import fetched_a_token
 
 # The names that dashboards and gateways of vLLM read, with the type of each.
@@ -94,14 +92,19 @@ def test_the_server_is_ready_when_its_programs_are_compiled_and_until_it_ends(cl
     assert client.get("/ready").status_code == 503
     assert client.get("/v1/models").status_code == 503
     assert client.get("/health").json() == {"status": "ok"}
+    assert client.head("/health").status_code == 200
 
 
-def test_a_failed_engine_is_told_by_health():
-    with tiny_service() as service, TestClient(make_app(service), raise_server_exceptions=False) as client:
+def test_a_failed_engine_is_told_by_health_and_in_the_log(caplog):
+    with tiny_service() as service, client_of(service, raise_server_exceptions=False) as client:
         service.engine._loop.run_once = lambda: 1 / 0
         with pytest.raises(ServingError):
             service.engine.submit(Request([1], 1)).result(30)
-        assert client.get("/health").status_code == client.get("/ready").status_code == 503
+        for path in ("/health", "/ready"):
+            error = client.get(path).json()["error"]
+            assert error["code"] == "engine_failed"
+            assert "zero" not in error["message"]  # clients without a key read this
+        assert "division by zero" in caplog.text
         answer = client.post("/v1/completions", json={"model": NAME, "prompt": "Hi", "max_tokens": 2})
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
 

@@ -30,21 +30,29 @@ def model_of(service: Service) -> ModelObject:
     return ModelObject(id=service.options.name, created=service.created, max_model_len=service.most_tokens)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={500: ERRORS[500], 503: ERRORS[503]})
 async def health(request: Request) -> Status:
     """Say that the process lives. 503: its engine has failed."""
-    failure = request.app.state.service.engine.failure
-    if failure is not None:
-        raise ApiError(503, f"the engine has failed: {failure}", code="engine_failed")
+    if request.app.state.service.engine.failure is not None:
+        raise engine_failed()
     return Status(status="ok")
 
 
+def engine_failed() -> ApiError:
+    """Return the error of a server that answers nothing more. Its reason is not for clients without a key."""
+    return ApiError(503, "the engine has failed, and the log of the server has the reason", code="engine_failed")
+
+
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={500: ERRORS[500], 503: ERRORS[503]})
 async def ready(request: Request) -> Status:
     """Say whether requests are welcome: not before all programs are compiled, and not while the server ends."""
     service: Service = request.app.state.service
     if service.ready and not service.draining and service.engine.failure is None:
         return Status(status="ready")
+    if service.engine.failure is not None:
+        raise engine_failed()
     raise ApiError(503, "the server ends" if service.draining else "the server compiles its programs", code="not_ready")
 
 
