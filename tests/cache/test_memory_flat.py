@@ -1,6 +1,5 @@
 """Two hundred requests in one process leave no array behind, however they end, even without the garbage collector."""
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -18,7 +17,7 @@ from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
 from jshadow.errors import CapacityError, HostMemoryError, JshadowError, VerificationError
 
-REQUESTS = 200
+REQUESTS = 150  # many of these make several
 TEXTS = ["abcdefg" * 29, "hijkl" * 12, "mnopqrst" * 15]  # a token is a byte
 OPTIONS = {"max_new_tokens": 6, "capacity": 256, "fetch": "device_put"}
 
@@ -35,7 +34,7 @@ class Consumer(Exception):
     """The error that the reader of a stream raises."""
 
 
-def generate(prompt, policy=SHADOW, **options):
+def generate(prompt=TEXTS[0], policy=SHADOW, **options):
     return jshadow.generate(PARAMS, prompt, policy, **OPTIONS | options)
 
 
@@ -43,15 +42,16 @@ def stream(**options) -> Iterator[str]:
     return jshadow.stream(PARAMS, TEXTS[0], SHADOW, **OPTIONS | {"max_new_tokens": 12} | options)
 
 
-@contextlib.contextmanager
-def ends_with(*errors: type[BaseException]) -> Iterator[None]:
-    """Like pytest.raises, but the error is dropped at once, because its frames refer to arrays."""
-    raised = False
+def ends_with(error: type[BaseException], run: Callable, *args) -> None:
+    """The call raises the error, which is dropped at once, because its frames refer to arrays.
+
+    A context manager that catches it would stand in the frames of the error and refer to it: a cycle.
+    """
     try:
-        yield
-    except errors:
-        raised = True
-    assert raised, f"none of {errors} was raised"
+        run(*args)
+    except error:
+        return
+    pytest.fail(f"{error} was not raised")
 
 
 def failing(error: BaseException, call: int, function: Callable) -> Callable:
@@ -66,154 +66,91 @@ def failing(error: BaseException, call: int, function: Callable) -> Callable:
     return wrapped
 
 
-# Requests. Some return the generator of an ended stream, which a caller may keep.
+# Requests. They may return the generator of an ended stream, which a caller may keep.
 
 
-def bare(patch):
-    assert generate(TEXTS[0]).report.host_bytes > 0
+def broken(owner: object, attribute: str, error: BaseException, call: int, run: Callable, *given: Callable) -> Callable:
+    """A request in which a call of a function fails. `given` make the arguments of the request."""
+
+    def request(patch):
+        patch.setattr(owner, attribute, failing(error, call, getattr(owner, attribute)))
+        arguments = [make() for make in given]
+        ends_with(type(error), run, *arguments)
+        return arguments
+
+    return request
 
 
-def batch(patch):
+def ended(end: Callable, start: Callable = stream) -> Callable:
+    """A stream that ends after a piece was read."""
+
+    def request(patch):
+        pieces = start()
+        next(pieces)
+        end(pieces)
+        return pieces
+
+    return request
+
+
+def answered(patch):
+    assert generate().report.host_bytes > 0
     assert len(generate(TEXTS)) == 3
-
-
-def dense(patch):
     generate(TEXTS[1], jshadow.Full(), fetch="resident")
-
-
-def read_to_the_end(patch):
-    pieces = stream()
-    assert "".join(pieces)
-    return pieces
-
-
-def closed(patch):
-    pieces = stream()
-    next(pieces)
-    pieces.close()
-    return pieces
-
-
-def dropped(patch):
+    assert generate(verify=True).report.verified_steps == 5
+    ends_with(CapacityError, lambda: generate(capacity=205))
+    stream()
     next(stream())
 
 
-def never_read(patch):
-    stream()
-
-
 def consumer_raises(patch):
-    with ends_with(Consumer):
+    def read():
         for _ in stream():
             raise Consumer
 
-
-def interrupted_stream(patch):
-    pieces = stream()
-    next(pieces)
-    with ends_with(KeyboardInterrupt):
-        pieces.throw(KeyboardInterrupt())
-    return pieces
-
-
-def interrupted(patch):
-    patch.setattr(GenerationLoop, "_next", failing(KeyboardInterrupt(), 3, GenerationLoop._next))
-    with ends_with(KeyboardInterrupt):
-        generate(TEXTS[0])
-
-
-def refused(patch):
-    with ends_with(CapacityError):
-        generate(TEXTS[0], capacity=205)
-
-
-def lacking_host_memory(patch):
-    patch.setattr(place, "place", failing(HostMemoryError("full"), 2, place.place))
-    with ends_with(HostMemoryError):
-        generate(TEXTS)
-
-
-def failing_step(patch):
-    patch.setattr(token_steps, "step_and_sample", failing(JshadowError("broken"), 4, token_steps.step_and_sample))
-    with ends_with(JshadowError):
-        generate(TEXTS)
-
-
-def failing_stream(patch):
-    patch.setattr(token_steps, "step_and_sample", failing(JshadowError("broken"), 4, token_steps.step_and_sample))
-    pieces = stream()
-    with ends_with(JshadowError):
-        list(pieces)
-    return pieces
-
-
-def failing_trace(patch):
-    """The error is raised during tracing, where JAX shortens tracebacks."""
-    broken = dataclasses.replace(SHADOW, budget=72)
-    patch.setattr(jshadow.ShadowKV, "attend", failing(JshadowError("broken"), 2, jshadow.ShadowKV.attend))
-    with ends_with(JshadowError):
-        generate(TEXTS[0], broken)
+    ends_with(Consumer, read)
 
 
 def continued(patch):
-    first = generate(TEXTS[0])
-    second = generate(TEXTS[1][:9], None, state=first.state)
+    second = generate(TEXTS[1][:9], None, state=generate().state)
     assert second.state.lengths.tolist() == [203 + 6 + 9 + 6]
-
-
-def continued_rows(patch):
-    outs = generate(TEXTS)
-    for out in outs:
+    for out in generate(TEXTS):
         generate("more", None, state=out.state)
 
 
-def continued_and_closed(patch):
-    pieces = jshadow.stream(PARAMS, "more", state=generate(TEXTS[0]).state, max_new_tokens=12)
-    next(pieces)
-    pieces.close()
-    return pieces
-
-
 def forked(patch):
-    state = generate(TEXTS[0]).state
+    state = generate().state
     fork = state.fork()
     generate("more", None, state=state)
     generate("other", None, state=fork)
 
 
-def verified(patch):
-    assert generate(TEXTS[0], verify=True).report.verified_steps == 5
+def continuing() -> Iterator[str]:
+    return jshadow.stream(PARAMS, "more", state=generate().state, max_new_tokens=12)
 
 
-def verified_in_vain(patch):
-    patch.setattr(Verifier, "_check", failing(VerificationError("differs"), 9, Verifier._check))
-    with ends_with(VerificationError):
-        generate(TEXTS[0], verify=True)
+def in_trace():
+    """The error is raised during tracing, where JAX shortens tracebacks."""
+    generate(policy=dataclasses.replace(SHADOW, budget=72))
 
 
-KINDS = [
-    bare,
-    batch,
-    dense,
-    read_to_the_end,
-    closed,
-    dropped,
-    never_read,
-    consumer_raises,
-    interrupted_stream,
-    interrupted,
-    refused,
-    lacking_host_memory,
-    failing_step,
-    failing_stream,
-    failing_trace,
-    continued,
-    continued_rows,
-    continued_and_closed,
-    forked,
-    verified,
-    verified_in_vain,
-]
+STEP = (token_steps, "step_and_sample", JshadowError("broken"), 4)
+KINDS = {
+    "answered": answered,
+    "read to the end": ended("".join),
+    "closed": ended(lambda pieces: pieces.close()),
+    "interrupted stream": ended(lambda pieces: ends_with(KeyboardInterrupt, pieces.throw, KeyboardInterrupt)),
+    "continued and closed": ended(lambda pieces: pieces.close(), continuing),
+    "consumer raises": consumer_raises,
+    "continued": continued,
+    "forked": forked,
+    "failing stream": broken(*STEP, list, stream),
+    "failing step": broken(*STEP, generate, lambda: TEXTS),
+    "interrupted": broken(GenerationLoop, "_next", KeyboardInterrupt(), 3, generate),
+    "lacking host memory": broken(place, "place", HostMemoryError("full"), 2, generate, lambda: TEXTS),
+    "failing trace": broken(jshadow.ShadowKV, "attend", JshadowError("broken"), 2, in_trace),
+    "verified in vain": broken(Verifier, "_check", VerificationError("no"), 9, lambda: generate(verify=True)),
+}
 
 
 @pytest.fixture
@@ -233,14 +170,14 @@ def serve(kind: Callable) -> object:
 
 @pytest.mark.slow
 def test_two_hundred_requests_keep_live_bytes_flat(no_collector):
-    for kind in KINDS:
+    for kind in KINDS.values():
         serve(kind)
     gc.collect()
     before, grown = live(), {}
-    for kind in itertools.islice(itertools.cycle(KINDS), REQUESTS):
+    for name, kind in itertools.islice(itertools.cycle(KINDS.items()), REQUESTS):
         ended = serve(kind)
         if (after := live()) != before:
-            grown[kind.__name__] = {memory: after[memory] - before[memory] for memory in after}
+            grown[name] = {memory: after[memory] - before[memory] for memory in after}
             before = after
         del ended
     assert not grown
@@ -249,9 +186,9 @@ def test_two_hundred_requests_keep_live_bytes_flat(no_collector):
 @pytest.mark.slow
 def test_a_state_that_is_kept_is_seen(no_collector):
     """The measurement sees exactly the arrays of a generation that is kept."""
-    serve(bare)
+    generate()
     before = live()
-    out = generate(TEXTS[0])
+    out = generate()
     held = live() - before
     assert held["pinned_host"] == out.report.host_bytes
     assert held["device"] >= out.report.device_bytes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cases import BATCH, CAPACITY, LENGTHS, PROMPT, STEPS, mode_of, model, prefilled, run_steps, setting
 
-from jshadow import KIVI, StreamingLLM
+from jshadow import KIVI, Full, StreamingLLM
 from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, StateMismatch
@@ -21,8 +21,8 @@ def test_lengths_and_last_tokens():
     back = state.rewind(lengths - [3, 0, 7], [5, 6, 7])
     assert back.lengths.tolist() == (lengths - [3, 0, 7]).tolist()
     assert back.last.tolist() == [5, 6, 7]
-    assert back.rewind(back.lengths - 1).last.tolist() == [-1] * BATCH
-    assert back.rewind(back.lengths).last.tolist() == [5, 6, 7]
+    assert back.rewind(np.asarray(back.lengths) - 1).last.tolist() == [-1] * BATCH
+    assert back.rewind(np.asarray(back.lengths)).last.tolist() == [5, 6, 7]
     assert back.counters.reached.tolist() == lengths.tolist()
     assert back.counters.steps.tolist() == state.counters.steps.tolist()
     assert (np.asarray(back.room()) - np.asarray(state.room())).tolist() == [3, 0, 7]
@@ -68,17 +68,20 @@ def test_a_ring_buffer_remembers_how_far_it_was_written():
         back.rewind(np.maximum(top - 9, 5))
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused(monkeypatch):
     state = held("full")
     lengths = np.asarray(state.lengths)
-    with pytest.raises(StateMismatch, match=r"lengths of row 0 must lie in \[1, 68\] for full, got 69"):
-        state.rewind(lengths + 1)
-    with pytest.raises(StateMismatch, match="lengths must be integers of shape"):
-        state.rewind(5)
-    with pytest.raises(StateMismatch, match="last must be integers of shape"):
-        state.rewind(lengths - 1, [1])
-    with pytest.raises(ConfigError, match="policy must be one that can give tokens back"):
-        held("h2o").rewind(lengths - 1)
+    for wanted, message in (
+        ((lengths + 1,), r"lengths of row 0 must lie in \[1, 68\] for full, got 69"),
+        ((5,), "lengths must be integers of shape"),
+        ((lengths - 1, [1]), "last must be integers of shape"),
+    ):
+        with pytest.raises(StateMismatch, match=message):
+            state.rewind(*wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Full, "earliest", type(setting("h2o", "restricted")).earliest)
+        with pytest.raises(ConfigError, match="policy must be one that can give tokens back"):
+            state.rewind(lengths - 1)
     decode.decode_step(model(), STEPS[:, 0], state)
     with pytest.raises(StateMismatch, match="consumed"):
         state.rewind(lengths - 1)

@@ -9,7 +9,6 @@ import kernel_truth
 import numpy as np
 import pytest
 from few import one_of
-from random_arrays import array
 
 from jshadow.policies.shadowkv.key_codecs.midrise import quantize
 from pallas_kernels import bits as layout
@@ -49,9 +48,12 @@ def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
     assert got["unpack_signed"].dtype == np.int8
 
 
-join = jax.jit(layout.join_rows, static_argnums=2)
-values_of = jax.jit(layout.row_values, static_argnums=(1, 2, 3, 4))
-split = jax.jit(layout.split_rows, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def joined_rows(codes, scale, bits, dtype):
+    """The rows, the values that they stand for, and what they are split into. One program."""
+    joined = layout.join_rows(codes, scale, bits)
+    sizes = (*codes.shape[-2:], bits, dtype)
+    return joined, layout.row_values(joined, *sizes), *layout.split_rows(joined, *sizes)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), one_of(4, [(b, d) for b in (8, 4) for d in ("float32", "bfloat16")]))
@@ -59,22 +61,18 @@ def test_rows_with_scales_come_back(bits, dtype):
     """A row of words has codes first, then scales, then zeros, as NumPy finds them. Any width and no row will do."""
     rng, most = np.random.default_rng(0), 2 ** (bits - 1)
     for lead, tokens, dim in (((2, 5), 3, 8), ((4,), 8, 128), ((2,), 5, 66), ((3,), 1, 7), ((2, 0), 4, 80)):
-        codes = array(rng.integers(-most, most, (*lead, tokens, dim), np.int8))
-        scale = array(0.5 + rng.random((*lead, tokens, 1)), layout.scale_dtype(dtype))
-        joined = join(codes, scale, bits)
-        words = layout.row_words(tokens, dim, bits, dtype)
-        assert joined.dtype == np.uint16
-        assert joined.shape == (*lead, words)
+        codes = rng.integers(-most, most, (*lead, tokens, dim), np.int8)
+        scale = (0.5 + rng.random((*lead, tokens, 1))).astype(np.dtype(layout.scale_dtype(dtype)))
+        joined, values, whole, scales = map(np.asarray, joined_rows(codes, scale, bits, dtype))
+        words, sizes = layout.row_words(tokens, dim, bits, dtype), (tokens, dim, bits, dtype)
+        assert (joined.dtype, joined.shape) == (np.uint16, (*lead, words))
         assert words % 16 == 0
         used = tokens * (math.ceil(dim * bits / 16) + scale.dtype.itemsize // 2)
         assert 0 <= words - used < 16
-        assert not np.asarray(joined)[..., used:].any()
-        sizes = (tokens, dim, bits, dtype)
-        found = [kernel_truth.unpacked_values(row, *sizes) for row in np.asarray(joined).reshape(-1, words)]
-        want = np.asarray(codes, np.float32) * np.asarray(scale, np.float32)
-        np.testing.assert_array_equal(np.reshape(found, want.shape), want)
-        np.testing.assert_array_equal(values_of(joined, *sizes), want.astype(jnp.dtype(dtype)))
-        whole, scales = split(joined, *sizes)
+        assert not joined[..., used:].any()
+        want = codes.astype(np.float32) * scale.astype(np.float32)
+        np.testing.assert_array_equal(kernel_truth.unpacked_values(joined, *sizes), want)
+        np.testing.assert_array_equal(values, want.astype(dtype))
         assert scales.dtype == scale.dtype
         np.testing.assert_array_equal(whole, codes)
         np.testing.assert_array_equal(scales, scale)

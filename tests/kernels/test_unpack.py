@@ -1,8 +1,9 @@
 """The assembly of the kernels, run by a small emulator of PTX. It unpacks all codes in all places of a register."""
 
+import itertools
 import re
-import struct
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,82 +12,86 @@ from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.select_chunks.planes import LOWER, swap_assembly, swapped
 from pallas_kernels.unpack import middle_assembly, reduce_assembly, scaled_assembly, shifted_assembly
 
-
-def halves(register: int) -> np.ndarray:
-    """The two bfloat16 numbers of a register, as float64."""
-    return np.array([register & 0xFFFF, register >> 16], np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+# Registers are arrays of 32-bit words, one number for each run of the assembly.
 
 
-def single(register: int) -> np.float64:
-    """The float32 number of a register, as float64."""
-    return np.float64(np.uint32(register).view(np.float32))
+def halves(words: np.ndarray) -> np.ndarray:
+    """The two bfloat16 numbers of each word, float64 [n, 2]."""
+    return words.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
 
 
-def register_of(number: np.float64) -> int:
-    """The register of a number that is rounded to float32."""
-    return int(np.float32(number).view(np.uint32))
+def of_halves(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(ml_dtypes.bfloat16).view(np.uint32).ravel()
 
 
-def run(text: str, registers: dict[str, int]) -> dict[str, int]:
-    """Run the assembly on the given registers of four bytes. Returns all registers."""
-    values = dict(registers)
+def single(words: np.ndarray) -> np.ndarray:
+    """The float32 number of each word, as float64."""
+    return words.view(np.float32).astype(np.float64)
 
-    def value(name: str) -> int:
-        constant = re.fullmatch("0f([0-9A-F]{8})", name)
-        return values[name] if name in values else int(constant[1], 16) if constant else int(name, 0)
 
+def of_single(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.float32).view(np.uint32)
+
+
+def permute(low: np.ndarray, high: np.ndarray, places: np.ndarray) -> np.ndarray:
+    source = np.stack([low, high], axis=1).view(np.uint8)
+    return np.ascontiguousarray(source[:, [places[0] >> 4 * i & 7 for i in range(4)]]).view(np.uint32).ravel()
+
+
+def logic(*operands: np.ndarray) -> np.ndarray:
+    """Bit 4 a + 2 b + c of the last operand is the result for the bits a, b and c of the others."""
+    *words, table = operands
+    kinds = [bits for bits in itertools.product((0, 1), repeat=3) if table[0] >> int("".join(map(str, bits)), 2) & 1]
+    parts = [np.bitwise_and.reduce([x if bit else ~x for x, bit in zip(words, bits, strict=True)]) for bits in kinds]
+    return np.bitwise_or.reduce(parts)
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "mov.f32": lambda a: a,
+    "shr.u32": np.right_shift,
+    "shl.b32": np.left_shift,
+    "and.b32": np.bitwise_and,
+    "prmt.b32": permute,
+    "lop3.b32": logic,
+    "fma.rn.bf16x2": lambda a, b, c: of_halves(halves(a) * halves(b) + halves(c)),
+    "mul.rn.f32": lambda a, b: of_single(single(a) * single(b)),
+    "fma.rn.f32": lambda a, b, c: of_single(single(a) * single(b) + single(c)),
+    "cvt.rmi.f32.f32": lambda a: of_single(np.floor(single(a))),
+    "cvt.rn.bf16x2.f32": lambda high, low: of_halves(np.stack([single(low), single(high)], axis=1).astype(np.float32)),
+}
+
+
+def run(text: str, **registers: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Run the assembly. `a` is $1, `b` is $2, `c` is $3. Returns $0 and, if it is written, $1."""
+    values = {f"${'abc'.index(name) + 1}": np.asarray(x).astype(np.uint32) for name, x in registers.items()}
+    size = len(next(iter(values.values())))
     for line in filter(None, map(str.strip, text.strip("{}\n ").split(";"))):
         name, *operands = re.split(r"[ ,]+", line)
-        if name == ".reg":
-            continue
-        target, numbers = operands[0], [value(operand) for operand in operands[1:]]
-        if name == "mov.b32":
-            result = numbers[0]
-        elif name == "shr.u32":
-            result = numbers[0] >> numbers[1]
-        elif name == "shl.b32":
-            result = numbers[0] << numbers[1] & 0xFFFFFFFF
-        elif name == "and.b32":
-            result = numbers[0] & numbers[1]
-        elif name == "prmt.b32":
-            source = (numbers[0] | numbers[1] << 32).to_bytes(8, "little")
-            result = int.from_bytes([source[numbers[2] >> 4 * i & 7] for i in range(4)], "little")
-        elif name == "lop3.b32":
-            bits = [[number >> i & 1 for i in range(32)] for number in numbers[:3]]
-            result = sum((numbers[3] >> (4 * a + 2 * b + c) & 1) << i for i, (a, b, c) in enumerate(zip(*bits)))  # noqa: B905
-        elif name == "fma.rn.bf16x2":
-            exact = halves(numbers[0]) * halves(numbers[1]) + halves(numbers[2])
-            low, high = exact.astype(ml_dtypes.bfloat16).view(np.uint16)
-            result = int(low) | int(high) << 16
-        elif name == "mul.rn.f32":
-            result = register_of(single(numbers[0]) * single(numbers[1]))
-        elif name == "fma.rn.f32":
-            result = register_of(single(numbers[0]) * single(numbers[1]) + single(numbers[2]))
-        elif name == "cvt.rn.bf16x2.f32":
-            high, low = (np.float32(single(number)).astype(ml_dtypes.bfloat16).view(np.uint16) for number in numbers)
-            result = int(low) | int(high) << 16
-        else:
-            raise NotImplementedError(line)
-        values[target] = result
-    return values
+        if name != ".reg":
+            for one in operands[1:]:
+                constant = int(one[2:], 16) if one.startswith("0f") else None if one in values else int(one, 0)
+                values |= {} if constant is None else {one: np.full(size, constant, np.uint32)}
+            values[operands[0]] = INSTRUCTIONS[name](*(values[one] for one in operands[1:]))
+    return values["$0"], values.get("$1")
+
+
+BYTES = np.arange(256)
+FOUR = np.stack([BYTES, (BYTES + 91) % 256, (7 * BYTES + 3) % 256, 255 - BYTES], axis=1).astype(np.uint8)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_assembly_moves_every_code_to_the_upper_half_of_its_byte(place):
-    for byte in range(256):
-        four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
-        codes = [one >> 4 * place & 15 for one in four]
-        got = run(shifted_assembly(place), {"$1": int.from_bytes(four, "little")})["$0"]
-        assert np.array([got], np.uint32).view(np.int8).tolist() == [16 * (c - 16 if c >= 8 else c) for c in codes]
+    got, _ = run(shifted_assembly(place), a=FOUR.view(np.uint32).ravel())
+    codes = (FOUR >> 4 * place & 15).astype(int)
+    np.testing.assert_array_equal(got.view(np.int8).reshape(256, 4), 16 * (codes - 16 * (codes >= 8)))
 
 
 @pytest.mark.parametrize(("bits", "place"), [(4, 0), (4, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_the_assembly_unpacks_mid_rise_codes(bits, place):
-    for byte in range(256):
-        four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
-        want = [(one >> bits * place & 2**bits - 1) + 0.5 - 2 ** (bits - 1) for one in four]
-        got = run(middle_assembly(place, bits), {"$2": int.from_bytes(four, "little")})
-        assert [*halves(got["$0"]), *halves(got["$1"])] == want
+    got = run(middle_assembly(place, bits), b=FOUR.view(np.uint32).ravel())
+    want = (FOUR >> bits * place & 2**bits - 1) + 0.5 - 2 ** (bits - 1)
+    np.testing.assert_array_equal(np.concatenate([halves(x) for x in got], axis=1), want)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -96,51 +101,30 @@ def test_the_assembly_scales_signed_codes(place):
     The other codes of both words are random.
     """
     rng = np.random.default_rng(place)
-    for first, second in np.ndindex(16, 16):
-        others = rng.integers(0, 2**16, 2) & ~(15 << 4 * place)
-        low, high = (int(word) | code << 4 * place for word, code in zip(others, (first, second), strict=True))
-        codes = np.array([first, second], np.float32)
-        codes -= 16 * (codes >= 8)
-        for scales in rng.integers(0, 0x7C00, (8, 2)).astype(np.uint16).view(np.float16).astype(np.float32):
-            near = scales.astype(ml_dtypes.bfloat16)
-            rest = (scales - near.astype(np.float32)).astype(ml_dtypes.bfloat16)
-            np.testing.assert_array_equal(near.astype(np.float32) + rest.astype(np.float32), scales)
-            parts = [int.from_bytes(part.tobytes(), "little") for part in (near, rest)]
-            got = run(scaled_assembly(place), {"$1": low | high << 16, "$2": parts[0], "$3": parts[1]})
-            want = (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64)
-            np.testing.assert_array_equal(halves(got["$0"]), want)
-            assert not np.signbit(halves(got["$0"])[codes == 0]).any()
+    codes = np.indices((16, 16)).reshape(2, 256).T.repeat(8, axis=0)
+    words = rng.integers(0, 2**16, codes.shape) & ~(15 << 4 * place) | codes << 4 * place
+    codes = (codes - 16 * (codes >= 8)).astype(np.float32)
+    scales = rng.integers(0, 0x7C00, codes.shape).astype(np.uint16).view(np.float16).astype(np.float32)
+    near = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
+    rest = (scales - near).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(near + rest, scales)
+    got, _ = run(scaled_assembly(place), a=words[:, 0] | words[:, 1] << 16, b=of_halves(near), c=of_halves(rest))
+    np.testing.assert_array_equal(halves(got), (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64))
+    assert not np.signbit(halves(got)[codes == 0]).any()
 
 
 @pytest.mark.parametrize("shift", LOWER)
 def test_the_assembly_exchanges_bits_of_two_words(shift):
-    for low, high in np.random.default_rng(shift).integers(0, 2**32, (50, 2)).tolist():
-        want = [int(word) & 0xFFFFFFFF for word in swapped(*np.array([low, high], np.uint32).view(np.int32), shift)]
-        assert [run(one, {"$1": low, "$2": high})["$0"] for one in swap_assembly(shift)] == want
+    low, high = np.random.default_rng(shift).integers(0, 2**32, (2, 50), np.uint32)
+    for one, want in zip(swap_assembly(shift), swapped(low.view(np.int32), high.view(np.int32), shift), strict=True):
+        np.testing.assert_array_equal(run(one, a=low, b=high)[0], np.asarray(want).view(np.uint32))
 
 
 def test_the_assembly_reduces_angles():
     """Its float32 operations bring angles between -pi and pi, and change neither sine nor cosine."""
     rng = np.random.default_rng(0)
     angle = np.concatenate([rng.uniform(0, 1.6e6, 5_000), rng.uniform(0, 10, 500), [0, np.pi, 2 * np.pi]]).astype("f4")
-    values = {"$1": angle}
-
-    def value(name: str) -> np.ndarray:
-        constant = re.fullmatch("0f([0-9A-F]{8})", name)
-        return np.float32(struct.unpack("<f", struct.pack("<I", int(constant[1], 16)))[0]) if constant else values[name]
-
-    for line in filter(None, map(str.strip, reduce_assembly().strip("{}\n ").split(";"))):
-        name, target, *operands = re.split(r"[ ,]+", line)
-        if name == "mov.f32":
-            values[target] = value(operands[0])
-        elif name == "fma.rn.f32":
-            first, second, third = (np.float64(value(operand)) for operand in operands)
-            values[target] = (first * second + third).astype("f4")
-        elif name == "cvt.rmi.f32.f32":
-            values[target] = np.floor(value(operands[0]))
-        else:
-            assert name == ".reg", line
-    small = values["$0"].astype("f8")
+    small = single(run(reduce_assembly(), a=of_single(angle))[0])
     assert np.abs(small).max() < np.pi + 1e-3
-    for got, want in zip((np.cos(small), np.sin(small)), cos_sin_of(angle), strict=True):
+    for got, want in zip((np.cos(small), np.sin(small)), jax.jit(cos_sin_of)(angle), strict=True):
         np.testing.assert_allclose(got, want, atol=5e-7)

@@ -1,6 +1,8 @@
 """Model families: published configs give the right model, unknown variants are refused, and RoPE follows the papers."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import re
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from family_cases import BASE, FAMILY_CASES, LONGROPE, ORIGINAL
+from few import one_of
 
 import jshadow
 from jshadow.cli.main import main
@@ -47,22 +50,23 @@ PUBLISHED = {
 }
 
 
+@functools.cache
+def published(name: str) -> ModelConfig:
+    return family_of(published_config(name)).config_from_hf(published_config(name))
+
+
 def test_the_published_models_are_the_papers():
     assert set(published_names()) == set(PUBLISHED)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if i % 3 else ()) for i, name in enumerate(PUBLISHED)]
-)
+@pytest.mark.parametrize("name", one_of(3, PUBLISHED))
 def test_published_config(name):
     parameters, token_bytes, context = PUBLISHED[name]
-    hf = published_config(name)
-    config = family_of(hf).config_from_hf(hf)
+    config, tokens = published(name), 32_000
     counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config)))
     assert counted == pytest.approx(parameters, rel=1e-3)
     assert config.context == context
-    assert config.head_dim == hf.get("head_dim", config.model_dim // config.q_heads)
-    tokens = 32_000
+    assert config.head_dim == published_config(name).get("head_dim", config.model_dim // config.q_heads)
     assert full_bytes(config, tokens, 2) == tokens * token_bytes
     full = footprint(config, Full(), capacity=tokens, prompt=tokens, fetch="resident")
     assert full["device_bytes"] == tokens * token_bytes
@@ -79,23 +83,23 @@ def test_published_config(name):
 
 @pytest.mark.slow
 def test_a_published_model_is_planned_by_its_name(capsys, tmp_path):
-    assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200", "--json"]) == 0
-    named = json.loads(capsys.readouterr().out)["plans"]
     (tmp_path / "config.json").write_text(json.dumps(published_config("llama-3.1-8b")))
-    assert main(["plan", str(tmp_path / "config.json"), "--context", "122880", "--gpu", "h200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"] == named
+    plans = []
+    for model in ("llama-3.1-8b", str(tmp_path / "config.json")):
+        assert main(["plan", model, "--context", "122880", "--gpu", "h200", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["plans"])
+    assert plans[0] == plans[1]
 
 
 def test_special_settings_of_published_configs():
-    configs = {name: family_of(hf).config_from_hf(hf) for name in PUBLISHED for hf in [published_config(name)]}
-    assert configs["glm-4-9b-1m"].rope.rotary_dim(128) == 64
-    assert (configs["glm-4-9b-1m"].attention_bias, configs["glm-4-9b-1m"].output_bias) == (True, False)
-    phi = configs["phi-3-mini-128k"]
+    glm, phi = published("glm-4-9b-1m"), published("phi-3-mini-128k")
+    assert glm.rope.rotary_dim(128) == 64
+    assert (glm.attention_bias, glm.output_bias) == (True, False)
     assert phi.rope.attention_factor == pytest.approx(1.190238, rel=1e-6)  # the value in GGUF files of the model
     assert (phi.rope.original_context, len(phi.rope.long_factors)) == (4096, 48)
     assert {kind.window for kind in phi.attention_kinds} == {None}  # 262,144 tokens are longer than its context
-    assert configs["llama-3.1-8b"].eos_ids == (128001, 128008, 128009)
-    assert configs["qwen2-7b"].sliding_layers == ()
+    assert published("llama-3.1-8b").eos_ids == (128001, 128008, 128009)
+    assert published("qwen2-7b").sliding_layers == ()
 
 
 def test_gemma_holds_its_windows_only():
@@ -108,91 +112,86 @@ def test_gemma_holds_its_windows_only():
     assert made["device_bytes"] == made["full_bytes"]
 
 
-REFUSED = {
-    "rope type": ("llama", {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
-    "rope key": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_bend": 3}}, "mscale_bend"),
-    "rope lacks": ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "lacks factor"),
-    "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
-    "longrope lacks": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
-    "longrope length": (
-        "phi3",
-        {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
-        "must have 6 numbers",
-    ),
-    "longrope sign": ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5 + [-1.0]}}, "above 0, got -1.0"),
-    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
-    "odd rotary": ("glm", {"head_dim": 12, "partial_rotary_factor": 0.75}, "even rotated part"),
-    "rotary share": ("glm", {"partial_rotary_factor": 1.5}, "rotary_share"),
-    "activation": ("llama", {"hidden_act": "relu2"}, "relu2"),
-    "layer type": (
-        "qwen2",
-        {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3},
-        "chunked_attention",
-    ),
-    "layer count": ("gemma3_text", {"layer_types": ["full_attention"]}, "3 times"),
-    "softcap": ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-    "score softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    "pattern": ("gemma3_text", {"sliding_window_pattern": "two"}, "sliding_window_pattern"),
-    "window": ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
-    "depth": ("mistral", {"num_hidden_layers": 10**9}, "at most 65536, got 1000000000"),
-    "short rope list": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 3"),
-    "interval": ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
-    "scalar": ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_scalar"),
-    "remote code": ("phi3", {"auto_map": {"AutoModel": "modeling_phi3_v.Phi3VForCausalLM"}}, "auto_map"),
-    "experts": ("phimoe", {}, "phimoe"),
-    "flag": ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
-    "layer types text": ("qwen2", {"use_sliding_window": True, "layer_types": "full"}, "must be a list, got 'full'"),
-    "rope layers text": ("smollm3", {"no_rope_layers": "101"}, "got '101'"),
-    "factors text": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": "123456"}}, "short_factor must be a list"),
-    "short original": (
-        "phi3",
-        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
-        "must be at least 2, got 1",
-    ),
-    "yarn base": (
-        "llama",
-        {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        "above 1 for yarn",
-    ),
-}
+def scaled(**scaling):
+    return {"rope_scaling": scaling}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_unknown_variant_is_refused_by_name(case):
-    model_type, changes, told = REFUSED[case]
+def longrope(**changes):
+    return {"rope_scaling": LONGROPE | changes}
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+WINDOWS = {"use_sliding_window": True}
+REFUSED = [
+    ("llama", scaled(rope_type="mrope", factor=2.0), "mrope"),
+    ("llama", scaled(**YARN, mscale_bend=3), "mscale_bend"),
+    ("llama", scaled(rope_type="dynamic"), "lacks factor"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+    ("llama", scaled(**YARN) | {"rope_theta": 1.0}, "above 1 for yarn"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
+    ("llama", {"hidden_act": "relu2"}, "relu2"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    ("phi3", scaled(type="longrope", short_factor=[1.0]), "lacks long_factor"),
+    ("phi3", longrope(short_factor=[1.0]), "must have 6 numbers"),
+    ("phi3", longrope(long_factor=[1.0] * 5 + [-1.0]), "above 0, got -1.0"),
+    ("phi3", longrope(short_factor="123456"), "short_factor must be a list"),
+    ("phi3", longrope() | {"original_max_position_embeddings": 1}, "must be at least 2, got 1"),
+    ("phi3", {"auto_map": {"AutoModel": "modeling_phi3_v.Phi3VForCausalLM"}}, "auto_map"),
+    ("phimoe", {}, "phimoe"),
+    ("glm", {"head_dim": 12, "partial_rotary_factor": 0.75}, "even rotated part"),
+    ("glm", {"partial_rotary_factor": 1.5}, "rotary_share"),
+    ("qwen2", WINDOWS | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    ("qwen2", WINDOWS | {"layer_types": "full"}, "must be a list, got 'full'"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "3 times"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"sliding_window_pattern": "two"}, "sliding_window_pattern"),
+    ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_scalar"),
+    ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+    ("mistral", {"num_hidden_layers": 10**9}, "at most 65536, got 1000000000"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 3"),
+    ("smollm3", {"no_rope_layers": "101"}, "got '101'"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "told"), REFUSED)
+def test_an_unknown_variant_is_refused_by_name(model_type, changes, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         read(model_type, **changes)
 
 
-def test_what_a_file_leaves_out_is_what_transformers_says():
+@pytest.mark.parametrize(
+    ("model_type", "eos", "heads"),
+    [
+        ("llama", (2,), 32),
+        ("mistral", (2,), 8),
+        ("qwen2", (), 32),
+        ("qwen3", (), 32),
+        ("phi3", (32000,), 32),
+        ("glm", (151329, 151336, 151338), 2),
+        ("glm4", (151329, 151336, 151338), 2),
+        ("gemma3_text", (1,), 4),
+        ("smollm3", (128001,), 4),
+    ],
+)
+def test_what_a_file_leaves_out_is_what_transformers_says(model_type, eos, heads):
     """A checkpoint need not repeat the defaults of transformers' config classes."""
     bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
-    bare |= {"rms_norm_eps": 1e-6, "vocab_size": 200_000, "num_attention_heads": 32, "hidden_size": 64 * 32}
-    expected = {
-        "llama": ((2,), 32),
-        "mistral": ((2,), 8),
-        "qwen2": ((), 32),
-        "qwen3": ((), 32),
-        "phi3": ((32000,), 32),
-        "glm": ((151329, 151336, 151338), 2),
-        "glm4": ((151329, 151336, 151338), 2),
-        "gemma3_text": ((1,), 4),
-        "smollm3": ((128001,), 4),
-    }
-    for model_type, (eos, heads) in expected.items():
-        config = family_of({"model_type": model_type}).config_from_hf(bare | {"model_type": model_type})
-        assert (config.eos_ids, config.kv_heads) == (eos, heads), model_type
-        told = family_of({"model_type": model_type}).config_from_hf(
-            bare | {"model_type": model_type, "vocab_size": 97, "num_key_value_heads": 4}
-        )
-        assert told.eos_ids in ((), (2,), (1,))  # the reduced vocabulary has no such token
-    sliding = read("qwen2", use_sliding_window=True, max_window_layers=1, **{"sliding_window": 4096})
-    bare_window = {key: value for key, value in BASE.items()} | {"rms_norm_eps": 1e-6, "model_type": "qwen2"}
+    bare |= {"rms_norm_eps": 1e-6, "num_attention_heads": 32, "hidden_size": 64 * 32, "model_type": model_type}
+    config = family_of(bare).config_from_hf(bare | {"vocab_size": 200_000})
+    assert (config.eos_ids, config.kv_heads) == (eos, heads)
+    told = family_of(bare).config_from_hf(bare | {"vocab_size": 97, "num_key_value_heads": 4})
+    assert told.eos_ids in ((), (2,), (1,))  # the reduced vocabulary has no such token
+
+
+def test_a_window_that_is_left_out_is_transformers_default():
+    told = {"use_sliding_window": True, "max_window_layers": 1}
     made = family_of({"model_type": "qwen2"}).config_from_hf(
-        bare_window | {"use_sliding_window": True, "max_window_layers": 1}
+        BASE | told | {"rms_norm_eps": 1e-6, "model_type": "qwen2"}
     )
-    assert made == sliding
+    assert made == read("qwen2", **told, sliding_window=4096)
 
 
 def test_published_code_is_ignored_where_it_is_the_model_s_own():
@@ -203,46 +202,38 @@ def test_published_code_is_ignored_where_it_is_the_model_s_own():
 
 
 def test_a_model_of_sliding_layers_alone_has_nothing_to_select():
-    config, told = read("mistral", sliding_window=16), "every layer of the model sees a window of 16 tokens only"
-    assert why_dense(ShadowKV(rank=8, budget=16), config, 89) == told
+    told = "every layer of the model sees a window of 16 tokens only"
+    assert why_dense(ShadowKV(rank=8, budget=16), read("mistral", sliding_window=16), 89) == told
 
 
 @pytest.mark.slow
 def test_a_model_of_sliding_layers_alone_falls_back():
     params = init_params(read("mistral", sliding_window=16))
-    out = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2)
-    assert out.report.fallback == "every layer of the model sees a window of 16 tokens only"
-    assert out.report.policy == Full()
+    report = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2).report
+    told = "every layer of the model sees a window of 16 tokens only"
+    assert (report.fallback, report.policy) == (told, Full())
 
 
 def test_nominal_counts_the_windows():
     """The bytes, including sliding layers, are at most the share of full attention's."""
-    config = read(
-        "gemma3_text",
-        head_dim=64,
-        sliding_window=64,
-        num_hidden_layers=12,
-        sliding_window_pattern=6,
-        max_position_embeddings=32768,
-    )
-    for tokens in (2048, 8192):
-        for policy in (StreamingLLM, ShadowKV):
-            for fraction in (0.1, 0.25, 0.5, 0.9):
-                try:
-                    made = at_share(policy(), fraction, tokens, config)
-                except Infeasible as error:
-                    least = float(str(error).split("at least ")[1].split()[0])
-                    assert fraction < least <= 1
-                    continue
-                taken = footprint(config, made, capacity=tokens, prompt=tokens, fetch="device_put")
-                assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.02, (tokens, policy, fraction)
+    sizes = {"head_dim": 64, "num_hidden_layers": 12, "max_position_embeddings": 32768}
+    config = read("gemma3_text", **sizes, sliding_window=64, sliding_window_pattern=6)
+    least: list[tuple[float, float]] = []
+    for case in itertools.product((2048, 8192), (StreamingLLM, ShadowKV), (0.1, 0.25, 0.5, 0.9)):
+        tokens, policy, fraction = case
+        try:
+            made = at_share(policy(), fraction, tokens, config)
+        except Infeasible as error:
+            least.append((fraction, float(str(error).split("at least ")[1].split()[0])))
+            continue
+        taken = footprint(config, made, capacity=tokens, prompt=tokens, fetch="device_put")
+        assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.02, case
+    assert all(fraction < needed <= 1 for fraction, needed in least)
 
 
 def test_what_was_attended_is_told_layer_by_layer():
     """After enough tokens, a sliding layer sees only generated tokens. A global layer still sees the prompt."""
-    config = dataclasses.replace(
-        read("gemma3_text", head_dim=16, sliding_window=16, sliding_window_pattern=3), eos_ids=()
-    )
+    config = read("gemma3_text", head_dim=16, sliding_window=16, sliding_window_pattern=3, eos_token_id=[])
     out = jshadow.generate(init_params(config), list(range(3, 23)), Full(), max_new_tokens=41)
     # 40 generated tokens were attended to, with 20 of the prompt: two layers see 16 tokens, one sees all 60
     assert out.report.attended_parts == pytest.approx({"window": 20 / 3, "generated": (2 * 16 + 40) / 3})
@@ -252,14 +243,8 @@ def test_the_page_of_models_has_the_support_matrix():
     assert support_matrix() in MODELS_PAGE.read_text()
 
 
-def test_every_family_has_a_parity_case():
+def test_families_and_kinds_of_rope_all_have_a_parity_case():
     assert {model_type for model_type, _ in FAMILY_CASES.values()} == set(FAMILIES)
-
-
-# RoPE
-
-
-def test_rope_kinds_all_have_a_parity_case():
     kinds = {(settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()}
     # llama3 is tested on Llama in test_parity.py. "none" is for SmolLM3's layers without RoPE.
     assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)

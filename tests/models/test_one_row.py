@@ -1,6 +1,7 @@
 """On a GPU, one row is computed as two in norms and in projections of a shared input. Other programs have one row."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_cases import BASE, FAMILY_CASES
+from few import quick
 from flax import traverse_util
 
 from jshadow.models import layers
@@ -19,8 +21,8 @@ from jshadow.weights.params import init_params
 
 def config_of(name):
     model_type, changes = FAMILY_CASES[name]
-    hf = BASE | {"model_type": model_type, "rms_norm_eps": 1e-6, "sliding_window": None} | changes
-    hf |= {"num_hidden_layers": 1}
+    hf = {"model_type": model_type, "rms_norm_eps": 1e-6, "sliding_window": None, **changes, "num_hidden_layers": 1}
+    hf = BASE | hf
     return family_of(hf).config_from_hf(hf)
 
 
@@ -41,8 +43,12 @@ def logits(config, weights, tokens):
     return Transformer(config).apply({"params": weights}, tokens, cache)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_all_seen"])
+NAMES = ("llama", "qwen2", "qwen3", "gemma3_all_seen")
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), quick([("llama", None), ("gemma3_all_seen", 8)], itertools.product(NAMES, (None, 8)))
+)
 def test_a_row_has_the_same_logits_with_a_second_row(name, bits, monkeypatch):
     config, token = config_of(name), np.array([[5]])
     weights = weights_of(config, bits)

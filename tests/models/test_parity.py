@@ -10,17 +10,13 @@ import pytest
 import saved
 import seeded
 from family_cases import ONE_OF_EACH
+from few import quick
 from safetensors.numpy import load_file
 
 import jshadow
 
-QUICK = ("gqa-llama3", "mistral_sliding", "glm4", "gemma3", "smollm3")
+QUICK = ("mistral_sliding", "glm4", "gemma3", "smollm3")  # all kinds of RoPE are in test_rope.py
 QUICK_SAVED = (*ONE_OF_EACH, "gqa-llama3", "gqa-biased")
-
-
-def cases(quick):
-    """All cases, those that are not quick with their marker."""
-    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in seeded.CASES]
 
 
 @functools.cache
@@ -30,30 +26,29 @@ def references(part):
     return made["told"], made["arrays"]
 
 
-def full_logits(params, tokens):
+def full_logits(params, tokens, steps):
     """Logits [1, T, V] of full attention: the prompt in one prefill, the last tokens one by one."""
-    count = tokens.shape[1] - seeded.STEPS
-    logits, state = jshadow.prefill(
-        params, tokens[:, :count], np.array([count]), jshadow.Full(), capacity=tokens.shape[1], logits="all"
-    )
+    size = tokens.shape[1]
+    count = np.array([size - steps])
+    logits, state = jshadow.prefill(params, tokens[:, : count[0]], count, jshadow.Full(), capacity=size, logits="all")
     parts = [np.asarray(logits)]
-    for index in range(count, tokens.shape[1]):
+    for index in range(count[0], size):
         out, state = jshadow.decode_step(params, tokens[:, index], state)
         parts.append(np.asarray(out)[:, None])
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("case", cases(QUICK))
+@pytest.mark.parametrize("case", quick(QUICK, seeded.CASES))
 def test_logits_are_those_of_transformers(tmp_path, case):
     """Where the length decides on the rotation, also within the original context."""
     params = jshadow.load(seeded.write_checkpoint(case, tmp_path / case), dtype="float32")
     for length in seeded.lengths_of(case):
-        got = seeded.part_of(full_logits(params, seeded.tokens_of(length)))
+        got = seeded.part_of(full_logits(params, seeded.tokens_of(length), seeded.STEPS))
         want = references("tiny")[1][f"{case}/{length}"]
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=0, err_msg=f"{length} tokens")
 
 
-@pytest.mark.parametrize("case", cases(QUICK_SAVED))
+@pytest.mark.parametrize("case", quick(QUICK_SAVED, seeded.CASES))
 def test_transformers_reads_what_save_writes(tmp_path, case):
     """These are the files with which transformers gives the same logits; tests/references/make.py asks it."""
     files = saved.saved(case, tmp_path)
@@ -94,13 +89,11 @@ def test_seeded_weights_are_the_same_bits_everywhere():
 
 
 def test_differences_beyond_rounding_are_named():
-    one = {"told": {"ids": [1, 2], "x": 1.0, "text": "a"}, "arrays": {"a": np.ones(3), "n": np.arange(3)}}
-    near = {
-        "told": {"ids": [1, 2], "x": 1.0 + 1e-7, "text": "a"},
-        "arrays": {"a": np.ones(3) + 1e-7, "n": np.arange(3)},
-    }
-    assert make.differences(one, near, 1e-6) == []
-    other = {"told": {"ids": [1, 3], "x": 1.1, "text": "b"}, "arrays": {"a": np.ones(3) * 1.5, "n": np.arange(1, 4)}}
+    def made(ids, x, text, a, n):
+        return {"told": {"ids": ids, "x": x, "text": text}, "arrays": {"a": np.full(3, a), "n": np.arange(3) + n}}
+
+    one, other = made([1, 2], 1.0, "a", 1.0, 0), made([1, 3], 1.1, "b", 1.5, 1)
+    assert make.differences(one, made([1, 2], 1.0 + 1e-7, "a", 1.0 + 1e-7, 0), 1e-6) == []
     found = make.differences(one, other, 1e-6)
     assert [line.split(":")[0] for line in found] == ["/arrays/a", "/arrays/n", "/told/ids", "/told/text", "/told/x"]
     assert "5.0e-01" in found[0]
@@ -136,10 +129,7 @@ def test_smollm2_s_greedy_text_and_logits_are_those_of_transformers(smollm2, ind
     if not isinstance(chat, str):
         chat = smollm2.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert smollm2.tokenizer.encode(chat) == ids
-    logits, _ = jshadow.prefill(
-        smollm2, np.array([ids]), np.array([len(ids)]), jshadow.Full(), capacity=len(ids), logits="all"
-    )
-    for name, got in seeded.parts_of_many(np.asarray(logits)[0]).items():
+    for name, got in seeded.parts_of_many(full_logits(smollm2, np.array([ids]), 0)[0]).items():
         np.testing.assert_allclose(got, arrays[f"{index}/{name}"], atol=2e-3, rtol=0, err_msg=name)
 
 
@@ -147,9 +137,7 @@ def test_smollm2_s_greedy_text_and_logits_are_those_of_transformers(smollm2, ind
 def test_smollm2_s_perplexity_is_that_of_transformers(smollm2):
     ids = make.texts()["passage"]
     assert len(ids) == 320
-    tokens = np.array([ids])
-    logits, _ = jshadow.prefill(smollm2, tokens, np.array([320]), jshadow.Full(), capacity=320, logits="all")
-    scores = np.asarray(logits, np.float64)[0, :-1]
+    scores = full_logits(smollm2, np.array([ids]), 0)[0, :-1].astype(np.float64)
     scores -= scores.max(-1, keepdims=True)
     chosen = scores[np.arange(319), ids[1:]] - np.log(np.exp(scores).sum(-1))
     want = references("smollm2")[0]["perplexity"]

@@ -1,10 +1,8 @@
 """Attention in blocks and in pieces, and the mass of keys, compared with plain NumPy."""
 
-import itertools
-
 import jax
 import numpy as np
-import oracle
+import oracle_maths as oracle
 import pytest
 from cases import TINY
 from few import one_of, slow
@@ -31,25 +29,15 @@ causal = jax.jit(attention.causal_attention, static_argnums=3)
 attend = jax.jit(attention.attend, static_argnums=2)
 
 
-@pytest.mark.parametrize(
-    ("length", "dim", "group", "dtype"),
-    one_of(
-        3,
-        [
-            (27, 64, 1, "float32"),
-            (61, 80, 2, "float32"),
-            (113, 96, 3, "float32"),
-            (300, 64, 8, "float32"),
-            (513, 80, 1, "float32"),
-            (1, 64, 4, "float32"),
-            (61, 96, 8, "bfloat16"),
-            (300, 80, 3, "bfloat16"),
-            (113, 64, 5, "bfloat16"),
-        ],
-    ),
-)
+SIZES = [  # length, head size, query heads of a KV head, dtype: not multiples of a block; one and several blocks
+    (27, 64, 1, "float32"), (61, 80, 2, "float32"), (113, 96, 3, "float32"), (300, 64, 8, "float32"),
+    (513, 80, 1, "float32"), (1, 64, 4, "float32"), (61, 96, 8, "bfloat16"), (300, 80, 3, "bfloat16"),
+    (113, 64, 5, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "dim", "group", "dtype"), one_of(3, SIZES))
 def test_blockwise_attention_is_attention(length, dim, group, dtype):
-    """The lengths are not multiples of a block, and cover one and several blocks of queries and keys."""
     q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
     k, v = (normal(2, length, 2, dim, seed=seed, dtype=dtype) for seed in (2, 3))
     out, lse = causal(q, k, v, float(1 / np.sqrt(dim)))
@@ -63,62 +51,40 @@ def test_blockwise_attention_is_attention(length, dim, group, dtype):
         np.testing.assert_allclose(wide(lse[row]), want_lse, atol=2e-5 if dtype == "float32" else 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "group", "dtype"), one_of(2, [(2, 3, "float32"), (1, 1, "float32"), (1, 4, "bfloat16")])
-)
-def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
-    q = normal(2, rows, 2 * group, 16, seed=1, dtype=dtype)
-    k, v = (np.asarray(normal(2, 2, 23, 16, seed=seed, dtype=dtype)) for seed in (2, 3))
-    valid = np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6
-    valid[..., 0] = True
-    cuts = [0, 5, 6, 17, 23]
-    pieces = [attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)]
-    got = attend(q, pieces, 0.25)
-    whole = attend(q, [attention.Piece(k, v, valid)], 0.25)
-    np.testing.assert_allclose(wide(got), wide(whole), atol=1e-6 if dtype == "float32" else 2e-2)
-    got, q, k, v = map(wide, (got, q, k, v))
-    for b, t, h in np.ndindex(2, rows, 2 * group):
-        seen = valid[b, h // group, t]
-        want = oracle.attention(q[b, t, h][None], k[b, h // group][seen], v[b, h // group][seen])
-        np.testing.assert_allclose(got[b, t, h], want[0], atol=1e-5 if dtype == "float32" else 2e-2)
-
-
-@pytest.mark.parametrize(
-    ("queries", "dtype"), one_of(5, [(n, dtype) for n in (1, 2, 300) for dtype in ("float32", "bfloat16")])
-)
-def test_a_list_of_places_gives_the_bits_of_the_listed_rows(queries, dtype):
-    """Also for a turn that is handled in blocks of queries."""
-    rng = np.random.default_rng(queries)
-    q = normal(2, queries, 6, 16, seed=1, dtype=dtype)
-    k, v = (np.asarray(normal(2, 2, 11, 5 * 16, seed=seed, dtype=dtype)) for seed in (2, 3))
-    window = normal(2, 2, 9, 16, seed=4, dtype=dtype)
-    places = np.argsort(rng.random((2, 2, 11)))[..., :7].astype(np.int32)
-    counts = rng.integers(0, 7, (2, 2, queries, 1), np.int32)
-    rows = [np.take_along_axis(x, places[..., None], axis=2).reshape(2, 2, 35, 16) for x in (k, v)]
-    first = attention.Piece(window, window, np.ones((1, 1, 1, 9), bool))
-    unseen = np.where(np.arange(7) < 6, places, 11)  # no query sees the last entry
-    listed = attention.Piece(k, v, counts, unseen.astype(np.int32))
-    got = attend(q, [first, listed], 0.25)
-    want = attend(q, [first, attention.Piece(*rows, 5 * counts)], 0.25)
-    np.testing.assert_array_equal(wide(got), wide(want))
-    assert not np.array_equal(wide(got), wide(attend(q, [first], 0.25)))
-
-
-@pytest.mark.parametrize("dtype", one_of(2, ["float32", "bfloat16"]))
-def test_a_long_turn_attends_as_its_queries_alone(dtype):
-    """Pieces of several blocks and of one; each query and row sees another number of rows, and some see none."""
-    rng = np.random.default_rng(5)
-    q = rng.normal(size=(2, 70, 6, 8)).astype(dtype)
+def prefixes(rng, dtype):
+    """Each query and row sees another number of rows of several blocks and of one, and some see none."""
     pieces = []
     for size, shape in ((1100, (2, 1, 70, 1)), (5, (2, 3, 1, 1))):
         k, v = (rng.normal(size=(2, 3, size, 8)).astype(dtype) for _ in range(2))
         pieces.append(attention.Piece(k, v, rng.integers(0, size + 1, shape, np.int32)))
     pieces[0].valid[0, 0, 3], pieces[0].valid[1, 0, 9], pieces[1].valid[0] = 0, 2000, 0
-    out = np.asarray(attend(q, pieces, 0.3))
-    alone = [attend(q[:, a : a + 10], [p.of_queries(a, a + 10) for p in pieces], 0.3) for a in range(0, 70, 10)]
-    alone = np.concatenate(alone, axis=1)
-    np.testing.assert_allclose(wide(out), wide(alone), atol=2e-6 if dtype == "float32" else 0.02)
+    return pieces
+
+
+def listed(rng, dtype):
+    """A list of places, whose last entry no query sees."""
+    k, v = (rng.normal(size=(2, 3, 11, 5 * 8)).astype(dtype) for _ in range(2))
+    places = np.argsort(rng.random((2, 3, 11)))[..., :7].astype(np.int32)
+    places[..., 6] = 11
+    pieces = [attention.Piece(k, v, rng.integers(0, 7, (2, 3, 300, 1), np.int32), places)]
+    pieces[0].valid[0, :, 3] = 0
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("queries", "pieces_of", "dtype"),
+    one_of(3, [(n, of, dtype) for n, of in ((70, prefixes), (300, listed)) for dtype in ("float32", "bfloat16")]),
+)
+def test_a_long_turn_attends_as_its_queries_alone(queries, pieces_of, dtype):
+    """`attend` over several pieces at once is the kernels' op, with tests of its own."""
+    rng, tenth = np.random.default_rng(5), queries // 10
+    q, pieces = rng.normal(size=(2, queries, 6, 8)).astype(dtype), pieces_of(rng, dtype)
+    out, parts = np.asarray(attend(q, pieces, 0.3)), [(a, a + tenth) for a in range(0, queries, tenth)]
+    alone = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], 0.3) for a, b in parts]
+    near = 2e-6 if dtype == "float32" else 0.02
+    np.testing.assert_allclose(wide(out), np.concatenate([wide(x) for x in alone], axis=1), atol=near)
     assert not out[0, 3].any()
+    assert out.any()
 
 
 @pytest.mark.parametrize("dtype", one_of(2, ["float32", "bfloat16"]))
@@ -142,12 +108,10 @@ def test_own_rows_are_added_to_attention_over_shared_ones(dtype):
 
 def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
     q, k = (np.asarray(normal(*shape, seed=shape[1])) for shape in ((1, 1, 2, 8), (1, 2, 3, 8)))
-    none = attention.Piece(k, k, np.zeros((1, 1, 1, 3), bool))
-    assert not np.asarray(attend(q, [none], 1.0)).any()
-    good, large = attention.Piece(k, k, np.ones((1, 1, 1, 3), bool)), k * np.float32(1e6)
-    np.testing.assert_array_equal(
-        attend(q, [good, attention.Piece(large, large, none.valid)], 1.0), attend(q, [good], 1.0)
-    )
+    good, none = (attention.Piece(k, k, np.full((1, 1, 1, 3), seen)) for seen in (True, False))
+    wild = attention.Piece(k * np.float32(1e6), k * np.float32(1e6), none.valid)
+    assert not np.asarray(attend(q, [none, none], 1.0)).any()
+    np.testing.assert_array_equal(attend(q, [good, wild], 1.0), attend(q, [good, none], 1.0))
     probs = jax.jit(attention.attention_probs, static_argnums=2)(q, good, 1.0)
     np.testing.assert_allclose(np.asarray(probs).sum(-1), 1.0, rtol=1e-6)
 

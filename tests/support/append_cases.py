@@ -1,14 +1,10 @@
 """Cases of the op append_rows, and its definition in NumPy."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from random_arrays import array
-
-from pallas_kernels import NewTokens, append_rows
 
 
 @dataclass(frozen=True)
@@ -35,10 +31,7 @@ APPENDS = (
     Appends(9, 128, tokens=3, kv_heads=2, batch=2, rotated=32, factor=1.3, dtype="bfloat16"),
     Appends(3, 80, group=3, kv_heads=2, rotated=20),
 )
-OTHER_DTYPES = (
-    Appends(1, 64, batch=2, dtype="float16"),
-    Appends(6, 96, tokens=4, group=3, batch=2, buffer="bfloat16"),
-)
+OTHER_DTYPES = (Appends(1, 64, batch=2, dtype="float16"), Appends(6, 96, tokens=4, group=3, batch=2, buffer="bfloat16"))
 REAL_APPENDS = (
     Appends(1_024, 128, group=4, kv_heads=8, batch=4, dtype="bfloat16"),
     Appends(1_024, 128, tokens=16, group=4, kv_heads=8, dtype="bfloat16"),
@@ -54,12 +47,12 @@ def append_inputs(case: Appends) -> dict[str, Any]:
     def draw(*shape: int, dtype: str = case.dtype) -> Any:
         return array(rng.standard_normal(shape), dtype)
 
-    buffer = (case.batch, case.kv_heads, case.slots, case.dim)
+    buffer, kind = (case.batch, case.kv_heads, case.slots, case.dim), case.buffer or case.dtype
     slots = np.stack([rng.permutation(case.slots + case.tokens)[: case.tokens] for _ in range(case.batch)])
     angles = rng.uniform(0, 1e5, (*tokens, half))
     return {
-        "k": draw(*buffer, dtype=case.buffer or case.dtype),
-        "v": draw(*buffer, dtype=case.buffer or case.dtype),
+        "k": draw(*buffer, dtype=kind),
+        "v": draw(*buffer, dtype=kind),
         "q_new": draw(*tokens, case.kv_heads * case.group, case.dim),
         "k_new": draw(*tokens, case.kv_heads, case.dim),
         "v_new": draw(*tokens, case.kv_heads, case.dim),
@@ -71,27 +64,20 @@ def append_inputs(case: Appends) -> dict[str, Any]:
     }
 
 
-@functools.partial(jax.jit, static_argnames=("factor", "unit", "implementation"))
-def append_call(
-    k: Any, v: Any, *, q_new: Any, k_new: Any, v_new: Any, implementation: str = "auto", **rest: Any
-) -> Any:
-    """Call append_rows with flat arguments: those of `append_inputs`, and `first` and `unit`."""
-    options = {name: rest.pop(name) for name in ("factor", "unit") if name in rest}
-    return append_rows(k, v, NewTokens(q_new, k_new, v_new, **rest), **options, implementation=implementation)
+def written(inputs: dict[str, Any]) -> np.ndarray:
+    """Which slots of the buffer are written, bool [B, W]."""
+    slots, places = np.asarray(inputs["slots"]), np.arange(inputs["k"].shape[2])
+    return ((slots[..., None] == places) & np.asarray(inputs["valid"])[..., None]).any(axis=1)
 
 
-def append_truth(
-    k: Any, v: Any, q_new: Any, k_new: Any, v_new: Any, cos: Any, sin: Any, factor: float, **places: Any
-) -> tuple[np.ndarray, ...]:
-    """The definition, one token at a time, in float64."""
-    keys, values, queries, new_k, new_v = (np.array(x, np.float64) for x in (k, v, q_new, k_new, v_new))
-    slots, valid = (np.asarray(places[name]) for name in ("slots", "valid"))
-    cos, sin, half = np.asarray(cos), np.asarray(sin), cos.shape[2]
-    for b, t in np.ndindex(*valid.shape):
-        turn = cos[b, t].astype(np.float64) + 1j * sin[b, t].astype(np.float64)
-        for rows, scale in ((queries[b, t], factor), (new_k[b, t], 1.0)):
-            turned = (rows[:, :half] + 1j * rows[:, half : 2 * half]) * turn * scale
-            rows[:, :half], rows[:, half : 2 * half] = turned.real, turned.imag
-        if valid[b, t] and slots[b, t] < keys.shape[2]:
-            keys[b, :, slots[b, t]], values[b, :, slots[b, t]] = new_k[b, t], new_v[b, t]
+def append_truth(k, v, q_new, k_new, v_new, cos, sin, factor, slots, valid) -> tuple[np.ndarray, ...]:
+    """The definition in float64."""
+    arrays = (k, v, q_new, k_new, v_new, cos, sin)
+    keys, values, queries, new_k, new_v, cos, sin = (np.array(x, np.float64) for x in arrays)
+    slots, half = np.asarray(slots), cos.shape[2]
+    for rows, scale in ((queries, factor), (new_k, 1.0)):
+        turned = (rows[..., :half] + 1j * rows[..., half : 2 * half]) * (cos + 1j * sin)[:, :, None] * scale
+        rows[..., :half], rows[..., half : 2 * half] = turned.real, turned.imag
+    for b, t in np.argwhere(np.asarray(valid) & (slots < keys.shape[2])):
+        keys[b, :, slots[b, t]], values[b, :, slots[b, t]] = new_k[b, t], new_v[b, t]
     return queries, keys, values

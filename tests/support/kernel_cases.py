@@ -1,11 +1,11 @@
 """The table of cases of the GPU ops, and their one table of tolerances, by the dtype of what comes out."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from random_arrays import array
@@ -115,39 +115,21 @@ PACKED = (
     Chunks(19, 8, 0, 64, batch=2, tail=2, kept=True, dtype="bfloat16", profile=(32, 96, 128), value_bits=4),
     Chunks(13, 3, 0, 80, count=5, rotated=40, dtype="bfloat16", profile=(37, 70, 140), value_bits=4),
 )
+# Cases of attend_chunks, which keeps no chunks.
+ATTENDED = tuple(dataclasses.replace(case, kept=False) for case in (*PACKED, CHUNKS[0], CHUNKS[2], CHUNKS[6]))
 
 
 def name(case: Any) -> str:
-    """The case as the id of a test."""
+    """The case as the id of a test. A text is its own."""
+    if isinstance(case, str):
+        return case
     values = [f"{key}{value}" for key, value in vars(case).items() if value not in (None, 0, 1)]
     return "-".join(values).replace(" ", "")
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1.0) -> jax.Array:
     """Normal numbers of a dtype."""
-    return array((scale * rng.standard_normal(shape)).astype(np.float32).astype(jnp.dtype(dtype)))
-
-
-def score_inputs(case: Heads) -> dict[str, Any]:
-    """Arguments of chunk_scores: one row of the batch and head without any candidate, if there are several."""
-    rng, (count,) = np.random.default_rng(case.dim), case.rows
-    candidates = rng.random((case.batch, case.kv_heads, count)) < 0.6
-    candidates[-1, -1] = False
-    candidates[0, 0, 0] = True
-    lead = (case.batch, case.kv_heads, count * case.parts)
-    inputs = {
-        "q": normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype),
-        "landmarks": normal(rng, *lead, case.dim, dtype=case.dtype),
-        "candidates": array(candidates),
-        "scale": case.dim**-0.5,
-    }
-    if case.bits is not None:
-        steps = (0.5 + rng.random((*lead, 1))) * 2.0 ** (2 - case.bits)
-        inputs["landmarks"] = random_bytes(rng, *lead, case.dim * case.bits // 8)
-        inputs["landmark_scale"] = array(steps, scale_dtype(case.dtype))
-    if case.spread:
-        inputs["spread"] = array(0.5 * rng.random((*lead, 1)), scale_dtype(case.dtype))
-    return inputs
+    return array((scale * rng.standard_normal(shape)).astype(np.float32), dtype)
 
 
 def random_bytes(rng: np.random.Generator, *shape: int) -> jax.Array:
@@ -160,37 +142,49 @@ def scale_dtype(dtype: str) -> str:
     return "float32" if dtype == "float32" else "float16"
 
 
+def queries(case: Any, rng: np.random.Generator) -> jax.Array:
+    return normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype)
+
+
+def score_inputs(case: Heads) -> dict[str, Any]:
+    """Arguments of chunk_scores: one row of the batch and head without any candidate, if there are several."""
+    rng, (count,) = np.random.default_rng(case.dim), case.rows
+    candidates = rng.random((case.batch, case.kv_heads, count)) < 0.6
+    candidates[-1, -1] = False
+    candidates[0, 0, 0] = True
+    lead = (case.batch, case.kv_heads, count * case.parts)
+    inputs = {"q": queries(case, rng), "candidates": array(candidates), "scale": case.dim**-0.5}
+    inputs["landmarks"] = normal(rng, *lead, case.dim, dtype=case.dtype)
+    if case.bits is not None:
+        steps = (0.5 + rng.random((*lead, 1))) * 2.0 ** (2 - case.bits)
+        inputs["landmarks"] = random_bytes(rng, *lead, case.dim * case.bits // 8)
+        inputs["landmark_scale"] = array(steps, scale_dtype(case.dtype))
+    if case.spread:
+        inputs["spread"] = array(0.5 * rng.random((*lead, 1)), scale_dtype(case.dtype))
+    return inputs
+
+
 def attention_inputs(case: Heads) -> dict[str, Any]:
     """Arguments of sparse_attention: masks of several broadcast shapes, and a query that may see nothing."""
     rng, pieces = np.random.default_rng(case.dim), []
     for number, rows in enumerate(case.rows):
         full = (case.batch, case.kv_heads, case.queries, rows)
-        shape = (full, (1, 1, full[2], rows), (*full[:2], 1, 1))[number % 3]
-        valid = rng.random(shape) < 0.6
+        valid = rng.random((full, (1, 1, full[2], rows), (*full[:2], 1, 1))[number % 3]) < 0.6
         valid[:, :, -1] = valid[:, :, -1] & (case.queries == 1)
         k, v = (normal(rng, case.batch, case.kv_heads, rows, case.dim, dtype=case.dtype) for _ in range(2))
         pieces.append((k, v, array(valid)))
-    q = normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype)
-    return {"q": q, "pieces": pieces, "scale": case.dim**-0.5}
+    return {"q": queries(case, rng), "pieces": pieces, "scale": case.dim**-0.5}
 
 
 def factor_inputs(case: Chunks) -> dict[str, Any]:
     """Arguments of reconstruct_keys: ids below and above what exists."""
-    rng = np.random.default_rng(case.dim)
+    rng, last = np.random.default_rng(case.dim), case.units + case.tail - 1
     half = (case.dim if case.rotated is None else case.rotated) // 2
-    ids = rng.integers(0, case.units + case.tail, (case.batch, case.kv_heads, case.count))
-    ids[..., 0], ids[..., 1], ids[..., 2] = -2, case.units + case.tail + 5, case.units + case.tail - 1
-    inputs: dict[str, Any] = {
-        "ids": array(ids, np.int32),
-        "inverse": array(10_000.0 ** -(np.arange(half) / half), np.float32),
-    }
-    if case.profile is not None:
-        inputs |= code_inputs(case, rng)
-    else:
-        inputs |= {
-            "left": left_rows(case, rng, case.units),
-            "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype),
-        }
+    ids = rng.integers(0, last + 1, (case.batch, case.kv_heads, case.count))
+    ids[..., :3] = -2, last + 6, last
+    inverse = array(10_000.0 ** -(np.arange(half) / half), np.float32)
+    inputs: dict[str, Any] = {"ids": array(ids, np.int32), "inverse": inverse} | right_sides(case, rng)
+    inputs["left"] = left_rows(case, rng, case.units)
     if case.tail:
         inputs["tail"] = left_rows(case, rng, case.tail)
         inputs["tail_unit"] = array(case.units - 1 - np.arange(case.batch), np.int32)
@@ -205,20 +199,15 @@ def left_rows(case: Chunks, rng: np.random.Generator, units: int) -> jax.Array:
     return normal(rng, case.batch, units, case.chunk * case.rank, dtype=case.dtype, scale=case.rank**-0.5)
 
 
-def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
-    """Codes, and what they are multiplied with: rows of deviation 1 / sqrt(r), each times the step of its code."""
-    profile = case.profile
-    assert profile is not None
-    steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
-    steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
-    right = np.asarray(normal(rng, case.batch, case.kv_heads, sum(profile), case.dim))
-    right = array((right * steps[:, None, :, None].astype(np.float32)).astype(jnp.dtype(case.dtype)))
-    return {
-        "left": left_rows(case, rng, case.units),
-        "right": right,
-        "mean": normal(rng, case.batch, case.kv_heads, case.dim, dtype=case.dtype),
-        "profile": profile,
-    }
+def right_sides(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
+    """What left rows are multiplied with. For codes: rows of deviation 1 / sqrt(r), each times the step of its code."""
+    lead, profile = (case.batch, case.kv_heads), case.profile
+    if profile is None:
+        return {"right": normal(rng, *lead, case.rank, case.dim, dtype=case.dtype)}
+    steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile) * sum(profile) ** -0.5
+    steps = (steps * (0.5 + rng.random((case.batch, sum(profile))))).astype(np.float32)
+    right = array(np.asarray(normal(rng, *lead, sum(profile), case.dim)) * steps[:, None, :, None], case.dtype)
+    return {"right": right, "mean": normal(rng, *lead, case.dim, dtype=case.dtype), "profile": profile}
 
 
 def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:
@@ -229,42 +218,46 @@ def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:
     codes = case.chunk * math.ceil(case.dim * case.value_bits / 16)
     rows = rng.integers(0, 2**16, (*lead, math.ceil((codes + scales.shape[-1]) / 16) * 16), np.uint16)
     rows[..., codes : codes + scales.shape[-1]] = scales
-    return on_host(array(rows))
+    return on_host(rows)
 
 
 def fetch_inputs(case: Chunks) -> dict[str, Any]:
     """Arguments of fetch_reconstruct: values in host memory, of which some need not come."""
-    inputs, rng = factor_inputs(case), np.random.default_rng(case.rank)
-    lead, width = (case.batch, case.kv_heads), case.chunk * case.dim
+    inputs, rng, lead = factor_inputs(case), np.random.default_rng(case.rank), (case.batch, case.kv_heads)
     inputs["values"] = host_rows(case, rng, *lead, case.units)
     if case.tail:
         inputs["values_tail"] = host_rows(case, rng, *lead, case.tail + 1)
     if case.value_bits is not None:
         inputs |= {"value_bits": case.value_bits, "value_dtype": case.dtype}
     if case.kept:
-        places = inputs["ids"].shape[2] + 3  # some hold chunks that are not selected
+        shape = (*lead, case.count)
+        places = case.count + 3  # some hold chunks that are not selected
         for field in ("kept_values", "kept_keys"):
-            inputs[field] = normal(rng, *lead, places, width, dtype=case.dtype)
+            inputs[field] = normal(rng, *lead, places, case.chunk * case.dim, dtype=case.dtype)
         mixed = rng.permuted(np.broadcast_to(np.arange(places), (*lead, places)), axis=2)
         inputs["places"] = array(mixed[..., :-3], np.int32)
-        miss = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
+        miss = rng.integers(0, 2, shape).astype(bool)
         miss[..., 0], miss[..., 1] = False, True
-        miss[0, 0] = np.arange(miss.shape[2]) > 0  # nearly all
+        miss[0, 0] = np.arange(case.count) > 0  # nearly all
         miss[-1, -1, 2:] = False  # a single one
-        inputs["missed"] = array(np.sort(np.where(miss, np.arange(miss.shape[2]), miss.shape[2])), np.int32)
+        inputs["missed"] = array(np.sort(np.where(miss, np.arange(case.count), case.count)), np.int32)
     return inputs
+
+
+def attend_inputs(case: Chunks) -> dict[str, Any]:
+    """Arguments of attend_chunks: three query heads for each KV head."""
+    q = normal(np.random.default_rng(1), case.batch, 1, 3 * case.kv_heads, case.dim, dtype=case.dtype)
+    return fetch_inputs(case) | {"q": q, "scale": case.dim**-0.5}
 
 
 def misses(inputs: dict[str, Any]) -> np.ndarray:
     """Which chunks the arguments of fetch_reconstruct ask to fetch and rebuild, bool [B, h_kv, k]."""
-    ids, miss = np.asarray(inputs["ids"]), np.ones(inputs["ids"].shape, bool)
-    if "missed" in inputs:
-        missed = np.asarray(inputs["missed"])
-        for b, h in np.ndindex(*ids.shape[:2]):
-            miss[b, h] = np.isin(np.arange(ids.shape[2]), missed[b, h])
-    return miss
+    shape = inputs["ids"].shape
+    if "missed" not in inputs:
+        return np.ones(shape, bool)
+    return (np.asarray(inputs["missed"])[..., None] == np.arange(shape[2])).any(axis=2)
 
 
-def on_host(x: jax.Array) -> jax.Array:
+def on_host(x: Any) -> jax.Array:
     """An array in pinned host memory."""
     return jax.device_put(np.asarray(x), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))

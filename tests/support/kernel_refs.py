@@ -7,7 +7,9 @@ The threads of a program also exchange numbers in memory. Here every load must b
 before it, and every store from the loads and the store before it.
 """
 
+import functools
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -77,28 +79,11 @@ def store(view: Any, value: jax.Array, *, mask: Any = None) -> None:
     ref.array[places] = np.broadcast_to(np.asarray(value), lanes.shape)[lanes]
 
 
-def is_scratch(part: Any) -> bool:
-    """Whether a part of the outputs is memory that nothing reads after the kernel."""
-    return isinstance(part, select_kernel.Scratch)
-
-
-def pass_barrier(interpret: bool) -> None:
-    """The kernel's barrier."""
-    clock[0] += 1
-
-
-class WithoutRule:
-    """Stands in for `custom_vmap`: calls the function and ignores the rule."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def def_vmap(self, rule: Any) -> None:
-        """Ignore the rule."""
-
-    def __call__(self, *operands: Any) -> Any:
-        """Call the function."""
-        return self.function(*operands)
+def without_rule(function: Any) -> Any:
+    """Stands in for `custom_vmap`: a function that ignores its rule."""
+    call = functools.partial(function)
+    call.def_vmap = lambda rule: None  # type: ignore[attr-defined]
+    return call
 
 
 @pytest.fixture
@@ -107,9 +92,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     program = [0]
 
-    def pallas_call(
-        kernel: Any, *, grid: tuple[int, ...], out_shape: Any, input_output_aliases: Any = None, **_: Any
-    ) -> Any:
+    def pallas_call(kernel, *, grid, out_shape, input_output_aliases=None, **_):
         def run(*operands: Any) -> Any:
             inputs = jax.tree.map(Watched, operands)
             shapes, tree = jax.tree.flatten(out_shape)
@@ -122,21 +105,20 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             for program[:] in itertools.product(*map(range, grid)):
                 clock[0] = 0
                 kernel(*inputs, *(outputs if isinstance(outputs, list) else [outputs]))
-            for index, ref in enumerate(jax.tree.leaves(outputs, is_leaf=is_scratch)):
-                if is_scratch(ref):
-                    continue
-                least = 0 if index in aliases else 1
-                assert ref.writes.min() >= least, "an element is not written"
-                assert ref.writes.max() <= 1, "an element is written twice"
+            scratch = select_kernel.Scratch  # memory that nothing reads after the kernel
+            for index, ref in enumerate(jax.tree.leaves(outputs, is_leaf=lambda part: isinstance(part, scratch))):
+                if not isinstance(ref, scratch):
+                    assert ref.writes.min() >= (index not in aliases), "an element is not written"
+                    assert ref.writes.max() <= 1, "an element is written twice"
             return jax.tree.map(lambda ref: array(ref.array), outputs)
 
         return run
 
     # A function with a rule for vmap is traced when it is called. The watched kernels cannot be traced.
-    monkeypatch.setattr(jax.custom_batching, "custom_vmap", WithoutRule)
+    monkeypatch.setattr(jax.custom_batching, "custom_vmap", without_rule)
     monkeypatch.setattr(pl, "pallas_call", pallas_call)
     monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
-    monkeypatch.setattr(select_kernel, "barrier", pass_barrier)
+    monkeypatch.setattr(select_kernel, "barrier", lambda interpret: operator.setitem(clock, 0, clock[0] + 1))
     monkeypatch.setattr(pltriton, "load", load)
     monkeypatch.setattr(pltriton, "store", store)
     with jax.disable_jit():

@@ -1,58 +1,61 @@
-"""The GPU ops in float64 NumPy, element by element: written from their docstrings, sharing nothing with the package."""
+"""The GPU ops in float64 NumPy: written from their docstrings, sharing nothing with the package."""
 
 import inspect
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+from random_arrays import wide as wide
 
 
-def wide(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float64)
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    weight = np.exp(scores - scores.max())
-    return weight / weight.sum()
-
-
-def codes_in(row: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Codes of a row of w bytes, number after number: byte j has the numbers j, j + w, ..., the first lowest."""
-    width = count * bits // 8
-    assert len(row) == width
-    return np.array([int(row[j % width]) >> (j // width * bits) & (2**bits - 1) for j in range(count)], int)
+def codes_in(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of rows of w bytes or words: item j has the numbers j, j + w, ..., the first lowest."""
+    each = 8 * rows.itemsize // bits
+    return np.concatenate([rows.astype(int) >> bits * place & 2**bits - 1 for place in range(each)], axis=-1)
 
 
 def two_s_complement(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
 
 
+def numbers_of(rows: Any, scale: Any, dim: int) -> np.ndarray:
+    """Landmarks of rows of numbers, or of codes that fill bytes, with their steps [..., 1]."""
+    rows = np.asarray(rows)
+    if scale is None:
+        return wide(rows).reshape(*rows.shape[:-1], -1, dim)
+    rows = rows.reshape(*np.shape(scale), -1)
+    bits = 8 * rows.shape[-1] // dim
+    return two_s_complement(codes_in(rows, bits), bits) * wide(scale)[..., None]
+
+
+def softmax(logits: np.ndarray, there: Any = True) -> np.ndarray:
+    """Over the last axis, of what is there. All zeros if nothing is."""
+    logits = np.where(there, logits, -np.inf)
+    weight = np.exp(logits - np.maximum(logits.max(axis=-1, keepdims=True), -1e300))
+    return weight / np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
+
+
+def grouped(q: Any, heads: int) -> np.ndarray:
+    """Queries by KV head [B, h_kv, T, group, d]."""
+    q = wide(q)
+    return q.reshape(*q.shape[:2], heads, -1, q.shape[3]).transpose(0, 2, 1, 3, 4)
+
+
 def chunk_scores(
     q: Any, landmarks: Any, candidates: Any, scale: float, landmark_scale: Any = None, spread: Any = None
 ) -> np.ndarray:
-    q, candidates = wide(q), np.asarray(candidates)
-    variance = np.zeros((*landmarks.shape[:3], 1)) if spread is None else (scale * wide(spread)) ** 2
-    variance = variance.reshape(*candidates.shape, -1)
-    if landmark_scale is not None:
-        rows, dim = np.asarray(landmarks), q.shape[3]
-        bits = 8 * rows.shape[3] // dim
-        numbers = [two_s_complement(codes_in(row, dim, bits), bits) for row in rows.reshape(-1, rows.shape[3])]
-        landmarks = np.reshape(numbers, (*rows.shape[:3], dim)) * wide(landmark_scale)
-    batch, heads, count = candidates.shape
-    landmarks = wide(landmarks).reshape(batch, heads, count, -1, q.shape[3])
-    group = q.shape[2] // heads
-    out = np.full((batch, heads, q.shape[1], count), -1.0)
-    for b, h, t in np.ndindex(batch, heads, q.shape[1]):
-        there = candidates[b, h]
-        if there.any():
-            own, half = landmarks[b, h][there], variance[b, h][there] / 2
-            mass = [
-                softmax((own @ one * scale + one @ one * half).ravel()).reshape(own.shape[:2]).sum(axis=1)
-                for one in q[b, t, h * group : (h + 1) * group]
-            ]
-            out[b, h, t, there] = np.max(mass, axis=0)
-    return out
+    there = np.asarray(candidates)
+    marks = numbers_of(landmarks, landmark_scale, q.shape[3]).reshape(*there.shape, -1, q.shape[3])
+    half = np.zeros(marks.shape[:4]) if spread is None else (scale * wide(spread)).reshape(marks.shape[:4]) ** 2 / 2
+    return mass_of(grouped(q, there.shape[1]), marks[:, :, None], half[:, :, None], there[:, :, None], scale)
+
+
+def mass_of(q: np.ndarray, marks: np.ndarray, half: np.ndarray, there: np.ndarray, scale: float) -> np.ndarray:
+    """Scores of chunks [B, h, T, n] for queries [B, h, T, group, d] and landmarks [B, h, T, n, s, d]."""
+    logits = scale * np.einsum("...gd,...nsd->...gns", q, marks) + np.einsum("...gd,...gd,...ns->...gns", q, q, half)
+    flags = np.repeat(there, logits.shape[-1], axis=-1)[..., None, :]
+    mass = softmax(logits.reshape(*logits.shape[:-2], -1), flags).reshape(logits.shape).sum(axis=-1).max(axis=-2)
+    return np.where(there, mass, -1.0)
 
 
 def in_order(k: Any, v: Any, valid: Any, *rest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,85 +63,66 @@ def in_order(k: Any, v: Any, valid: Any, *rest: Any) -> tuple[np.ndarray, np.nda
     k, v, valid, (*places, dim) = wide(k), wide(v), np.asarray(valid), rest
     if not places or places[0] is None:
         return k, v, valid
-    listed, chunk = np.asarray(places[0]), k.shape[3] // dim
-    out = np.zeros((2, *listed.shape, chunk, dim))
-    for b, h, j in np.ndindex(listed.shape):
-        if 0 <= listed[b, h, j] < k.shape[2]:
-            for row in range(chunk):
-                for x, rows in enumerate((k, v)):
-                    out[x, b, h, j, row] = rows[b, h, listed[b, h, j], row * dim : (row + 1) * dim]
-    k, v = out.reshape(2, *listed.shape[:2], -1, dim)
-    return k, v, np.minimum(valid, listed.shape[2]) * np.int32(chunk) if valid.dtype == np.int32 else valid
+    listed = np.clip(places[0], 0, max(k.shape[2] - 1, 0))[..., None]  # no query sees a place that does not exist
+    if k.shape[2] == 0:
+        k, v = (np.zeros((*x.shape[:2], 1, x.shape[3])) for x in (k, v))
+    lead, size = listed.shape[:2], listed.shape[2] * (k.shape[3] // dim)
+    rows = [np.take_along_axis(x, listed, axis=2).reshape(*lead, size, dim) for x in (k, v)]
+    counts = np.minimum(valid, listed.shape[2]) * np.int32(k.shape[3] // dim) if valid.dtype == np.int32 else valid
+    return rows[0], rows[1], counts
 
 
 def sparse_attention(q: Any, pieces: Any, scale: float) -> np.ndarray:
-    q, out = wide(q), np.zeros(q.shape)
-    for b, t, head in np.ndindex(q.shape[:3]):
-        keys, values = [], []
-        for piece in pieces:
-            k, v, valid = in_order(*piece, q.shape[3])
-            h = head * k.shape[1] // q.shape[2]
-            flags = np.broadcast_to(valid, (*k.shape[:2], q.shape[1], np.shape(valid)[-1]))[b, h, t]
-            rows = np.arange(k.shape[-2])
-            seen = rows < flags if flags.dtype == np.int32 else flags[rows * len(flags) // max(len(rows), 1)]
-            own = (b, h) if k.ndim == 4 else (b, h, t)
-            keys.append(k[own][seen])
-            values.append(v[own][seen])
-        if sum(map(len, keys)):
-            out[b, t, head] = softmax(np.concatenate(keys) @ q[b, t, head] * scale) @ np.concatenate(values)
-    return out
+    heads, scores, values = pieces[0][0].shape[1], [], []
+    queries = grouped(q, heads)
+    for piece in pieces:
+        k, v, valid = in_order(*piece, q.shape[3])
+        k, v = (
+            np.broadcast_to(x[:, :, None] if x.ndim == 4 else x, (*queries.shape[:3], *x.shape[-2:])) for x in (k, v)
+        )
+        rows = k.shape[3]
+        seen = (
+            np.arange(rows) < valid if valid.dtype == np.int32 else np.repeat(valid, rows // max(valid.shape[3], 1), 3)
+        )
+        scores.append(np.where(seen[:, :, :, None], scale * queries @ k.swapaxes(3, 4), -np.inf))
+        values.append(v)
+    together = np.concatenate(scores, axis=4)
+    out = softmax(together, together > -np.inf) @ np.concatenate(values, axis=3)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def chunk_of(ids: Any, units: int, tail: Any, tail_unit: Any, b: int, h: int, j: int) -> tuple[int, bool, int]:
-    """Row of the prompt or of the tail, whether of the tail, and the chunk in the sequence."""
-    most = units + (0 if tail is None else tail.shape[-2])
-    one = min(max(int(ids[b, h, j]), 0), most - 1)
-    tail_unit = None if tail is None else np.asarray(tail_unit)
-    if one < units:
-        return one, False, one
-    return one - units, True, one - units + int(tail_unit[b])
+def chosen(ids: Any, left: Any, tail: Any, tail_unit: Any) -> tuple[np.ndarray, np.ndarray]:
+    """For each id that is clipped to what exists, the row of the prompt and its tail, and the chunk of the sequence."""
+    units = left.shape[-2]
+    rows = np.clip(ids, 0, units + (0 if tail is None else tail.shape[-2]) - 1)
+    if tail is None:
+        return rows, rows
+    return rows, np.where(rows < units, rows, rows - units + np.asarray(tail_unit)[:, None, None])
 
 
-def coded_keys(row: np.ndarray, right: Any, mean: Any, profile: Any, b: int, h: int) -> np.ndarray:
-    """Keys [c, d] of a chunk's row of bytes."""
-    sizes = [(count, bits, count * bits // 8) for count, bits in zip(profile, (8, 4, 2), strict=True)]
-    found = []
-    for token in row.reshape(-1, sum(size for _, _, size in sizes)):
-        numbers = []
-        for count, bits, size in sizes:
-            part, token = token[:size], token[size:]
-            numbers += list(codes_in(part, count, bits) + 0.5 - 2 ** (bits - 1))
-        found.append(numbers)
-    return np.array(found) @ wide(right)[b, h] + wide(mean)[b, h]
+def taken(prompt: Any, tail: Any, rows: np.ndarray) -> np.ndarray:
+    """The rows [B, h, k, w] of a prompt and its tail, which all heads share if these have three axes."""
+    both = np.concatenate([np.asarray(x) for x in (prompt, tail) if x is not None], axis=-2)
+    both = both if both.ndim == 4 else np.broadcast_to(both[:, None], (*rows.shape[:2], *both.shape[1:]))
+    return np.take_along_axis(both, rows[..., None], axis=2)
 
 
-def reconstruct_keys(
-    left: Any,
-    right: Any,
-    ids: Any,
-    inverse: Any,
-    tail: Any = None,
-    tail_unit: Any = None,
-    mean: Any = None,
-    profile: Any = None,
-) -> np.ndarray:
-    left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
-    tail = None if tail is None else np.asarray(tail)
-    right, mean = np.asarray(right), None if mean is None else np.asarray(mean)
-    dim, half = right.shape[-1], len(inverse)
-    rank, chunk = right.shape[2], chunk_size(left, right, profile)
-    out = np.zeros((*ids.shape, chunk, dim))
-    for b, h, j in np.ndindex(ids.shape):
-        row, later, place = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
-        own = (tail if later else left)[b, row]
-        if profile is None:
-            key = wide(own).reshape(chunk, rank) @ wide(right[b, h])
-        else:
-            key = coded_keys(own, right, mean, profile, b, h)
-        angle = (place * chunk + np.arange(chunk, dtype=np.float32))[:, None] * inverse  # rounded, as the ops do
-        turned = (key[:, :half] + 1j * key[:, half : 2 * half]) * np.exp(1j * wide(angle))
-        out[b, h, j] = np.concatenate([turned.real, turned.imag, key[:, 2 * half :]], axis=1)
-    return out.reshape(*ids.shape[:2], -1, dim)
+def reconstruct_keys(left, right, ids, inverse, tail=None, tail_unit=None, mean=None, profile=None) -> np.ndarray:
+    (rows, places), chunk = chosen(ids, left, tail, tail_unit), chunk_size(left, right, profile)
+    own = taken(left, tail, rows)
+    own = own.reshape(*own.shape[:3], chunk, -1)
+    if profile is not None:
+        ends = np.cumsum([count * bits // 8 for count, bits in zip(profile, (8, 4, 2), strict=True)])
+        parts = zip(np.split(own, ends[:2], axis=-1), (8, 4, 2), strict=True)
+        own = np.concatenate([codes_in(part, bits) + 0.5 - 2 ** (bits - 1) for part, bits in parts], axis=-1)
+    key, half = wide(own) @ wide(right)[:, :, None], len(inverse)
+    if mean is not None:
+        key += wide(mean)[:, :, None, None]
+    at = (places * chunk).astype(np.float32)[..., None] + np.arange(chunk, dtype=np.float32)
+    angle = wide(at[..., None] * np.asarray(inverse))  # rounded, as the ops do
+    turned = (key[..., :half] + 1j * key[..., half : 2 * half]) * np.exp(1j * angle)
+    out = np.concatenate([turned.real, turned.imag, key[..., 2 * half :]], axis=-1)
+    return out.reshape(*rows.shape[:2], -1, key.shape[-1])
 
 
 def kept_or_rebuilt(kept_keys: Any = None, places: Any = None, missed: Any = None, **inputs: Any) -> np.ndarray:
@@ -164,48 +148,32 @@ def chunk_size(left: Any, right: Any, profile: Any) -> int:
     return left.shape[-1] // (right.shape[2] if profile is None else sum(np.array(profile) * (8, 4, 2)) // 8)
 
 
-def unpacked_values(row: np.ndarray, chunk: int, dim: int, bits: int, dtype: Any) -> np.ndarray:
-    """Values of a chunk's row of 16-bit words: the codes of all tokens, then their scales, then what fills a sector.
-
-    Word j of a token's w words has the numbers j, j + w, ..., the first lowest.
-    """
-    kind = np.float32 if dtype == "float32" else np.float16
-    width, each = math.ceil(dim * bits / 16), np.dtype(kind).itemsize // 2
-    assert row.dtype == np.uint16
-    assert len(row) == math.ceil(chunk * (width + each) / 16) * 16
-    values = np.zeros((chunk, dim), np.float32)
-    for token, j in np.ndindex(chunk, dim):
-        code = int(row[token * width + j % width]) >> (j // width * bits) & (2**bits - 1)
-        first = chunk * width + token * each
-        scale = np.frombuffer(row[first : first + each].astype("<u2").tobytes(), kind)[0]
-        values[token, j] = np.float32(code - 2**bits if code >= 2 ** (bits - 1) else code) * np.float32(scale)
-    return values.ravel()
+def unpacked_values(rows: np.ndarray, chunk: int, dim: int, bits: int, dtype: Any) -> np.ndarray:
+    """Values [..., c, d] of rows of 16-bit words: the codes of all tokens, their scales, and what fills a sector."""
+    kind = np.dtype(np.float32 if dtype == "float32" else np.float16)
+    width, each = math.ceil(dim * bits / 16), kind.itemsize // 2
+    assert rows.dtype == np.uint16
+    assert rows.shape[-1] == math.ceil(chunk * (width + each) / 16) * 16
+    codes, scales = rows[..., : chunk * width], rows[..., chunk * width : chunk * (width + each)]
+    codes = codes_in(codes.reshape(*rows.shape[:-1], chunk, width), bits)[..., :dim]
+    steps = np.ascontiguousarray(scales).view(kind).astype(np.float32)
+    return two_s_complement(codes, bits).astype(np.float32) * steps[..., None]
 
 
 def fetched_values(
-    values: Any,
-    left: Any,
-    ids: Any,
-    tail: Any = None,
-    tail_unit: Any = None,
-    values_tail: Any = None,
-    right: Any = None,
-    profile: Any = None,
-    value_bits: Any = None,
-    value_dtype: Any = None,
-    **kept: Any,
+    values, left, ids, right, tail=None, tail_unit=None, values_tail=None, profile=None, value_bits=None, **rest
 ) -> np.ndarray:
     """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
-    values, ids, dim = np.asarray(values), np.asarray(ids), right.shape[-1]
-    chunk = chunk_size(left, right, profile)
-    out: list[Any] = []
-    for b, h, j in np.ndindex(ids.shape):
-        row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
-        came = (np.asarray(values_tail) if later else values)[b, h, row]
-        if value_bits is not None:
-            came = unpacked_values(came, chunk, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
-        out.append(came)
-    rows = np.array(out).reshape(*ids.shape, -1)
-    if "missed" in kept:
-        return with_missed(kept["kept_values"], kept["places"], kept["missed"], rows)
-    return rows.reshape(*ids.shape[:2], -1, dim)
+    rows, dim = taken(values, values_tail, chosen(ids, left, tail, tail_unit)[0]), right.shape[-1]
+    if value_bits is not None:
+        kind = rest["value_dtype"]
+        rows = unpacked_values(rows, chunk_size(left, right, profile), dim, value_bits, kind).astype(np.dtype(kind))
+        rows = rows.reshape(*rows.shape[:3], -1)
+    if "missed" in rest:
+        return with_missed(rest["kept_values"], rest["places"], rest["missed"], rows)
+    return rows.reshape(*rows.shape[:2], -1, dim)
+
+
+def attend_chunks(q: Any, scale: float, **inputs: Any) -> np.ndarray:
+    keys = kept_or_rebuilt(**inputs)
+    return sparse_attention(q, [(keys, fetched_values(**inputs), np.ones((1, 1, 1, keys.shape[2]), bool))], scale)

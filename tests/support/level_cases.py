@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kernel_cases import normal, random_bytes, scale_dtype
-from kernel_truth import codes_in, softmax, two_s_complement, wide
+from kernel_cases import normal, queries, random_bytes, scale_dtype
+from kernel_truth import grouped, mass_of, numbers_of, wide
 from random_arrays import array
 
 
@@ -54,13 +54,8 @@ def level_inputs(case: Near) -> dict[str, Any]:
     if case.batch * case.kv_heads > 1:
         scores[-1, -1] = -1
     scores[0, 0, 0, 0] = 0.5
-    inputs = {
-        "q": normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype),
-        "scores": array(scores),
-        "count": case.count,
-        "size": case.size,
-        "scale": case.dim**-0.5,
-    }
+    inputs: dict[str, Any] = {"count": case.count, "size": case.size, "scale": case.dim**-0.5}
+    inputs |= {"q": queries(case, rng), "scores": array(scores)}
     for name, rows, bits in (("mean", 1, case.bits and 8), ("detail", case.parts - 1, case.bits)):
         shape, key = (*lead, case.chunks), f"{name}s"
         if bits is None:
@@ -74,46 +69,26 @@ def level_inputs(case: Near) -> dict[str, Any]:
     return inputs
 
 
-def landmarks_of(inputs: dict[str, Any]) -> np.ndarray:
-    """The landmarks that the levels stand for, float64 [B, h_kv, n, s, d]."""
-    dim, levels = inputs["q"].shape[3], []
-    for name in ("mean", "detail"):
-        rows, scale = np.asarray(inputs[f"{name}s"]), inputs.get(f"{name}_scale")
-        if scale is None:
-            levels.append(wide(rows).reshape(*rows.shape[:3], -1, dim))
-            continue
-        rows = rows.reshape(*scale.shape, -1)
-        bits = 8 * rows.shape[4] // dim
-        numbers = [two_s_complement(codes_in(row, dim, bits), bits) for row in rows.reshape(-1, rows.shape[4])]
-        levels.append(np.reshape(numbers, (*scale.shape, dim)) * wide(scale)[..., None])
-    rows = np.concatenate(levels, axis=3)
-    parts = rows.shape[3]
-    signs = np.array([[(-1) ** (j & k).bit_count() for k in range(parts)] for j in range(parts)])
-    return np.einsum("jk,bhnkd->bhnjd", signs, rows)
-
-
 def level_truth(**inputs: Any) -> tuple[np.ndarray, np.ndarray]:
     """The definition: the scores and ids of the chunks in the best groups, one query and head at a time."""
-    q, scores, marks = wide(inputs["q"]), np.asarray(inputs["scores"]), landmarks_of(inputs)
-    count, size, scale = inputs["count"], inputs["size"], inputs["scale"]
-    spread = inputs.get("spread")
+    q, scores, count, size, scale = (inputs[key] for key in ("q", "scores", "count", "size", "scale"))
+    rows = [numbers_of(inputs[f"{key}s"], inputs.get(f"{key}_scale"), q.shape[3]) for key in ("mean", "detail")]
+    marks, scores, spread = np.concatenate(rows, axis=3), np.asarray(scores), inputs.get("spread")
+    parts = range(marks.shape[3])
+    signs = np.array([[(-1) ** (j & k).bit_count() for k in parts] for j in parts])
+    marks = np.einsum("jk,bhnkd->bhnjd", signs, marks)
     half = np.zeros(marks.shape[:4]) if spread is None else (scale * wide(spread)) ** 2 / 2
-    batch, heads, length, chunks = scores.shape
-    groups, group = -(-chunks // size), q.shape[2] // heads
-    shape = (batch, heads, length, size * min(count, groups))
+    groups = -(-scores.shape[3] // size)
+    asked, shape = grouped(q, scores.shape[1]), (*scores.shape[:3], size * min(count, groups))
     found, ids = np.full(shape, -1.0), np.zeros(shape, np.int32)
-    for b, h, t in np.ndindex(batch, heads, length):
+    for b, h, t in np.ndindex(*shape[:3]):
         own = scores[b, h, t]
         best = [own[g * size : (g + 1) * size].max() for g in range(groups)]
         order = sorted((g for g in range(groups) if best[g] >= 0), key=lambda g: (-best[g], g))[:count]
-        places = [(place, g * size + i) for place, g in enumerate(sorted(order)) for i in range(size)]
-        near = [(size * place + chunk % size, chunk) for place, chunk in places if chunk < chunks and own[chunk] >= 0]
-        if not near:
-            continue
-        at, chosen = map(list, zip(*near, strict=True))
-        mass = []
-        for one in q[b, t, h * group : (h + 1) * group]:
-            logits = scale * marks[b, h, chosen] @ one + one @ one * half[b, h, chosen]
-            mass.append(softmax(logits.ravel()).reshape(logits.shape).sum(axis=1))
-        found[b, h, t, at], ids[b, h, t, at] = np.max(mass, axis=0), chosen
+        places = [(place * size + i, g * size + i) for place, g in enumerate(sorted(order)) for i in range(size)]
+        if near := [(at, chunk) for at, chunk in places if chunk < len(own) and own[chunk] >= 0]:
+            at, chosen = map(list, zip(*near, strict=True))
+            there = np.ones(len(chosen), bool)
+            found[b, h, t, at] = mass_of(asked[b, h, t], marks[b, h, chosen], half[b, h, chosen], there, scale)
+            ids[b, h, t, at] = chosen
     return found, ids

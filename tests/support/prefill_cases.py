@@ -1,8 +1,8 @@
 """Random lists of keys for sparse_prefill, and its result in float64 NumPy, query by query."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from kernel_cases import normal
 from kernel_truth import softmax, wide
@@ -11,7 +11,8 @@ from random_arrays import array
 from pallas_kernels import KeyLists, Keys
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True)
+class Prompt:
     """Sizes of a case: queries start at block `skipped` of the prompt, and fill `count` blocks of `block`."""
 
     dim: int
@@ -26,7 +27,16 @@ class Prompt(NamedTuple):
     masks: bool = False
 
 
-def inputs_of(case: Prompt) -> dict[str, Any]:
+PROMPTS = (
+    Prompt(64),
+    Prompt(80, 3, 1, 16, 5, 1, (23, 96), 96),  # padding
+    Prompt(96, 4, 1, 16, 4, 0, (64, 50), 64, masks=True),
+    Prompt(128, 1, 2, 32, 2, 1, (90,), 90, "bfloat16"),  # keys end within a block
+    Prompt(256, 8, 1, 64, 1, 1, (100,), 128, "bfloat16", masks=True),
+)
+
+
+def prefill_inputs(case: Prompt) -> dict[str, Any]:
     """Arguments of sparse_prefill. Each list also has numbers past its count, which nothing may read."""
     rng = np.random.default_rng(case.dim)
     rows, heads, tokens = len(case.lengths), case.group * case.kv_heads, case.tokens
@@ -45,34 +55,23 @@ def inputs_of(case: Prompt) -> dict[str, Any]:
         blocks[b, h, i, : len(chosen)], columns[b, h, i, : len(single)] = chosen, single
         counts[:, b, h, i] = len(chosen), len(single)
     masks = [array(rng.random((rows, heads, tokens)) < share) for share in (0.4, 0.1)] if case.masks else []
-    lists = KeyLists(*map(jnp.asarray, (blocks, counts[0], columns, counts[1])), *masks)
-    return {
-        "q": q,
-        "keys": Keys(k, v, array(case.lengths, np.int32)),
-        "lists": lists,
-        "first": array(np.int32(case.skipped * case.block)),
-        "scale": 0.3,
-    }
+    lists = KeyLists(*map(array, (blocks, counts[0], columns, counts[1])), *masks)
+    keys, first = Keys(k, v, array(case.lengths, np.int32)), array(np.int32(case.skipped * case.block))
+    return {"q": q, "keys": keys, "lists": lists, "first": first, "scale": 0.3}
 
 
-def truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.ndarray:
-    """sparse_prefill by its docstring: one query after another."""
-    q, k, v, first, lengths = wide(q), wide(keys.k), wide(keys.v), int(first), np.asarray(keys.lengths)
+def prefill_truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.ndarray:
+    """sparse_prefill by its docstring: one block of queries after another."""
+    q, k, v = wide(q), wide(keys.k), wide(keys.v)
     lists = KeyLists(*(None if x is None else np.asarray(x) for x in lists))
-    rows, length, heads, _ = q.shape
-    block, out = length // lists.blocks.shape[2], np.zeros(q.shape)
-    for b, h, t in np.ndindex(rows, heads, length):
-        i, place, kv = t // block, first + t, h // (heads // k.shape[2])
-        if place >= lengths[b]:
-            continue
-        seen = [int(x) for x in lists.columns[b, h, i, : int(lists.column_counts[b, h, i])]]
-        for number in lists.blocks[b, h, i, : int(lists.block_counts[b, h, i])]:
-            near = range(int(number) * block, min((int(number) + 1) * block, place + 1))
-            if lists.diagonals is not None:
-                on_line, in_column = lists.diagonals[b, h], lists.in_column[b, h]
-                near = [x for x in near if on_line[place - x] or in_column[x]]
-            seen += near
-        seen = [x for x in seen if x <= place]
-        if seen:
-            out[b, t, h] = softmax(k[b, seen, kv] @ q[b, t, h] * scale) @ v[b, seen, kv]
+    block, out, key = q.shape[1] // lists.blocks.shape[2], np.zeros(q.shape), np.arange(k.shape[1])
+    for b, h, i in np.ndindex(*lists.blocks.shape[:3]):
+        rows, kv = slice(i * block, (i + 1) * block), h // (q.shape[2] // k.shape[2])
+        place = int(first) + np.arange(rows.start, rows.stop)[:, None]
+        near = np.isin(key // block, lists.blocks[b, h, i, : lists.block_counts[b, h, i]]) & (key <= place)
+        if lists.diagonals is not None:
+            near &= lists.diagonals[b, h][np.maximum(place - key, 0) % len(key)] | lists.in_column[b, h]
+        seen = near | np.isin(key, lists.columns[b, h, i, : lists.column_counts[b, h, i]])
+        seen &= (key <= place) & (place < np.asarray(keys.lengths)[b])
+        out[b, rows, h] = softmax(q[b, rows, h] @ k[b, :, kv].T * scale, seen) @ v[b, :, kv]
     return out

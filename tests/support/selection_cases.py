@@ -112,72 +112,43 @@ def new_cache(case: Selections) -> dict[str, Any]:
     }
 
 
-class Cache:
-    """A cache of chunks for one head. With ages, it replaces the least recently chosen chunks first.
-
-    Args:
-        resident: the chunk in each place, or -1.
-        ages: how many selections ago each place was chosen last. None: chunks that are not chosen leave the cache.
-    """
-
-    def __init__(self, resident: Any, ages: Any) -> None:
-        self.places, self.now = len(resident), 0
-        self.place_of = {int(chunk): place for place, chunk in enumerate(resident) if chunk >= 0}
-        self.chosen_at = None if ages is None else {place: -int(age) for place, age in enumerate(ages)}
-
-    def age(self, place: int) -> int:
-        assert self.chosen_at is not None
-        return min(OLDEST, self.now - self.chosen_at[place])
-
-    def choose(self, chunks: list[int]) -> list[int]:
-        """Give each chunk a place. Returns the indices of those that were not in the cache."""
-        busy = {place for chunk, place in self.place_of.items() if chunk in chunks}
-        missed = [index for index, chunk in enumerate(chunks) if chunk not in self.place_of]
-        free = [place for place in range(self.places) if place not in busy]
-        if self.chosen_at is not None:
-            free = sorted(sorted(free, key=lambda place: -self.age(place))[: len(missed)])
-        self.place_of = {chunk: place for chunk, place in self.place_of.items() if place not in free}
-        self.place_of |= {chunks[index]: place for index, place in zip(missed, free, strict=False)}
-        self.now += 1
-        if self.chosen_at is not None:
-            self.chosen_at |= {self.place_of[chunk]: self.now for chunk in chunks}
-        return missed
-
-    def held(self) -> list[int]:
-        chunk_in = {place: chunk for chunk, place in self.place_of.items()}
-        return [chunk_in.get(place, -1) for place in range(self.places)]
-
-
 def selection_truth(
     scores: Any, asked: Any, resident: Any, count: int, ages: Any = None, numbers: Any = None
 ) -> Chosen:
-    """The definition, one head at a time, with Python's sort and a cache of dictionaries."""
+    """The definition, one head at a time, with Python's sort.
+
+    With ages, the least recently chosen chunks are replaced first. Without, chunks that are not chosen leave the cache.
+    """
     heads, places = np.shape(scores)[:2], np.shape(resident)[2]
-    scores, asked, resident = np.asarray(scores), np.asarray(asked), np.asarray(resident)
-    ages, numbers = (None if x is None else np.asarray(x) for x in (ages, numbers))
+    aged = ages is not None
     truth = Chosen(
         ids=np.zeros((*heads, count), np.int32),
         places=np.full((*heads, count), places),
         missed=np.full((*heads, count), count),
         held=np.array(resident),
-        ages=None if ages is None else np.array(ages),
+        ages=np.array(ages) if aged else None,
         total=np.zeros(heads, np.int32),
         hits=np.zeros(heads, np.int32),
     )
     for b, h in np.ndindex(*heads):
-        if not asked[b]:
+        if not np.asarray(asked)[b]:
             continue
-        mine = scores[b, h].tolist()
-        order = sorted((-score, index) for index, score in enumerate(mine) if score >= 0)
+        order = sorted((-score, index) for index, score in enumerate(np.asarray(scores)[b, h].tolist()) if score >= 0)
         best = sorted(index for _, index in order[:count])
-        chunks = [index if numbers is None else int(numbers[b, h, index]) for index in best]
-        cache = Cache(resident[b, h], None if ages is None else ages[b, h])
-        missed = cache.choose(chunks)
+        chunks = best if numbers is None else np.asarray(numbers)[b, h, best].tolist()
+        held, old = truth.held[b, h].tolist(), np.asarray(ages)[b, h].tolist() if aged else []
+        missed = [index for index, chunk in enumerate(chunks) if chunk not in held]
+        free = [place for place in range(places) if held[place] not in chunks]
+        if aged:
+            free = sorted(sorted(free, key=lambda place: -old[place])[: len(missed)])
+        held = [-1 if place in free else chunk for place, chunk in enumerate(held)]
+        for index, place in zip(missed, free, strict=False):
+            held[place] = chunks[index]
         truth.ids[b, h, : len(chunks)] = chunks
-        truth.places[b, h, : len(chunks)] = [cache.place_of[chunk] for chunk in chunks]
-        truth.missed[b, h, : len(missed)] = missed
-        truth.held[b, h] = cache.held()
-        if truth.ages is not None:
-            truth.ages[b, h] = [cache.age(place) for place in range(places)]
+        truth.places[b, h, : len(chunks)] = [held.index(chunk) for chunk in chunks]
+        truth.missed[b, h, : len(missed)], truth.held[b, h] = missed, held
+        if aged:
+            new = [0 if chunk in chunks else min(OLDEST, age + 1) for chunk, age in zip(held, old, strict=True)]
+            truth.ages[b, h] = new
         truth.total[b, h], truth.hits[b, h] = len(chunks), len(chunks) - len(missed)
     return truth

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import kernel_calls
 import kernel_truth
 import numpy as np
-from append_cases import APPENDS, REAL_APPENDS, append_call, append_inputs, append_truth
+from append_cases import APPENDS, REAL_APPENDS, append_inputs, append_truth
 from jax.experimental.pallas import triton as pltriton
 from kernel_cases import (
     ATTENTION,
@@ -30,7 +30,6 @@ from kernel_cases import (
 from level_cases import LEVELS, REAL_LEVELS, level_inputs, level_truth
 from selection_cases import REAL_SELECTIONS, SELECTIONS, selection_inputs, selection_truth
 
-import pallas_kernels
 from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
@@ -104,8 +103,8 @@ OPS = {
         kernel_calls.sparse_attention,
         lambda **x: (kernel_truth.sparse_attention(**x),),
     ),
-    "append_rows": Op(APPENDS, REAL_APPENDS, append_inputs, append_call, append_truth),
-    "select_chunks": Op(SELECTIONS, REAL_SELECTIONS, selection_inputs, pallas_kernels.select_chunks, selection_truth),
+    "append_rows": Op(APPENDS, REAL_APPENDS, append_inputs, kernel_calls.append_rows, append_truth),
+    "select_chunks": Op(SELECTIONS, REAL_SELECTIONS, selection_inputs, kernel_calls.select_chunks, selection_truth),
     "level_scores": Op(
         LEVELS, REAL_LEVELS, level_inputs, kernel_calls.level_scores, lambda **x: level_truth(**x), scores=True
     ),
