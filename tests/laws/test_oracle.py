@@ -18,22 +18,7 @@ from random_cases import LARGEST_SLACK, NEAR_TIE, SMALL_ERROR, TOLERANCE, select
 
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
-from jshadow.policies import (
-    H2O,
-    KIVI,
-    POLICIES,
-    Full,
-    InfiniGen,
-    InfLLM,
-    Loki,
-    OmniKV,
-    Policy,
-    Quest,
-    ShadowKV,
-    SnapKV,
-    SpeCache,
-    StreamingLLM,
-)
+from jshadow.policies import POLICIES, Policy, ShadowKV, parse_policy
 
 CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
 SETS = oracle_sisters.SetOracle
@@ -146,68 +131,64 @@ def test_the_cases_of_the_laws(name, record_property):
     assert compare(prefill[1].policy, TINY, one, prefill, record_property) <= most
 
 
-SHADOW = ShadowKV(rank=12, budget=64, outlier_chunks=2, local_chunks=4)
-STREAMING = StreamingLLM(sinks=4, window=24)
-LONG = {  # prompts of 203, 130 and 21 tokens; random rows have more settings of shadowkv
-    "shadowkv": ("group2", SHADOW),
-    "shadowkv_head_dim80": ("head_dim80", dataclasses.replace(SHADOW, rank=24)),
-    "shadowkv_tied_with_bias": ("tied", SHADOW),
-    "shadowkv_llama3_rope": ("llama3_rope", SHADOW),
-    "full_group1": ("group1", Full()),
-    "full_tied": ("tied", Full()),
-    "full_llama3_rope": ("llama3_rope", Full()),
-    "streaming_group1": ("group1", STREAMING),
-    "streaming_llama3_rope": ("llama3_rope", STREAMING),
-    "streaming_in_place": ("group2", dataclasses.replace(STREAMING, rebase_positions=False)),
-    "streaming_no_sinks": ("group2", StreamingLLM(sinks=0, window=23)),
-}
-SNAP = SnapKV(max_capacity_prompt=24, observation_window=6, kernel=5)
-LOKI = Loki(budget=20, columns=4, recent=1)
-OMNI = OmniKV(budget=20, filter_layers=(0, 3))  # dense: 0, 1, 3, 4; sparse: 2 and 5
-INFI = InfiniGen(budget=30, columns=5, alpha=1.0, dense_layers=1)
-QUEST = Quest(budget=32, unit=8, dense_layers=0)
-INFLLM = InfLLM(window=20, sinks=5, budget=16, unit=8, representatives=3, query_block=16)
-SPE = SpeCache(bits=1, group=8, residual=16, fetched=12)
-OTHERS = {  # prompts of 118, 67 and 9 tokens: the middle one ends inside a unit, the last is shorter than every budget
-    "h2o": ("group2", H2O(heavy=10, recent=7)),
-    "h2o_normalized": ("group2", H2O(heavy=10, recent=7, normalize=True)),
-    "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
-    "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
-    "infinigen": ("deep", INFI),
-    "infinigen_wide_net": ("deep", dataclasses.replace(INFI, alpha=9.0, budget=12, columns=8, recent=5)),
+SHADOW, QUEST = "shadowkv:rank=12:budget=64:outlier_chunks=2:local_chunks=4", "quest:budget=32:unit=8:dense_layers=0"
+STREAMING = "streaming_llm:sinks=4:window=24"
+LONG = [  # prompts of 203, 130 and 21 tokens; random rows have more settings of shadowkv
+    f"group2 {SHADOW}",
+    f"head_dim80 {SHADOW.replace('12', '24', 1)}",
+    f"tied {SHADOW}",
+    f"llama3_rope {SHADOW}",
+    "group1 full",
+    "tied full",
+    "llama3_rope full",
+    f"group1 {STREAMING}",
+    f"llama3_rope {STREAMING}",
+    f"group2 {STREAMING}:rebase_positions=false",
+    "group2 streaming_llm:sinks=0:window=23",
+]
+SNAP = "snapkv:max_capacity_prompt=24:observation_window=6:kernel=5"
+OTHERS = [  # prompts of 118, 67 and 9 tokens: the middle one ends inside a unit, the last is shorter than every budget
+    "group2 h2o:heavy=10:recent=7",
+    "group2 h2o:heavy=10:recent=7:normalize=true",
+    "group1 h2o:heavy=0:recent=12",
+    "head_dim80 h2o:heavy=16:recent=1",
+    "deep infinigen:budget=30:columns=5:alpha=1.0:dense_layers=1",
+    "deep infinigen:budget=12:columns=8:alpha=9.0:dense_layers=1:recent=5",
     # of a group of one, nine queries would leave most of the basis undetermined
-    "infinigen_dense": ("deep", dataclasses.replace(INFI, dense_layers=3)),
-    "infllm": ("group2", INFLLM),
-    "infllm_no_sinks": ("group1", dataclasses.replace(INFLLM, sinks=0, unit=5, budget=15, query_block=64)),
-    "infllm_wide": ("head_dim80", dataclasses.replace(INFLLM, window=11, unit=4, budget=8, query_block=4)),
-    "infinigen_all_columns": ("deep", dataclasses.replace(INFI, columns=16, budget=12)),
-    "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
-    "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
-    "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),
-    "loki": ("group2", LOKI),
-    "loki_wide": ("head_dim80", dataclasses.replace(LOKI, columns=13, recent=6)),
-    "loki_whole_heads": ("group1", dataclasses.replace(LOKI, columns=16)),
-    "omnikv": ("deep", OMNI),
-    "omnikv_uniform": ("deep", dataclasses.replace(OMNI, selector="uniform", observation_window=5)),
-    "omnikv_exp": ("deep", dataclasses.replace(OMNI, selector="exp", observation_window=3, filter_layers=(1,))),
-    "quest": ("group2", QUEST),
-    "quest_pages_of_3": ("head_dim80", dataclasses.replace(QUEST, unit=3, budget=20, recent=5)),
-    "quest_group1": ("group1", dataclasses.replace(QUEST, budget=8)),
-    "specache": ("group2", SPE),
-    "specache_2bit": ("group1", dataclasses.replace(SPE, bits=2, fetched=3)),
-    "specache_wide": ("head_dim80", dataclasses.replace(SPE, group=5, residual=10, fetched=30)),
-    "snapkv": ("group2", SNAP),
-    "snapkv_avg": ("group2", dataclasses.replace(SNAP, pooling="avg")),
-    "snapkv_q_head": ("group2", dataclasses.replace(SNAP, granularity="q_head")),
-    "snapkv_kernel1": ("head_dim80", dataclasses.replace(SNAP, kernel=1, observation_window=1)),
-}
+    "deep infinigen:budget=30:columns=5:alpha=1.0:dense_layers=3",
+    "deep infinigen:budget=12:columns=16:alpha=1.0:dense_layers=1",
+    "group2 infllm:window=20:sinks=5:budget=16:unit=8:representatives=3:query_block=16",
+    "group1 infllm:window=20:sinks=0:budget=15:unit=5:representatives=3:query_block=64",
+    "head_dim80 infllm:window=11:sinks=5:budget=8:unit=4:representatives=3:query_block=4",
+    "group2 kivi:bits=2:group=8:residual=16",
+    "group1 kivi:bits=1:group=4:residual=12",
+    "head_dim80 kivi:bits=4:group=5:residual=10",
+    "group2 loki:budget=20:columns=4:recent=1",
+    "head_dim80 loki:budget=20:columns=13:recent=6",
+    "group1 loki:budget=20:columns=16:recent=1",
+    "deep omnikv:budget=20:filter_layers=[0,3]",  # dense: 0, 1, 3, 4; sparse: 2 and 5
+    "deep omnikv:budget=20:filter_layers=[0,3]:selector=uniform:observation_window=5",
+    "deep omnikv:budget=20:filter_layers=[1]:selector=exp:observation_window=3",
+    f"group2 {QUEST}",
+    "head_dim80 quest:budget=20:unit=3:dense_layers=0:recent=5",
+    f"group1 {QUEST.replace('32', '8')}",
+    "group2 specache:bits=1:group=8:residual=16:fetched=12",
+    "group1 specache:bits=2:group=8:residual=16:fetched=3",
+    "head_dim80 specache:bits=1:group=5:residual=10:fetched=30",
+    f"group2 {SNAP}",
+    f"group2 {SNAP}:pooling=avg",
+    f"group2 {SNAP}:granularity=q_head",
+    "head_dim80 snapkv:max_capacity_prompt=24:observation_window=1:kernel=1",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*LONG, *OTHERS])
 def test_other_settings(case, record_property):
     """A long prompt of 203 tokens is far past each window, one of 21 never reaches it."""
-    (name, policy), long = (LONG | OTHERS)[case], case in LONG
+    (name, label), long = case.split(), case in LONG
+    kind, *settings = label.split(":")
+    policy = parse_policy(kind, settings)
     lengths, steps, seed, capacity = ((203, 130, 21), 5, 11, 224) if long else ((118, 67, 9), 14, 41, 160)
     config, shapes = CONFIGS[name], ((3, lengths[0]), (3, steps))
     prompts, more = (random_tokens(*shape, seed=seed + i, config=config) for i, shape in enumerate(shapes))

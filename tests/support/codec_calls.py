@@ -20,14 +20,11 @@ def there_and_back(
     return code, decoded, codec.project(keys if later is None else later, code.right, weights)
 
 
-def decode(codec: Any, code: Any, ids: Any, chunk: int) -> Any:
-    return codec.decode(code, ids, chunk)
-
-
-def losses(codec: Any, keys: Any, lengths: Any, chunks: int, chunk: int, weights: Any, block: int) -> tuple[Any, Any]:
-    """The code of keys, and the losses of its chunks."""
+def losses(codec: Any, keys: Any, lengths: Any, chunks: int, chunk: int, weights: Any, block: int) -> tuple[Any, ...]:
+    """The code of keys, the keys of all its chunks, and the losses of these chunks."""
     code = codec.encode(keys, lengths, chunks, chunk, weights)
-    return code, codec.losses(code, keys, chunk, weights, block)
+    decoded = codec.decode(code, every_chunk(len(keys), keys.shape[2], chunks), chunk).swapaxes(1, 2)
+    return code, decoded, codec.losses(code, keys, chunk, weights, block)
 
 
 def compress(policy: Any, spec: Any, prompt: Any) -> Any:
@@ -35,7 +32,7 @@ def compress(policy: Any, spec: Any, prompt: Any) -> Any:
     return policy.compress(spec, policy.init(spec), prompt)[0]
 
 
-STATIC = {there_and_back: (0, 3, 4), decode: (0, 3), losses: (0, 3, 4, 6), compress: (0, 1)}
+STATIC = {there_and_back: (0, 3, 4), losses: (0, 3, 4, 6), compress: (0, 1)}
 
 
 def fresh() -> SimpleNamespace:

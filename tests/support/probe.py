@@ -16,21 +16,18 @@ query rows a step: the second is a guessed token, never remembered.
 """
 
 import dataclasses
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
-from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.models.config import ModelConfig
+from jshadow.cache.records import HostWrite, KeyValues, LayerState, Selection
+from jshadow.cache.spec import HostLayout
 from jshadow.ops.attention import Piece, attend, attention_probs, group_queries
 from jshadow.ops.layout import fit_tokens, to_chunks, top_k, write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates
-from jshadow.policies.checks import check_range
 
 PRIOR_WEIGHT = 0.25
 
@@ -71,64 +68,57 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
 
     name = "probe"
 
-    def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        check_range(self.name, "keep", self.keep, 1)
-        check_range(self.name, "recent", self.recent, self.unit)  # the ring must hold the open unit
-        return self
-
-    def window_slots(self, capacity: int, shortest: int) -> int:
+    def window_slots(self, capacity, shortest):
         """Tokens that may have to be written to the tail of the host tier."""
         return capacity - shortest // self.unit * self.unit
 
-    def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Shared:
+    def init_shared(self, specs, fitted=None):
         return Shared(jnp.zeros(specs[0].batch, jnp.int32))
 
-    def after_step(self, shared: Shared, logits: Array, lengths: Array) -> Shared:
+    def after_step(self, shared, logits, lengths):
         return Shared(logits[:, 1].argmax(-1).astype(jnp.int32))
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+    def host_layout(self, spec):
         tail = -(-spec.window // self.unit)
         return HostLayout(spec.kv_heads, spec.capacity // self.unit, self.unit, planes=2, tail_units=tail)
 
-    def ring(self, spec: CacheSpec) -> int:
+    def ring(self, spec):
         return min(self.recent, spec.capacity)
 
-    def all_units(self, spec: CacheSpec) -> int:
+    def all_units(self, spec):
         return -(-spec.capacity // self.unit)
 
-    def selected(self, spec: CacheSpec) -> int:
+    def selected(self, spec):
         return min(self.keep, self.all_units(spec))
 
-    def first_recent(self, spec: CacheSpec, held: Array) -> Array:
+    def first_recent(self, spec, held):
         """First position in the ring of rows that hold that many tokens."""
         return jnp.maximum(held - self.ring(spec), 0)
 
-    def stored(self, spec: CacheSpec, frozen: Frozen, units: Array) -> Array:
+    def stored(self, spec, frozen, units):
         """Ids in the host tier [B, h, n] of units of the sequence: whole prompt units, then the tail."""
         start = frozen.units[:, None, None]
         return jnp.where(units < start, units, units - start + spec.capacity // self.unit)
 
-    def positions_of(self, spec: CacheSpec, frozen: Frozen, ids: Array) -> Array:
+    def positions_of(self, spec, frozen, ids):
         """Token positions [B, h, n * unit] behind ids of the host tier."""
         first_tail = spec.capacity // self.unit
         units = jnp.where(ids < first_tail, ids, ids - first_tail + frozen.units[:, None, None])
         tokens = units[..., None] * self.unit + jnp.arange(self.unit)
         return tokens.reshape(*ids.shape[:2], -1)
 
-    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+    def init(self, spec, fitted=None):
         return LayerState(self.frozen(spec, jnp.zeros(spec.batch, jnp.int32)), FollowerLive(self.zeros(spec)))
 
-    def frozen(self, spec: CacheSpec, lengths: Array) -> Frozen:
+    def frozen(self, spec, lengths):
         return Frozen(lengths // self.unit, jnp.zeros((spec.batch, 1, self.all_units(spec)), jnp.float32))
 
-    def zeros(self, spec: CacheSpec, slots: int | None = None) -> KeyValues:
+    def zeros(self, spec, slots=None):
         slots = self.ring(spec) if slots is None else slots
         zeros = jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim), spec.dtype)
         return KeyValues(zeros, zeros)
 
-    def compress(
-        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
-    ) -> tuple[LayerState, HostWrite | None]:
+    def compress(self, spec, state, prompt, fitted=None):
         ring = self.ring(spec)
         last = prompt.lengths[:, None] - 1
         held = last - (last - jnp.arange(ring)) % ring
@@ -142,11 +132,11 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
         return state, HostWrite(data)
 
-    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    def room(self, spec, state, lengths):
         tail = -(-spec.window // self.unit) * self.unit
         return jnp.minimum(spec.capacity - lengths, tail - (lengths - state.frozen.units * self.unit))
 
-    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+    def append(self, spec, state, step):
         ring, slots = state.live.recent, step.positions % self.ring(spec)
         k = write_rows(ring.k, step.k_post, slots, step.valid)
         v = write_rows(ring.v, step.v, slots, step.valid)
@@ -158,12 +148,12 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
         data = planes.reshape(spec.batch, spec.kv_heads, 1, -1)
         return state, HostWrite(data, start, step.valid[:, :1])
 
-    def open_unit(self, spec: CacheSpec, ring: Array, step: StepKV) -> Array:
+    def open_unit(self, spec, ring, step):
         """The unit that the new token is in, [B, h, unit, d]; what is not there yet is stale."""
         tokens = step.positions[:, :1] // self.unit * self.unit + jnp.arange(self.unit)
         return jnp.take_along_axis(ring, (tokens % self.ring(spec))[:, None, :, None], axis=2)
 
-    def choose(self, spec: CacheSpec, state: LayerState, scores: Array, held: Array, valid: Array, **how: Any):
+    def choose(self, spec, state, scores, held, valid, **how):
         """A selection of the best candidates by scores [B, h, J], for rows of which `held` tokens count."""
         first = self.first_recent(spec, held)
         candidate = jnp.arange(self.all_units(spec)) * self.unit < first[:, None]
@@ -171,7 +161,7 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
         good = (units * self.unit < first[:, None, None]) & valid[:, None, None]
         return Selection(self.stored(spec, state.frozen, units), good, **how)
 
-    def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
+    def pieces(self, spec, state, step):
         """The ring, and the guessed rows of this very step."""
         slots, last = jnp.arange(self.ring(spec)), step.positions[:, :1]
         there = last - (last - slots) % self.ring(spec) >= 0
@@ -180,27 +170,25 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
         guesses = jnp.arange(1, rows) <= jnp.arange(rows)[:, None]
         return [Piece(state.live.recent.k, state.live.recent.v, there[:, None, None]), Piece(k, v, guesses[None, None])]
 
-    def older(self, spec: CacheSpec, state: LayerState, step: StepKV, ids: Array, valid: Array) -> Array:
+    def older(self, spec, state, step, ids, valid):
         """Which fetched tokens [B, h, n * unit] are attended: the valid ones that left the ring."""
         first = self.first_recent(spec, step.lengths + 1)[:, None, None]
         return valid & (self.positions_of(spec, state.frozen, ids) < first)
 
-    def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
-    ) -> tuple[Array, LayerState]:
+    def attend(self, spec, state, step, fetched):
         pieces = self.pieces(spec, state, step)
         if fetched is not None:
             seen = self.older(spec, state, step, fetched.ids, jnp.repeat(fetched.valid, self.unit, axis=2))
             pieces.append(Piece(fetched.k, fetched.v, seen[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state
 
-    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+    def attended_parts(self, spec, state, lengths):
         first = self.first_recent(spec, lengths)
         parts = {"window": lengths - first, "selected": jnp.minimum(first, self.selected(spec) * self.unit)}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
 
-def unit_scores(q: Array, landmarks: Array, open_to: Array, scale: float) -> Array:
+def unit_scores(q, landmarks, open_to, scale):
     """Mass [B, h, J] that queries [B, T, h_q, d] put on each unit: summed over queries, maximum over the group."""
     scores = jnp.einsum("bhgtd,bhjd->bhgtj", group_queries(q, landmarks.shape[1]).astype(jnp.float32), landmarks)
     scores = jnp.where(open_to[:, None, None, None], scores * scale, -1e30)
@@ -230,22 +218,20 @@ class Scout(RingLayer, PlansAhead):
     """Attends everything, remembers how much each unit got, fetches for the followers."""
 
     @property
-    def reads(self) -> HookInputs:
+    def reads(self):
         return HookInputs(all_queries=True)
 
-    def host_layout(self, spec: CacheSpec) -> None:
+    def host_layout(self, spec):
         return None
 
-    def ring(self, spec: CacheSpec) -> int:
+    def ring(self, spec):
         return spec.capacity
 
-    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+    def init(self, spec, fitted=None):
         frozen = self.frozen(spec, jnp.zeros(spec.batch, jnp.int32))
         return LayerState(frozen, ScoutLive(self.zeros(spec), jnp.zeros_like(frozen.mass)))
 
-    def compress(
-        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
-    ) -> tuple[LayerState, HostWrite | None]:
+    def compress(self, spec, state, prompt, fitted=None):
         """The column sums of all attention probabilities, from the queries and their log-sum-exps."""
         state, _ = super().compress(spec, state, prompt, fitted)
         q = group_queries(prompt.q_post, spec.kv_heads)  # [B, h, g, S, d]
@@ -258,21 +244,19 @@ class Scout(RingLayer, PlansAhead):
         per_unit = self.by_unit(spec, mass)
         return state.replace(frozen=state.frozen.replace(mass=per_unit)), None
 
-    def by_unit(self, spec: CacheSpec, tokens: Array) -> Array:
+    def by_unit(self, spec, tokens):
         """[B, S] summed over the tokens of each unit -> [B, 1, J]."""
         count = self.all_units(spec)
         return fit_tokens(tokens, count * self.unit).reshape(-1, 1, count, self.unit).sum(-1)
 
-    def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
-    ) -> tuple[Array, LayerState]:
+    def attend(self, spec, state, step, fetched):
         out, state = super().attend(spec, state, step, fetched)
         probs = attention_probs(step.q_post[:, :1], self.pieces(spec, state, step)[0], spec.scale)
         given = jnp.where(step.valid[:, :1], probs.sum(axis=(1, 2, 3)), 0.0)
         live = state.live.replace(mass=state.live.mass + self.by_unit(spec, given))
         return out, state.replace(live=live)
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
+    def plan(self, spec, state, step):
         mass, follower = state.frozen.mass + state.live.mass, Follower(self.keep, self.unit, self.recent, self.tail)
         return tuple(
             follower.choose(spec, state, mass, step.lengths + 1, step.valid[:, 0], layer=layer, when="now")
@@ -288,22 +272,19 @@ class Speculator(RingLayer, PlansAhead):
     """Selects by a speculated query, and has the next step's units fetched by a guessed one."""
 
     @property
-    def reads(self) -> HookInputs:
+    def reads(self):
         return HookInputs(last_queries=self.tail)
 
-    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+    def init(self, spec, fitted=None):
         state = super().init(spec, fitted)
         shape, count = (spec.batch, spec.kv_heads), self.selected(spec)
         landmarks = jnp.zeros((*shape, self.all_units(spec), spec.head_dim), jnp.float32)
         none = jnp.full((*shape, count), -1, jnp.int32)
         live = SpeculatorLive(state.live.recent, landmarks, none, none, self.zeros(spec, count * self.unit))
-        return state.replace(
-            live=live, frozen=state.frozen.replace(mass=jnp.zeros((*shape, self.all_units(spec)), jnp.float32))
-        )
+        mass = jnp.zeros((*shape, self.all_units(spec)), jnp.float32)
+        return state.replace(live=live, frozen=state.frozen.replace(mass=mass))
 
-    def compress(
-        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
-    ) -> tuple[LayerState, HostWrite | None]:
+    def compress(self, spec, state, prompt, fitted=None):
         """What the prompt's last queries looked at; a short row has fewer of them, and the first is repeated."""
         state, write = super().compress(spec, state, prompt, fitted)
         whole = jnp.arange(self.all_units(spec)) < state.frozen.units[:, None]
@@ -318,7 +299,7 @@ class Speculator(RingLayer, PlansAhead):
         live = state.live.replace(landmarks=landmarks)
         return state.replace(frozen=state.frozen.replace(mass=mass), live=live), write
 
-    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+    def append(self, spec, state, step):
         state, write = super().append(spec, state, step)
         unit = step.positions[:, 0] // self.unit
         there = unit[:, None] * self.unit + jnp.arange(self.unit) <= step.positions[:, :1]
@@ -327,34 +308,29 @@ class Speculator(RingLayer, PlansAhead):
         landmarks = write_rows(state.live.landmarks, mean[:, None], unit[:, None], step.valid[:, :1])
         return state.replace(live=state.live.replace(landmarks=landmarks)), write
 
-    def rank_units(self, spec: CacheSpec, state: LayerState, q: Array, held: Array) -> Array:
+    def rank_units(self, spec, state, q, held):
         candidate = jnp.arange(self.all_units(spec)) * self.unit < self.first_recent(spec, held)[:, None]
         return unit_scores(q, state.live.landmarks, candidate, spec.scale) + PRIOR_WEIGHT * state.frozen.mass
 
-    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
+    def select(self, spec, state, step):
         held = step.lengths + 1
         scores = self.rank_units(spec, state, step.q_foreseen[:, :1], held)
         selection = self.choose(spec, state, scores, held, step.valid[:, 0])
         hit = (selection.ids[..., None] == state.live.buffer_ids[..., None, :]).any(-1)
         return selection.replace(hit=hit), state
 
-    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+    def receive(self, spec, state, selection, fetched):
         """What is attended now is noted, what the next step may need is kept. A row without valid ids stays."""
         ids = jnp.where(selection.valid, selection.ids, -1)
         there = selection.valid.any(axis=(1, 2), keepdims=True)
         live: SpeculatorLive = state.live
         if selection.when == "now":
             return state.replace(live=live.replace(resident=jnp.where(there, ids, live.resident)))
-        rows = (
-            jnp.where(there[..., None], new, old)
-            for new, old in ((fetched.k, live.buffer.k), (fetched.v, live.buffer.v))
-        )
-        kept = jnp.where(there, ids, live.buffer_ids)
-        return state.replace(live=live.replace(buffer_ids=kept, buffer=KeyValues(*rows)))
+        pairs = (fetched.k, live.buffer.k), (fetched.v, live.buffer.v)
+        buffer = KeyValues(*(jnp.where(there[..., None], new, old) for new, old in pairs))
+        return state.replace(live=live.replace(buffer_ids=jnp.where(there, ids, live.buffer_ids), buffer=buffer))
 
-    def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
-    ) -> tuple[Array, LayerState]:
+    def attend(self, spec, state, step, fetched):
         """Units that are in the buffer come from there."""
         live: SpeculatorLive = state.live
         chosen = jnp.where(fetched.valid, fetched.ids, -1)
@@ -367,7 +343,7 @@ class Speculator(RingLayer, PlansAhead):
             pieces.append(Piece(part.k, part.v, self.older(spec, state, step, ids, valid)[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
+    def plan(self, spec, state, step):
         """The next step's token is most likely the guess: its query says what will be wanted."""
         held = step.lengths + 2
         scores = self.rank_units(spec, state, step.q_post[:, 1:2], held)
@@ -378,6 +354,6 @@ class Speculator(RingLayer, PlansAhead):
 class Probe(RingLayer):
     """The policy of the model: which kind each layer is. Its own layer methods are never asked."""
 
-    def for_layer(self, layer: int, config: ModelConfig) -> RingLayer:
+    def for_layer(self, layer, config):
         kind = Scout if layer == 0 else (Speculator, Follower)[layer % 2 == 0]
         return kind(self.keep, self.unit, self.recent, self.tail)

@@ -17,7 +17,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV, ShadowKVPlus
-from jshadow.weights.params import Params, init_params
+from jshadow.weights.params import init_params
 
 TURN, TURNS, STEPS = 20, 2, 1  # most tokens of a turn, turns, turns of one token
 TOLERANCE, MODES_TOLERANCE = 1e-4, 1e-5  # of logits: to the oracle, between the fetch modes
@@ -60,18 +60,6 @@ class Wanted(NamedTuple):
     slack: float
 
 
-class Tally(NamedTuple):
-    """What a comparison found; `wrong` has a line for each row that differs."""
-
-    cases: int = 0
-    sets: int = 0
-    ties: int = 0
-    wrong: tuple[str, ...] = ()
-
-    def __add__(self, other: "Tally") -> "Tally":  # type: ignore[override]
-        return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))  # type: ignore[operator]
-
-
 def fit(row: Row, capacity: int) -> Row:
     """Any length as one of 1 .. capacity, turns cut to what then fits, one for each of TURNS; a step is one token."""
     length = (row.length - 1) % capacity + 1
@@ -82,10 +70,7 @@ def fit(row: Row, capacity: int) -> Row:
     return Row(length, tuple(turns), row.seed)
 
 
-@functools.cache
-def model(name: str) -> Params:
-    """Random weights of variance 1 / fan_in."""
-    return init_params(MODELS[name], seed=0, dtype="float32")
+model = functools.cache(lambda name: init_params(MODELS[name], seed=0, dtype="float32"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,16 +92,9 @@ def run_library(batch: Batch, fetch: str) -> list[Run]:
     params, rows = model(setting.model), [fit(row, batch.capacity) for row in batch.rows]
     tokens = [tokens_of(row, params.config) for row in rows]
     prompts = pad([prompt for prompt, _ in tokens], batch.capacity)
-    ((logits, state),) = decode.prefill_many(
-        params,
-        prompts,
-        [row.length for row in rows],
-        [setting.policy],
-        capacity=batch.capacity,
-        fetch=fetch,
-        shortest=batch.shortest,
-        prefill_chunk=setting.prefill_chunk,
-    )
+    sizes = {"capacity": batch.capacity, "shortest": batch.shortest, "prefill_chunk": setting.prefill_chunk}
+    lengths = [row.length for row in rows]
+    ((logits, state),) = decode.prefill_many(params, prompts, lengths, [setting.policy], fetch=fetch, **sizes)
     outs, sets = [[out] for out in np.asarray(logits)], [{} for _ in rows]
     for index in range(TURNS + STEPS):
         parts = [part[index] for _, part in tokens]
@@ -183,27 +161,30 @@ def run_oracle(setting: Setting, row: Row) -> Wanted:
     return Wanted(Run(np.concatenate(logits), sets, attended), good, slack)
 
 
-def compare(batch: Batch) -> Tally:
-    """The library and the oracle on every row of a batch, each as far as its first near tie."""
-    setting = SETTINGS[batch.name]
+def compare(batch: Batch) -> tuple[dict[str, int], list[str]]:
+    """The library and the oracle on every row of a batch, each as far as its first near tie.
+
+    Returns:
+        How many rows, selected sets and near ties there were, and a line for each row that differs.
+    """
+    setting, counts, wrong = SETTINGS[batch.name], dict.fromkeys(("random_cases", "sets_compared", "near_ties"), 0), []
     fetches: tuple[str, ...] = ("zero_copy" if setting.policy.pool else "device_put", "resident")
     if not setting.both:  # of the modes, only "zero_copy" keeps rows here
         fetches = fetches[:1] if setting.policy.pool or list(SETTINGS).index(batch.name) % 2 else fetches[1:]
     runs = {fetch: run_library(batch, fetch) for fetch in fetches}
-    tally = Tally()
     for index, row in enumerate(fit(row, batch.capacity) for row in batch.rows):
-        wanted = run_oracle(setting, row)
-        mine = [runs[fetch][index] for fetch in fetches]
-        wrong = [
-            f"{fetch}: {line}" for fetch, run in zip(fetches, mine, strict=True) for line in differences(run, wanted)
-        ]
-        between = np.abs(mine[0].logits - mine[-1].logits)[: 1 + wanted.good].max()
+        wanted, mine = run_oracle(setting, row), {fetch: runs[fetch][index] for fetch in fetches}
+        found = [f"{fetch}: {line}" for fetch, run in mine.items() for line in differences(run, wanted)]
+        between = np.abs(mine[fetches[0]].logits - mine[fetches[-1]].logits)[: 1 + wanted.good].max()
         if not between < MODES_TOLERANCE:
-            wrong.append(f"logits of the fetch modes differ by {between:.1e}")
-        lines = (f"{batch.name} capacity={batch.capacity} {row}: {'; '.join(wrong)}",) if wrong else ()
+            found.append(f"logits of the fetch modes differ by {between:.1e}")
+        if found:
+            wrong.append(f"{batch.name} capacity={batch.capacity} {row}: {'; '.join(found)}")
         sets = [heads for count, layers in wanted.run.sets.items() if count <= wanted.good for heads in layers]
-        tally += Tally(1, len(fetches) * sum(map(len, sets)), int(wanted.good < len(wanted.run.logits) - 1), lines)
-    return tally
+        counts["random_cases"] += 1
+        counts["sets_compared"] += len(fetches) * sum(map(len, sets))
+        counts["near_ties"] += wanted.good < len(wanted.run.logits) - 1
+    return counts, wrong
 
 
 def differences(run: Run, wanted: Wanted) -> list[str]:
