@@ -12,6 +12,7 @@ from few import quick
 from forced_devices import FLAGS, FOUR
 from mesh_cases import MESHES, POLICIES, meshes_of, model
 from saved_cases import TOKENS
+from sealed import parts_of
 from several_processes import SUPPORT, ended, reported, start_all
 from several_processes import no_survivors as no_survivors
 
@@ -145,11 +146,6 @@ def test_two_processes_give_the_results_of_one_device():
     told = json.loads(next(line for line in results[0][1].splitlines() if line.startswith("{")))
     assert list(told) == BY_TWO
     assert max(max(differences) for differences in told.values()) < 1e-4
-
-
-def parts_of(index):
-    folder = json.loads(TensorFile(index).metadata["parts"])[0]["file"].split("/")[0]
-    return sorted((index.parent / folder).iterdir())
 
 
 @pytest.fixture(scope="module")

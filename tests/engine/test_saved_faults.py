@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full, StreamingLLM, load_state, save_state
 from jshadow.cache import host_memory, offload
+from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved import read as saved_read
@@ -35,6 +35,29 @@ from jshadow.policies.settings import with_settings
 from jshadow.weights.convert.safetensors_file import TensorFile
 from jshadow.weights.digest import canonical, raw_bytes, sha256
 from jshadow.weights.params import Params, init_params
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The file of the small state."""
+    save_small(tmp_path / "state")
+    return tmp_path / "state"
+
+
+def load(path: Path, policy: Any = None) -> KVState:
+    return load_state(path, small()[0], policy)
+
+
+def same(path: Path) -> bool:
+    return equal(load(path), small()[1])
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
 
 # Damage
 
@@ -74,56 +97,64 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutated_file_is_refused_or_the_same(tmp_path, name, record_property):
-    params, state = small()
-    data, (times, mutation) = save_small(tmp_path / "state"), MUTATIONS[name]
-    info = read_state_info(tmp_path / "state")
-    rng = np.random.default_rng(len(name))
-    harmless = 0
+def test_a_mutated_file_is_refused_or_the_same(path, name, record_property):
+    data, (times, mutation), info = path.read_bytes(), MUTATIONS[name], read_state_info(path) | {"nbytes": 0}
+    rng, harmless = np.random.default_rng(len(name)), 0
     for _ in range(times):
-        (tmp_path / "state").write_bytes(mutation(data, rng))
+        path.write_bytes(mutation(data, rng))
         with contextlib.suppress(CheckpointError, StateMismatch):
-            assert equal(load_state(tmp_path / "state", params), state)
+            assert same(path)
             harmless += 1
-        with contextlib.suppress(CheckpointError):
-            # it does not read all tensors, but what it says is right
-            assert read_state_info(tmp_path / "state") | {"nbytes": 0} == info | {"nbytes": 0}
+        with contextlib.suppress(CheckpointError):  # it does not read all tensors, but what it says is right
+            assert read_state_info(path) | {"nbytes": 0} == info
     record_property("harmless", harmless)
     assert harmless <= (0.2 * times if name in ("retype_header", "swap_blocks") else 0)
 
 
-def test_white_space_in_the_header_is_no_damage(tmp_path):
+def test_white_space_in_the_header_is_no_damage(path):
     """The digest is of what the header says, so a file that another tool wrote anew can still be right."""
-    params, state = small()
-    data = save_small(tmp_path / "state")
+    data = path.read_bytes()
     size = header_of(data)
     text = json.dumps(json.loads(data[8 : 8 + size]), indent=1).encode()
-    (tmp_path / "state").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-    assert equal(load_state(tmp_path / "state", params), state)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    assert same(path)
 
 
-def test_damage_is_found_before_anything_is_placed(tmp_path, monkeypatch):
-    params, _ = small()
-    data = save_small(tmp_path / "state")
-    (tmp_path / "state").write_bytes(flip(data, len(data) - 1, 0))
+def test_damage_is_found_before_anything_is_placed(path, monkeypatch):
+    """So is a host without the memory. What the host cannot hold twice is read again, and is no damage."""
+    data = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_read, "spare_bytes", lambda expected: 0)
+        assert same(path)
+    with monkeypatch.context() as patch:  # a fetch mode that this machine lacks for such rows
+        patch.setattr(offload, "tier_shapes", raising(ConfigError("fetch must be 'device_put' or 'resident'")))
+        with pytest.raises(ConfigError, match="state cannot be loaded here: fetch must be 'device_put'"):
+            load(path)
     monkeypatch.setattr(jax, "device_put", lambda *_: pytest.fail("placed"))
+    asked = []
+    with monkeypatch.context() as patch:
+        lacking = raising(HostMemoryError("too little"))
+        patch.setattr(host_memory, "check_host_memory", lambda plans: asked.extend(plans) or lacking())
+        with pytest.raises(HostMemoryError):
+            load(path)
+    assert asked == [small()[1].specs]
+    path.write_bytes(flip(data, len(data) - 1, 0))
     with pytest.raises(CheckpointError, match=r"damaged: \S+ does not have the SHA-256"):
-        load_state(tmp_path / "state", params)
+        load(path)
 
 
 # Writing
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_a_full_disk_leaves_the_old_file(tmp_path, share):
-    params, state = small()
-    old = save_small(tmp_path / "state")
+def test_a_full_disk_leaves_the_old_file(path, share):
+    old = path.read_bytes()
     with file_size_limit(int(share * len(old))), pytest.raises(CheckpointError, match=r"cannot be written.*too large"):
-        save_small(tmp_path / "state", first=1)
-    assert (tmp_path / "state").read_bytes() == old
-    assert os.listdir(tmp_path) == ["state"]
-    assert save_small(tmp_path / "state", first=1) != old
-    assert equal(load_state(tmp_path / "state", params), state)
+        save_small(path, first=1)
+    assert path.read_bytes() == old
+    assert os.listdir(path.parent) == ["state"]
+    assert save_small(path, first=1) != old
+    assert same(path)
 
 
 # Saves the small state over the old file, and stops forever at the given point, having said so.
@@ -155,46 +186,36 @@ small_state.save_small(path, first=1)
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("point", ["tensors", "rename"])
-def test_a_killed_writer_leaves_the_old_file(tmp_path, point):
-    params, state = small()
-    old = save_small(tmp_path / "state")
-    support = Path(__file__).parents[1] / "support"
+def test_a_killed_writer_leaves_the_old_file(path, point):
+    old, folder, support = path.read_bytes(), path.parent, Path(__file__).parents[1] / "support"
     paths = [str(support), str(support.parents[1]), os.environ.get("PYTHONPATH", "")]
     options = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, "text": True}
-    arguments = [sys.executable, "-c", CHILD, point, str(tmp_path / "state")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, **options) as child:
+    with subprocess.Popen([sys.executable, "-c", CHILD, point, str(path)], stdout=subprocess.PIPE, **options) as child:
         try:
             assert child.stdout.readline() == "there\n"
-            assert len(os.listdir(tmp_path)) == 2  # it is at work beside the old file
-            # a second writer does not take away what the first is at
-            mine = save_small(tmp_path / "state", first=2)
-            assert len(os.listdir(tmp_path)) == 2
+            assert len(os.listdir(folder)) == 2  # it is at work beside the old file
+            mine = save_small(path, first=2)  # a second writer does not take away what the first is at
+            assert len(os.listdir(folder)) == 2
         finally:
-            os.kill(child.pid, signal.SIGKILL)
-    assert (tmp_path / "state").read_bytes() == mine != old
-    assert equal(load_state(tmp_path / "state", params), state)
-    assert len(os.listdir(tmp_path)) == 2  # what the killed one had written
-    save_small(tmp_path / "state")
-    assert os.listdir(tmp_path) == ["state"]
-    assert (tmp_path / "state").read_bytes() == old
+            child.kill()
+    assert path.read_bytes() == mine != old
+    assert same(path)
+    assert len(os.listdir(folder)) == 2  # what the killed one had written
+    assert save_small(path) == old
+    assert os.listdir(folder) == ["state"]
 
 
 def test_any_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
-    def failing(leaf: Any) -> None:
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr("jshadow.engine.saved.state.host_array", failing)
+    monkeypatch.setattr("jshadow.engine.saved.state.host_array", raising(RuntimeError("device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
-        save_state(tmp_path / "state", small()[1], small()[0])
+        save_small(tmp_path / "state")
     assert not os.listdir(tmp_path)
 
 
 # Reading
 
 
-def test_each_tensor_is_read_once_and_hashed_in_threads(tmp_path, monkeypatch):
-    params, state = small()
-    save_small(tmp_path / "state")
+def test_each_tensor_is_read_once_and_hashed_in_threads(path, monkeypatch):
     reads, threads, read, digest = [], set(), TensorFile.read, saved_file.sha256
     together = threading.Barrier(2)
 
@@ -206,16 +227,9 @@ def test_each_tensor_is_read_once_and_hashed_in_threads(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TensorFile, "read", lambda file, name: reads.append(name) or read(file, name))
     monkeypatch.setattr(saved_file, "sha256", hashed)
-    assert equal(load_state(tmp_path / "state", params), state)
+    assert same(path)
     assert len(reads) == len(set(reads))
     assert len(threads) == 2
-
-
-def test_a_tensor_that_does_not_fit_the_host_twice_is_read_again(tmp_path, monkeypatch):
-    params, state = small()
-    save_small(tmp_path / "state")
-    monkeypatch.setattr(saved_read, "spare_bytes", lambda expected: 0)
-    assert equal(load_state(tmp_path / "state", params), state)
 
 
 # Other files
@@ -239,7 +253,7 @@ def test_no_state_at_all(tmp_path, content, told):
         (tmp_path / "state").mkdir()
     elif content is not None:
         (tmp_path / "state").write_bytes(content)
-    for read in (lambda path: load_state(path, small()[0]), read_state_info):
+    for read in (load, read_state_info):
         with pytest.raises(CheckpointError, match=told):
             read(tmp_path / "state")
 
@@ -248,8 +262,7 @@ def test_no_state_at_all(tmp_path, content, told):
 
 
 def reseal(path: Path, edit: Callable[[dict, dict], Any], *, digests: bool = True) -> None:
-    """Write the small state's file with another content and digests that are right for it."""
-    save_small(path)
+    """Write a file again with another content and digests that are right for it."""
     tensors, texts = content_of(path)
     texts = {name: text if name == "format" else json.loads(text) for name, text in texts.items()}
     edit(tensors, texts)
@@ -270,12 +283,12 @@ def lacks(name: str) -> Callable[[dict, dict], Any]:
     return lambda tensors, texts: texts["policy"]["settings"].pop(name)
 
 
-def test_the_seal_itself_is_no_difference(tmp_path):
-    reseal(tmp_path / "state", lambda tensors, texts: None)
-    assert equal(load_state(tmp_path / "state", small()[0]), small()[1])
-    reseal(tmp_path / "state", lambda tensors, texts: texts["sha256"].pop("lengths"), digests=False)
+def test_the_seal_itself_is_no_difference(path):
+    reseal(path, lambda tensors, texts: None)
+    assert same(path)
+    reseal(path, lambda tensors, texts: texts["sha256"].pop("lengths"), digests=False)
     with pytest.raises(CheckpointError, match="one digest for each tensor"):
-        load_state(tmp_path / "state", small()[0])
+        load(path)
 
 
 WRONG = [
@@ -326,23 +339,12 @@ FOREIGN = [
     ("edit", "told", "error"),
     [*((*row, CheckpointError) for row in WRONG), *((*row, StateMismatch) for row in FOREIGN)],
 )
-def test_a_well_sealed_file_with_a_wrong_content(tmp_path, edit, told, error):
-    reseal(tmp_path / "state", edit)
+def test_a_well_sealed_file_with_a_wrong_content(path, edit, told, error):
+    reseal(path, edit)
     with pytest.raises(error, match=told):
-        load_state(tmp_path / "state", small()[0])
+        load(path)
     with contextlib.suppress(CheckpointError):
-        read_state_info(tmp_path / "state")
-
-
-def test_a_state_that_cannot_be_held_here_is_not_damaged(tmp_path, monkeypatch):
-    save_small(tmp_path / "state")
-
-    def refuse(layout, spec):
-        raise ConfigError("fetch must be 'device_put' or 'resident'")
-
-    monkeypatch.setattr(offload, "tier_shapes", refuse)
-    with pytest.raises(ConfigError, match="state cannot be loaded here: fetch must be 'device_put'"):
-        load_state(tmp_path / "state", small()[0])
+        read_state_info(path)
 
 
 # Files of another model, policy, dtype or tokenizer
@@ -357,8 +359,8 @@ def lines_of(path: Path, params: Params, policy: Any = None) -> list[str]:
     return [line.split(":")[0] for line in lines]
 
 
-def narrow(params: Params) -> Params:
-    leaves = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), params.weights)
+def narrow() -> Params:
+    leaves = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), small()[0].weights)
     return Params(jax.device_put(leaves), SMALL)
 
 
@@ -372,7 +374,7 @@ KEYS = [f"policy.settings.{name}" for name in ("keys", "keys.bits", "keys.profil
         (lambda: init_params(WIDER), None, ["config.eos_ids", "config.ffn_dim", "config.rope.theta", "weights"]),
         (lambda: init_params(dataclasses.replace(SMALL, num_layers=2)), None, ["config.num_layers", "weights"]),
         (lambda: init_params(SMALL, seed=1), None, ["weights"]),
-        (lambda: narrow(small()[0]), None, ["dtype", "weights"]),
+        (narrow, None, ["dtype", "weights"]),
         (lambda: small()[0], dataclasses.replace(POLICY, rank=3), ["policy.settings.rank"]),
         (lambda: small()[0], with_settings(POLICY, {"rank": None, "keys": "transform"}), KEYS),
         (
@@ -382,29 +384,26 @@ KEYS = [f"policy.settings.{name}" for name in ("keys", "keys.bits", "keys.profil
         ),
     ],
 )
-def test_another_model_or_policy_is_refused_field_by_field(tmp_path, make, policy, fields):
-    save_small(tmp_path / "state")
-    assert lines_of(tmp_path / "state", make(), policy) == fields
+def test_another_model_or_policy_is_refused_field_by_field(path, make, policy, fields):
+    assert lines_of(path, make(), policy) == fields
 
 
-def test_another_tokenizer_is_refused(tmp_path):
+def test_another_tokenizer_is_refused(path):
     plain, state = small()
-    params, other = (Params(plain.weights, SMALL, byte_tokenizer()) for _ in range(2))
-    save_state(tmp_path / "state", state, params)
-    assert equal(load_state(tmp_path / "state", other), state)
-    other = Params(plain.weights, SMALL, byte_tokenizer())
-    other.tokenizer.chat_template += "!"
-    for params in (other, plain):
-        assert lines_of(tmp_path / "state", params) == ["tokenizer"]
+    params, other, third = (Params(plain.weights, SMALL, byte_tokenizer()) for _ in range(3))
+    save_state(path, state, params)
+    assert equal(load_state(path, other), state)
+    third.tokenizer.chat_template += "!"
+    for params in (third, plain):
+        assert lines_of(path, params) == ["tokenizer"]
 
 
-def test_everything_at_once_is_one_error(tmp_path):
-    save_small(tmp_path / "state")
+def test_everything_at_once_is_one_error(path):
     config = dataclasses.replace(SMALL, ffn_dim=4)
     other = Params(init_params(config, dtype="bfloat16").weights, config, byte_tokenizer())
-    found = lines_of(tmp_path / "state", other, Full())
+    found = lines_of(path, other, Full())
     assert {"config.ffn_dim", "dtype", "weights", "tokenizer", "policy.name"} <= set(found)
-    assert "policy.name" in lines_of(tmp_path / "state", small()[0], StreamingLLM())
+    assert "policy.name" in lines_of(path, small()[0], StreamingLLM())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,26 +413,10 @@ class Unlisted(StreamingLLM):
     name = "unlisted"
 
 
-def test_a_policy_that_is_not_listed_must_be_given(tmp_path):
+def test_a_policy_that_is_not_listed_must_be_given(path):
     params, own = small()[0], Unlisted(sinks=1, window=6)
     _, state = decode.prefill(params, random_tokens(2, 13, config=SMALL), LENGTHS_SMALL, own, capacity=16)
-    save_state(tmp_path / "state", state, params)
-    assert lines_of(tmp_path / "state", params) == ["policy.name"]
-    assert lines_of(tmp_path / "state", params, Unlisted(sinks=2, window=6)) == ["policy.settings.sinks"]
-    assert equal(load_state(tmp_path / "state", params, Unlisted(sinks=1, window=6)), state)
-
-
-def test_a_host_without_the_memory_is_told_before(tmp_path, monkeypatch):
-    params, state = small()
-    save_state(tmp_path / "state", state, params)
-    asked = []
-
-    def lacking(plans) -> None:
-        asked.extend(plans)
-        raise HostMemoryError("too little")
-
-    monkeypatch.setattr(host_memory, "check_host_memory", lacking)
-    monkeypatch.setattr(jax, "device_put", lambda *_: pytest.fail("placed"))
-    with pytest.raises(HostMemoryError):
-        load_state(tmp_path / "state", params)
-    assert asked == [state.specs]
+    save_state(path, state, params)
+    assert lines_of(path, params) == ["policy.name"]
+    assert lines_of(path, params, Unlisted(sinks=2, window=6)) == ["policy.settings.sinks"]
+    assert equal(load(path, Unlisted(sinks=1, window=6)), state)

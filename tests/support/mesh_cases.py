@@ -2,66 +2,46 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jshadow import policies
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
+from jshadow.engine.speculation import PromptLookup
+from jshadow.errors import JshadowError
 from jshadow.evaluation.laws.inputs import TINY
-from jshadow.policies import (
-    TOVA,
-    ExpectedAttention,
-    Full,
-    KeyDiff,
-    Loki,
-    Policy,
-    Quest,
-    RocketKV,
-    ShadowKV,
-    ShadowKVPlus,
-    SnapKV,
-)
+from jshadow.generate import generate
+from jshadow.policies import Loki, Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import ChannelCode, ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
 SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2, budget=16)
 POLICIES: dict[str, Policy] = {
-    "full": Full(),
+    "full": policies.Full(),
     "quest": Quest(budget=12, unit=4, dense_layers=1),
-    "snapkv": SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
-    "tova": TOVA(kept=14),
-    "keydiff": KeyDiff(kept=14),
-    "expected_attention": ExpectedAttention(kept=14, sinks=2),
+    "snapkv": policies.SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
+    "tova": policies.TOVA(kept=14),
+    "keydiff": policies.KeyDiff(kept=14),
+    "expected_attention": policies.ExpectedAttention(kept=14, sinks=2),
     "rocketkv": RocketKV(kept=21, budget=8, unit=4),
     "rocketkv_kvzip": RocketKV(kept=21, budget=8, unit=4, scores="kvzip"),
     "shadowkv": ShadowKV(rank=12, **SMALL),
     "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
     "shadowkv_plus": ShadowKVPlus(
-        rank=12,
-        budget=16,
-        chunk_size=4,
-        outlier_chunks=2,
-        local_chunks=1,
-        extra_outlier_chunks=2,
-        extend_piece=6,
-        later_keys="projected",
+        rank=12, **SMALL | {"local_chunks": 1}, extra_outlier_chunks=2, extend_piece=6, later_keys="projected"
     ),
     "plus_int4": dataclasses.replace(ShadowKVPlus.packed(), extra_outlier_chunks=2, extend_piece=6, **SMALL),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
     "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
 NOT_ON_SP = ("rocketkv", "rocketkv_kvzip")
-MESHES = {
-    "tp2": {"tp": 2},
-    "tp4": {"tp": 4},
-    "sp4": {"sp": 4},
-    "data2": {"data": 2},
-    "tp2_sp2": {"tp": 2, "sp": 2},
-}
+MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "sp4": {"sp": 4}, "data2": {"data": 2}, "tp2_sp2": {"tp": 2, "sp": 2}}
 CAPACITY = 112
 PROMPT = np.random.default_rng(0).integers(0, 96, (2, 60)).astype(np.int32)
 LENGTHS = np.array([60, 41], np.int32)
@@ -122,9 +102,8 @@ def steps_of(params: Params, name: str, fetch: str) -> dict[str, Any]:
         out, state = decode.decode_step(params, token, state)
         logits.append(np.asarray(out))
         chosen.append(selections(state))
-    counters = {
-        field.name: np.asarray(getattr(state.counters, field.name)) for field in dataclasses.fields(state.counters)
-    }
+    names = [field.name for field in dataclasses.fields(state.counters)]
+    counters = {name: np.asarray(getattr(state.counters, name)) for name in names}
     return {"logits": np.stack(logits), "chosen": chosen, "counters": counters}
 
 
@@ -185,33 +164,41 @@ def compare_flow(name: str, mesh: str, fetch: str) -> list[float]:
     return [float(np.abs(one - other).max()) for one, other in zip(want, got, strict=True)]
 
 
+def text_of(work: Callable[[], Any]) -> str:
+    """The text of the error that some work raises."""
+    try:
+        work()
+    except JshadowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def both(mesh: str, work: Callable[[Params], Any]) -> tuple[Any, Any]:
+    """What some work gives on one device, and on a mesh."""
+    return work(model()), work(model(mesh))
+
+
 def long_turn(name: str, mesh: str) -> float:
     """The largest difference in the logits of a turn that takes blocks."""
     tokens = np.random.default_rng(9).integers(0, 96, (2, 40)).astype(np.int32)
-    outs = []
-    for params in (model(), model(mesh)):
-        _, state = start(params, POLICIES[name], "device_put" if params is not model() else "resident")
-        outs.append(np.asarray(decode.extend(params, tokens, [40, 23], state, logits="all")[0]))
-    real = np.arange(40) < np.array([[40], [23]])
-    return float(np.abs(outs[0] - outs[1])[real].max())
+
+    def logits(params: Params) -> np.ndarray:
+        _, state = start(params, POLICIES[name], "resident" if params is model() else "device_put")
+        return np.asarray(decode.extend(params, tokens, [40, 23], state, logits="all")[0])
+
+    one, other = both(mesh, logits)
+    return float(np.abs(one - other)[np.arange(40) < np.array([[40], [23]])].max())
 
 
 def refused(mesh: Any, policy: Policy, left: str = "split") -> str:
     """The error of a mesh (names of axes and sizes) or of a policy on it, as "type: message"."""
-    sizes: dict[str, int] = dict(mesh)
-    count = int(np.prod(list(sizes.values())))
-    devices = np.array(jax.devices()[:count]).reshape(list(sizes.values()))
-    try:
-        params = spread(model(), Mesh(devices, tuple(sizes)), left)
-        start(params, policy, "resident")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+    axes, sizes = zip(*mesh, strict=True)
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return text_of(lambda: start(spread(model(), Mesh(devices, axes), left), policy, "resident"))
 
 
 def engine_answers(mesh: str) -> list[bool]:
     """Whether an engine on a mesh answers five prompts as `generate` does on one device."""
-    from jshadow.generate import generate
     from jshadow.serving import Engine, EngineOptions, Request, RowClass
 
     policy, rng = POLICIES["shadowkv"], np.random.default_rng(3)
@@ -226,23 +213,20 @@ def engine_answers(mesh: str) -> list[bool]:
 
 def few_units(mesh: str, name: str) -> tuple[float, bool]:
     """A step whose budget has more units than a device's part: the largest difference, and if counts are equal."""
-    policies = {"quest": Quest(unit=4, dense_layers=0), "loki": Loki(budget=70), "shadowkv": ShadowKV(chunk_size=4)}
-    outs, counts = [], []
-    for params in (model(), model(mesh)):
-        _, state = start(params, policies[name], "resident")
-        out, state = decode.decode_step(params, TURN[:, 0], state)
-        outs.append(np.asarray(out))
-        counts.append(np.asarray(state.counters.attended))
-    return float(np.abs(outs[0] - outs[1]).max()), bool(np.allclose(*counts))
+    kinds = {"quest": Quest(unit=4, dense_layers=0), "loki": Loki(budget=70), "shadowkv": ShadowKV(chunk_size=4)}
+
+    def step(params: Params) -> tuple[np.ndarray, np.ndarray]:
+        out, state = decode.decode_step(params, TURN[:, 0], start(params, kinds[name], "resident")[1])
+        return np.asarray(out), np.asarray(state.counters.attended)
+
+    (one, counts), (other, others) = both(mesh, step)
+    return float(np.abs(one - other).max()), bool(np.allclose(counts, others))
 
 
 def sliding(mesh: str) -> float:
     """The largest difference in the logits of a model with sliding layers, in steps and in a turn."""
-    config = dataclasses.replace(CONFIG, sliding_window=12, sliding_layers=(0,))
-    outs = []
-    for place in ("", mesh):
-        params = init_params(config, seed=1)
-        params = spread(params, mesh_of(place)) if place else params
+    config, outs = dataclasses.replace(CONFIG, sliding_window=12, sliding_layers=(0,)), []
+    for params in (init_params(config, seed=1), spread(init_params(config, seed=1), mesh_of(mesh))):
         out, state = start(params, POLICIES["shadowkv"], "resident")
         first, state = decode.decode_step(params, TURN[:, 0], state)
         last, _ = decode.extend(params, TURN, [9, 5], state)
@@ -252,9 +236,6 @@ def sliding(mesh: str) -> float:
 
 def speculated(name: str, mesh: str) -> list[bool]:
     """Whether speculation on a mesh gives the tokens of plain decoding on one device, and accepts some."""
-    from jshadow.engine.speculation import PromptLookup
-    from jshadow.generate import generate
-
     prompts = [np.resize(PROMPT[0, :5], 40).tolist(), PROMPT[1, :33].tolist()]
     asked: dict[str, Any] = {"max_new_tokens": 16, "capacity": CAPACITY}
     plain = generate(model(), prompts, POLICIES[name], fetch="resident", **asked)
@@ -266,12 +247,5 @@ def speculated(name: str, mesh: str) -> list[bool]:
 
 def verified(mesh: str) -> str:
     """The error of a verified generation on a mesh."""
-    from jshadow.generate import generate
-
-    try:
-        generate(
-            model(mesh), PROMPT[0].tolist(), POLICIES["shadowkv"], fetch="device_put", verify=True, max_new_tokens=4
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+    asked: dict[str, Any] = {"fetch": "device_put", "verify": True, "max_new_tokens": 4}
+    return text_of(lambda: generate(model(mesh), PROMPT[0].tolist(), POLICIES["shadowkv"], **asked))

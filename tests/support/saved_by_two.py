@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from full_disk import file_size_limit
-from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, model
-from saved_cases import TOKENS, difference, text_of
+from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, model, text_of
+from saved_cases import TOKENS, difference
 
 from jshadow import load_state, save_state
 from jshadow.cli.mesh import mesh_of, parse_mesh
@@ -25,7 +25,7 @@ BY_TWO = {"shadowkv": "tp=2,sp=2", "quest": "tp=4"}  # the second mesh splits th
 
 
 def report(found):
-    """Print a JSON object on the standard error. The standard output of process 1 is not seen."""
+    """The standard output of process 1 is not seen."""
     os.write(2, (json.dumps(found) + "\n").encode())
 
 

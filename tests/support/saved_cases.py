@@ -1,6 +1,5 @@
 """What the tests of saved states run in a process with four devices, and in two processes of two."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved.leaves import bare, cache_fills, own_fills, places
-from jshadow.errors import JshadowError
 
 TOKENS = [row[:length].tolist() for row, length in zip(PROMPT, LENGTHS, strict=True)]
 STEP = np.array([3, 90], np.int32)
@@ -78,12 +76,3 @@ def on_all(name: str, path: Path, tokens: list[list[int]]) -> list[str]:
 def as_one_file(path: str, mesh: str, target: str) -> None:
     """Load a state on a mesh, and save it."""
     save_state(target, load_state(path, model(mesh)), model(mesh), tokens=TOKENS)
-
-
-def text_of(work: Callable[[], Any]) -> str:
-    """The text of the error that some work raises."""
-    try:
-        work()
-    except JshadowError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"

@@ -1,5 +1,7 @@
 """Files of safetensors that another writer sealed well: any tensors and texts, with the right digest of the header."""
 
+import json
+
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -20,3 +22,9 @@ def seal(path, tensors, texts):
     file = TensorFile(path)
     table = {name: (file.tags[name], file.shapes[name]) for name in tensors}
     save_file(tensors, path, texts | {"header_sha256": header_digest(texts, table)})
+
+
+def parts_of(index):
+    """The files of a state in parts, by the number of their process."""
+    folder = json.loads(TensorFile(index).metadata["parts"])[0]["file"].split("/")[0]
+    return sorted((index.parent / folder).iterdir())
