@@ -89,7 +89,6 @@ class StateMachine(RuleBasedStateMachine):
         self.policy = setting(self.name, "lossless", CONFIG, CAPACITY)
         self.folder = tempfile.TemporaryDirectory()
         self.alive: list[Held] = []
-        self.consumed = 0
 
     # Rules. Hypothesis leaves some out of each example: there are two, so that neither leaves much untried.
 
@@ -106,8 +105,6 @@ class StateMachine(RuleBasedStateMachine):
         """What is made of a state goes on; the state itself is kept as well."""
         made = getattr(self, how)(held, other, picks, rng)
         return made if made is held else getattr(self, call)(made, counts[: made.batch], rng)
-
-    # Calls
 
     def prefill(self, held: Held | None, other: Held | None, picks: list[int], rng: np.random.Generator) -> Held:
         """A new state, without regard to another."""
@@ -223,8 +220,6 @@ class StateMachine(RuleBasedStateMachine):
         assert (0 if shrinks else one.room[0]) <= new.room[row] <= CAPACITY - len(one.rows[0])
         return self.hold(new)
 
-    # What they have in common
-
     def hold(self, held: Held) -> Held:
         """Keep a new state, whose room must be what it promises."""
         assert held.state.room().tolist() == held.room
@@ -243,29 +238,12 @@ class StateMachine(RuleBasedStateMachine):
     def fed(self, held: Held, state: KVState, new: list[tuple[int, ...]]) -> Held:
         """What a call made of a state that it consumed, once every row took its new tokens."""
         self.alive.remove(held)
-        self.refuses(held)
         after = held.of(range(held.batch), state)
         for row, more in enumerate(new):
             after.rows[row] += more
             after.steps[row] += len(more)
             after.room[row] -= len(more)
         return self.hold(after)
-
-    def refuses(self, held: Held) -> None:
-        """A consumed state refuses whatever is asked of it; each time it is asked another thing."""
-        state, ones = held.state, [1] * held.batch
-        uses = (
-            lambda: jshadow.decode_step(params(), ones, state),
-            lambda: jshadow.extend(params(), [[1]] * held.batch, ones, state),
-            lambda: jshadow.decode_steps(params(), ones, state, STEPS),
-            state.fork,
-            lambda: state.take([0]),
-            lambda: self.alive[-1].state.insert(0, state) if self.alive else state.insert(0, state),
-            lambda: jshadow.save_state(Path(self.folder.name) / "never", state, params()),
-        )
-        self.consumed += 1
-        with pytest.raises(StateMismatch, match="consumed"):
-            uses[self.consumed % len(uses)]()
 
     @invariant()
     def states_hold_what_they_were_fed(self):

@@ -24,7 +24,7 @@ from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
 from jshadow.policies.less.errors import errors_of
 from jshadow.policies.less.kernels import combine
-from jshadow.policies.less.training import answers, evictions, make_examples
+from jshadow.policies.less.training import answers, make_examples
 
 
 def start(policy, fitted=None, params=None, **options):
@@ -188,30 +188,8 @@ def layer_spec(policy, tokens, batch=1):
     return cache_specs(TINY, policy.resolve(TINY, tokens), batch, tokens, tokens, "float32", "resident")[0]
 
 
-def test_evictions_are_those_of_the_oracle_s_h2o():
-    """The oracle decodes from an empty cache and keeps its tokens in dictionaries."""
-    policy, text = H2O(heavy=6, recent=8), TEXT[:1, :90]
-    prompt = next(prompts_of(model(), text))
-    gone = np.asarray(jax.jit(evictions, static_argnums=1)(prompt, layer_spec(policy, 90)))[0]
-    q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
-    oracle, want = oracle_sisters.H2O(heavy=6, recent=8), np.full((TINY.kv_heads, 90), 90)
-    memory = [{} for _ in range(TINY.kv_heads)]
-    for at in range(90):
-        seen, _ = oracle.see(memory, q[at], k[: at + 1])
-        probs = []
-        for head, positions in enumerate(seen):
-            logits = k[positions, head // TINY.group] @ q[at, head] * TINY.attention_scale
-            probs.append(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())
-        before = [set(one) for one in memory]
-        oracle.saw(memory, seen, probs, at + 1)
-        for head, held in enumerate(before):
-            for position in held - set(memory[head]):
-                want[head, position] = at
-    np.testing.assert_array_equal(gone, want)
-
-
 def test_what_is_trained_is_what_a_step_does():
-    """The masked sums over a text equal the results of LESS's hooks, token by token."""
+    """The masked sums over a text equal the results of LESS's hooks, token by token, which evict as H2O's."""
     text, kernels = TEXT[:1, :90], random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     prompt = next(prompts_of(model(), text))
     examples = jax.jit(make_examples, static_argnames="spec")(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 90))

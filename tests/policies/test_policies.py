@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import POLICY_CASES, TINY
 from plugins import strangers
-from policy_inputs import DEEP, llama, prompt_of
+from policy_inputs import DEEP, prompt_of
 
 from jshadow import policies
 from jshadow.cli import policies as command
@@ -21,10 +21,9 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import subject_of
 from jshadow.evaluation.plots import style
 from jshadow.evaluation.results import label
-from jshadow.planner.bytes import cache_specs, footprint
+from jshadow.planner.bytes import cache_specs
 from jshadow.policies import (
     H2O,
-    KIVI,
     POLICIES,
     WRAPPERS,
     DenseFirst,
@@ -169,14 +168,6 @@ def test_the_table_of_bytes_is_the_papers(capsys, monkeypatch):
     monkeypatch.setattr(command, "PAPERS_SETTINGS", (("full", "resident"),))
     rows, names = rows_of(capsys, 8192), ["full", *(name for name in POLICIES if name != "full")]
     assert [row["policy"] for row in rows] == [row["setting"] for row in rows] == names
-
-
-@pytest.mark.parametrize(("bits", "group", "gib"), [(2, 32, 3.01), (2, 64, 2.51), (1, 32, 2.01), (1, 64, 1.51)])
-def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
-    """The sizes are computed by hand from the papers of KIVI and SpeCache, at 131,072 tokens of Llama-3.1-8B."""
-    sizes = footprint(llama(), KIVI(bits=bits, group=group), capacity=131_072, prompt=131_072, fetch="resident")
-    assert sizes["device_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
-    assert sizes["parts"]["quantized"][0] <= sizes["device_bytes"]
 
 
 def test_a_class_that_is_defined_again_replaces_the_first(tmp_path):
