@@ -3,14 +3,14 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jshadow.engine.checks import check_ids
-from jshadow.errors import CheckpointError, ConfigError, PromptError
+from jshadow.errors import CheckpointError, PromptError
 from jshadow.evaluation.parts.dealing import deal, parse_part
 from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.library.pdf import Begun, read_pdf
 from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
 
@@ -76,14 +76,14 @@ def text_ids(text: str, params: Params) -> np.ndarray:
     return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source")
 
 
-def read_document(path: Path) -> str:
-    """Return the text of a file. Raises CheckpointError or ConfigError as `ids_of` does."""
+def read_document(path: Path, begun: Begun | None = None) -> str:
+    """Return the text of a file. Raises CheckpointError or ConfigError as `ids_of` does. `begun`: as in `read_pdf`."""
     path = path.expanduser()
     kind = path.suffix.lower()
     if kind not in (*TEXTS, PDF):
         raise CheckpointError(f"{path} must be a .txt, .md or .pdf file, got {path.suffix or 'no ending'!r}")
     try:
-        text = read_pdf(path) if kind == PDF else path.read_text(encoding="utf-8")
+        text = read_pdf(path, begun=begun) if kind == PDF else path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
@@ -91,27 +91,3 @@ def read_document(path: Path) -> str:
     if not text.strip():
         raise CheckpointError(f"{path} must have text in it, got none")
     return text
-
-
-def read_pdf(path: Path) -> str:
-    """Return the text of a PDF file, with an empty line between pages.
-
-    Raises:
-        CheckpointError: the file is encrypted or damaged.
-        ConfigError: pypdf is not installed.
-        OSError: the file cannot be read.
-    """
-    try:
-        import pypdf
-    except ImportError as error:
-        raise ConfigError(f"{path} needs the package pypdf: pip install 'jshadow[pdf]'") from error
-    with path.open("rb") as file:
-        try:
-            reader: Any = pypdf.PdfReader(file)
-            if reader.is_encrypted:
-                raise CheckpointError(f"{path} must not be encrypted, got an encrypted PDF")
-            return "\n\n".join(page.extract_text() for page in reader.pages)
-        except (CheckpointError, OSError):
-            raise
-        except Exception as error:  # a damaged PDF raises errors of many unrelated types
-            raise CheckpointError(f"{path} must be a PDF file, got one that does not parse: {error}") from error

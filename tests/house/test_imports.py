@@ -40,7 +40,7 @@ ONLY_IN = {
     "pyarrow": ("evaluation",),
     "lm_eval": ("evaluation",),
     "obstore": ("library/remote.py",),
-    "pypdf": ("library/sources.py",),
+    "pypdf": ("library/pdf_worker.py",),
     "fastapi": ("serving/http", "cli/serve.py"),
     "starlette": ("serving/http",),
     "pydantic": ("serving/http",),

@@ -70,44 +70,37 @@ def test_a_pdf_has_an_empty_line_between_its_pages(tmp_path):
     assert read_document(written(tmp_path, "b.PDF", pdf(["", "One line."]))).strip() == "One line."
 
 
-BAD_FILES = {
-    "a.pdf": {
-        "must not be encrypted": pdf(password="secret"),
-        "must not be encrypted, got": pdf(password=""),
-        "must have text in it, got none": pdf(["", ""]),
-        "must have text in it": pdf([]),
-        "must be a PDF file, got one that does not parse": PLAIN[: len(PLAIN) // 2],
-        "must be a PDF file": b"",
-        "a PDF file, got one": b"%PDF-1.7\nnothing else",
-    },
-    "a.txt": {
-        "must be UTF-8 text, got other bytes": "Grün".encode("latin-1"),
-        "must be UTF-8 text": b"\xff\xfea\x00",
-        "must have text in it, got none": b"",
-        "must have text": b" \n\t\n",
-    },
-    "a.md": {"must be UTF-8": b"\x80"},
-    "a.docx": {r"must be a .txt, .md or .pdf file, got '.docx'": b"x"},
-    "a": {"got 'no ending'": b"x"},
-}
+FOLDER = object()  # in place of a file's content
+BAD_FILES = [
+    ("a.pdf", pdf(password="secret"), "must not be encrypted"),
+    ("a.pdf", pdf(password=""), "must not be encrypted, got"),
+    ("a.pdf", pdf(["", ""]), "must have text in it, got none"),
+    ("a.pdf", pdf([]), "must have text in it"),
+    ("a.pdf", PLAIN[: len(PLAIN) // 2], "must be a PDF file, got one that does not parse"),
+    ("a.pdf", b"", "must be a PDF file"),
+    ("a.pdf", b"%PDF-1.7\nnothing else", "a PDF file, got one"),
+    ("a.txt", "Grün".encode("latin-1"), "must be UTF-8 text, got other bytes"),
+    ("a.txt", b"\xff\xfea\x00", "must be UTF-8 text"),
+    ("a.txt", b"", "must have text in it, got none"),
+    ("a.txt", b" \n\t\n", "must have text"),
+    ("a.md", b"\x80", "must be UTF-8"),
+    ("a.docx", b"x", r"must be a .txt, .md or .pdf file, got '.docx'"),
+    ("a", b"x", "got 'no ending'"),
+    *((f"none.{ending}", None, "cannot be read") for ending in ("txt", "md", "pdf")),
+    *((f"folder.{ending}", FOLDER, "cannot be read") for ending in ("txt", "pdf")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [(name, message) for name, messages in BAD_FILES.items() for message in messages]
-)
-def test_a_file_that_cannot_be_a_document(tmp_path, name, message):
-    path = written(tmp_path, name, BAD_FILES[name][message])
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_a_file_that_cannot_be_a_document(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is FOLDER:
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
         ids_of(path, PARAMS)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["none.txt", "none.md", "none.pdf", "folder.txt", "folder.pdf"])
-def test_a_missing_file(tmp_path, name):
-    if name.startswith("folder"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        ids_of(tmp_path / name, PARAMS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,23 +112,24 @@ def test_a_damaged_pdf_gives_a_text_or_a_typed_error(tmp_path_factory, place, va
         assert read_document(path).strip()
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "/a/b.md", "paper.PDF"])
-def test_a_text_that_is_the_name_of_a_file(name):
-    with pytest.raises(PromptError, match=r"must be a pathlib\.Path to be read as a file"):
-        ids_of(name, PARAMS)
-    assert len(ids_of(f"{name}\n is a file", PARAMS)[0])
+A_FILE = r"must be a pathlib\.Path to be read as a file"
+BAD_SOURCES = [
+    ("", PARAMS, "must have text in it"),
+    (" \n", PARAMS, "must have text in it"),
+    ([], PARAMS, "at least 1 token"),
+    ([257], PARAMS, r"source must lie in \[0, vocab_size=257\), got 257"),
+    ("a text", BARE, "must be token ids, because the checkpoint has no tokenizer"),
+    (Path("a.txt"), BARE, "must be token ids"),
+    *((name, PARAMS, A_FILE) for name in ("notes.txt", "/a/b.md", "paper.PDF")),
+]
 
 
-def test_bad_sources():
-    for source, message in (("", "must have text in it"), (" \n", "must have text in it"), ([], "at least 1 token")):
-        with pytest.raises(PromptError, match=message):
-            ids_of(source, PARAMS)
-    with pytest.raises(PromptError, match=r"source must lie in \[0, vocab_size=257\), got 257"):
-        ids_of([257], PARAMS)
-    with pytest.raises(PromptError, match="must be token ids, because the checkpoint has no tokenizer"):
-        ids_of("a text", BARE)
-    with pytest.raises(PromptError, match="must be token ids"):
-        ids_of(Path("a.txt"), BARE)
+@pytest.mark.parametrize(("source", "params", "message"), BAD_SOURCES)
+def test_bad_sources(source, params, message):
+    with pytest.raises(PromptError, match=message):
+        ids_of(source, params)
+    if message == A_FILE:
+        assert len(ids_of(f"{source}\n is a file", params)[0])
 
 
 def test_a_package_that_is_missing(tmp_path, monkeypatch):

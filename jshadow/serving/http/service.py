@@ -2,10 +2,14 @@
 
 import asyncio
 import dataclasses
+import functools
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
@@ -28,6 +32,7 @@ from jshadow.weights.params import Params
 T = TypeVar("T")
 FILE = "file-"
 KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
+READ_AT_ONCE = 2  # files whose text is being read
 READING_PRIORITY = -1  # documents are read after the waiting questions
 
 
@@ -54,6 +59,7 @@ class Service:
         self.open = 0
         self.warm = 0.0, 0
         self._reading: dict[str, Turn] = {}  # by the key of the document
+        self._files = anyio.CapacityLimiter(READ_AT_ONCE)
 
     def begin(self) -> None:
         """Take requests from now on. The time of the engine until now, in which it compiled, does not count."""
@@ -197,9 +203,34 @@ class Service:
         before, _ = frame(self.params.tokenizer, "?", "", "")
         return self.shelf().ids(stored.key)[len(before) :]
 
-    def text_tokens(self, upload: Upload) -> list[int]:
-        """Return the token ids of the text of a file that is not stored. Raises CheckpointError."""
-        return encode(self.params.tokenizer, text_of(upload))
+    async def text_of(self, upload: Upload) -> str:
+        """Return the text of a file. Few files are read at once, apart from all other work of the server.
+
+        If the request ends meanwhile, the process that reads a PDF is killed.
+
+        Raises:
+            CheckpointError: the file has no text that can be read, or reading it exceeds a limit.
+            ApiError: the disk has no room for the file.
+        """
+        processes: list[subprocess.Popen[bytes]] = []
+        ended = False
+
+        def begun(process: "subprocess.Popen[bytes]") -> None:
+            processes.append(process)
+            if ended:
+                process.kill()
+
+        try:
+            read = functools.partial(text_of, upload, begun)
+            return await anyio.to_thread.run_sync(read, limiter=self._files, abandon_on_cancel=True)
+        finally:
+            ended = True
+            for process in processes:
+                process.kill()
+
+    async def text_tokens(self, upload: Upload) -> list[int]:
+        """Return the token ids of the text of a file that is not stored. Raises the errors of `text_of`."""
+        return await self.slowly(encode, self.params.tokenizer, await self.text_of(upload))
 
     async def add(self, upload: Upload) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.
@@ -212,7 +243,7 @@ class Service:
             ApiError: the state cannot be stored, such as on a full disk.
         """
         library = self.shelf()
-        text = await self.slowly(text_of, upload)
+        text = await self.text_of(upload)
         ids = await self.slowly(text_ids, text, self.params)
         key = library.identity.key(ids)
         turn = self._reading.setdefault(key, Turn())

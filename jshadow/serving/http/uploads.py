@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from jshadow.errors import CheckpointError
+from jshadow.library.pdf import Begun
 from jshadow.library.sources import read_document
 from jshadow.serving.http.errors import ApiError
 
@@ -34,10 +35,11 @@ def plain_name(name: str | None) -> str:
     return last
 
 
-def text_of(upload: Upload) -> str:
+def text_of(upload: Upload, begun: Begun | None = None) -> str:
     """Return the text of a .txt, .md or .pdf file. Another ending counts as text.
 
     The bytes are written to a temporary file whose name does not depend on that of the upload, except its ending.
+    `begun` is called with the process that reads a PDF.
 
     Raises:
         CheckpointError: the file has no text that can be read.
@@ -50,7 +52,7 @@ def text_of(upload: Upload) -> str:
             path = Path(folder) / f"upload{kind}"
             path.write_bytes(data)
             try:
-                return read_document(path)
+                return read_document(path, begun)
             except CheckpointError as error:
                 raise CheckpointError(str(error).replace(str(path), f"the file {name!r:.80}")) from error
     except OSError as error:

@@ -1,11 +1,10 @@
 """Bad requests: the status, the field and the limit of each, and that the next request is answered."""
 
-import io
 import json
 
-import pypdf
 import pytest
 from fastapi.exceptions import RequestValidationError
+from pdf_files import pdf
 from pydantic import ValidationError
 from server_cases import CLASSES, NAME, client_of, tiny_service
 
@@ -52,14 +51,6 @@ def tool(function):
 
 def upload(data, name="a.txt", **fields):
     return "POST", FILES, {"files": {"file": (name, data)}, "data": fields}
-
-
-def locked_pdf():
-    writer, out = pypdf.PdfWriter(), io.BytesIO()
-    writer.add_blank_page(10, 10)
-    writer.encrypt("secret", algorithm="RC4-128")
-    writer.write(out)
-    return out.getvalue()
 
 
 def schema(value):
@@ -120,7 +111,7 @@ LIMITS = [
     ("empty upload", upload(b""), 400, ["a.txt", "text"]),
     ("blank upload", upload(b" \n "), 400, ["a.txt", "text"]),
     ("binary upload", upload(b"\xff\xfe\x00\x80"), 400, ["a.txt", "UTF-8"]),
-    ("encrypted upload", upload(locked_pdf(), "a.pdf"), 400, ["a.pdf", "encrypted"]),
+    ("encrypted upload", upload(pdf(password="secret"), "a.pdf"), 400, ["a.pdf", "encrypted"]),
     ("damaged PDF", upload(b"%PDF-1.7\nno more", "a.pdf"), 400, ["a.pdf", "PDF"]),
     ("long document", upload(b"x" * 1000), 400, ["1006", str(CLASSES[-1].prompt)]),
     ("oversized upload", upload(b"x" * (UPLOAD + 1)), 413, ["file", str(UPLOAD)]),

@@ -1,9 +1,12 @@
 """Files: names, equal uploads, restarts, clients that leave, and a full disk."""
 
 import asyncio
+import signal
+import subprocess
 import time
 
 import pytest
+from pdf_files import LARGE, pdf
 from raw_http import ask, connected, message
 from server_cases import NAME, client_of, tiny_service
 from socket_cases import idle, listening, until
@@ -143,3 +146,30 @@ def test_a_server_without_a_library_has_no_files():
         for answer in (client.get("/v1/files"), client.delete("/v1/files/file-0")):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_library")
         assert put(client, TEXT)[0] == 404
+
+
+def test_a_request_that_ends_kills_the_process_that_reads_its_pdf(service, monkeypatch):
+    """Two files are read at once. A third waits for them, and other work does not."""
+    processes = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+
+    async def run():
+        tasks = [asyncio.create_task(service.text_of(Upload("a.pdf", pdf(LARGE)))) for _ in range(3)]
+        while len(processes) < 2:
+            await asyncio.sleep(0.01)
+        assert await service.slowly(service.encode, "Hi")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        while None in [process.poll() for process in processes]:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert {process.returncode for process in processes} == {-signal.SIGKILL}
+    assert len(processes) == 2

@@ -1,6 +1,7 @@
 """The routes of answers: /v1/chat/completions and /v1/completions."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
 from jshadow.serving.http.prompts import chat_ids, prompts_of
 from jshadow.serving.http.responses import ERRORS, STREAM
-from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FilePart
+from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FileContent, FilePart
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.sse import stream_response
 from jshadow.serving.http.uploads import Upload, decoded, plain_name
@@ -31,7 +32,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "logprobs must be true with top_logprobs, got false", param="logprobs")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
-    ids = await service.slowly(prompt_of, service, body, tools)
+    ids = await unless_gone(request, chat_tokens(service, body, tools), service.options.seconds)
     top = (body.top_logprobs or 0) if body.logprobs else None
     grammar = await service.slowly(form_of, body)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
@@ -60,15 +61,32 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     return await respond(request, body, answers, Completion(service, body, answers))
 
 
-def prompt_of(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
-    """Return the token ids of a chat. Raises ApiError or CheckpointError."""
+async def chat_tokens(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
+    """Return the token ids of a chat, and of the files in it. Raises ApiError or CheckpointError."""
+    return await service.slowly(prompt_of, service, body, tools, await sent_files(service, body))
+
+
+async def sent_files(service: Service, body: ChatRequest) -> list[list[int]]:
+    """Return the token ids of the files that are in a chat itself, in their order. Raises as `Service.text_tokens`."""
+    contents = [message.content for message in body.messages if isinstance(message.content, list)]
+    files = [part.file for content in contents for part in content if isinstance(part, FileContent)]
+    return [
+        await service.text_tokens(Upload(plain_name(file.filename or "file.txt"), decoded(file.file_data)))
+        for file in files
+        if file.file_id is None and file.file_data is not None
+    ]
+
+
+def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list[list[int]]) -> list[int]:
+    """Return the token ids of a chat. `sent` is what `sent_files` returned. Raises ApiError or CheckpointError."""
+    left_files = iter(sent)
 
     def file_ids(part: FilePart) -> list[int]:
         if part.file_id is not None:
             return service.file_tokens(part.file_id).tolist()
         if part.file_data is None:
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
-        return service.text_tokens(Upload(plain_name(part.filename or "file.txt"), decoded(part.file_data)))
+        return next(left_files)
 
     return chat_ids(service.params.tokenizer, body.messages, file_ids, tools or None)
 
@@ -91,7 +109,7 @@ async def respond(request: Request, body: Drawing, answers: list[Answer], form: 
         ended()
 
 
-async def unless_gone(request: Request, work: Any, seconds: float) -> dict[str, Any]:
+async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
     """Return what `work` returns. Raises ApiError if the time is over, or if the client has left."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(left(request))

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from jshadow.engine.text import encode
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.responses import ERRORS
-from jshadow.serving.http.routes.answers import prompt_of
+from jshadow.serving.http.routes.answers import chat_tokens, unless_gone
 from jshadow.serving.http.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from jshadow.serving.http.service import Service
 
@@ -24,7 +24,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     if body.messages is not None:
         chat = ChatRequest(model=service.options.name, messages=body.messages)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-        ids = await service.slowly(prompt_of, service, chat, tools)
+        ids = await unless_gone(request, chat_tokens(service, chat, tools), service.options.seconds)
     elif not body.prompt:
         ids = []
     else:
