@@ -9,7 +9,8 @@ import oracle
 import pytest
 from cases import CAPACITY, FETCH_MODES, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, prefilled, run_steps
 from few import quick
-from oracle_maths import apply_rope, attention, causal_attention, linear, lowest, rms_norm, softmax, tokens_of
+from oracle_maths import apply_rope, attention, linear, lowest, rms_norm, softmax, tokens_of
+from oracle_sisters import causal_probs
 from probe import PRIOR_WEIGHT, Follower, Probe, Scout, Speculator
 
 from jshadow.cache import offload
@@ -25,23 +26,12 @@ class ProbeOracle(oracle.Oracle):
         super().__init__(weights, config, oracle.Full())
         self.probe, self.guess, self.chosen = probe, 0, []
 
-    def prefill(self, tokens):
-        logits = super().prefill(tokens)
-        unit, rope, positions = self.probe.unit, self.config.rope, np.arange(len(tokens))
-        self.mass, self.prior = np.zeros(CAPACITY // unit + 1), {}
-        x = self.weights["embed"]["embedding"][np.asarray(tokens)]
-        for i in range(self.config.num_layers):
-            layer = self.weights[f"layer_{i}"]
-            q_pre, k_pre, v = self.project(layer, x)
-            q, k = apply_rope(q_pre, positions, rope), apply_rope(k_pre, positions, rope)
-            if i == 0:
-                wide = np.repeat(k, self.config.group, axis=1)
-                scores = np.einsum("qhd,khd->hqk", q, wide) / np.sqrt(q.shape[-1])
-                scores = np.where(np.triu(np.ones(scores.shape[1:], bool), 1), -np.inf, scores)
-                np.add.at(self.mass, positions // unit, softmax(scores).sum(axis=(0, 1)))
-            self.prior[i] = self.unit_scores(q[-self.probe.tail :], k, len(tokens) // unit)
-            x = self.finish_block(layer, x, causal_attention(q, k, v))
-        return logits
+    def remember(self, layer, cache, q):
+        unit, tokens = self.probe.unit, len(q)
+        if layer == 0:
+            self.mass, self.prior = np.zeros(CAPACITY // unit + 1), {}
+            np.add.at(self.mass, np.arange(tokens) // unit, causal_probs(q, cache.k_post).sum(axis=(0, 1)))
+        self.prior[layer] = self.unit_scores(q[-self.probe.tail :], cache.k_post, tokens // unit)
 
     def unit_scores(self, queries, keys, units):
         """[h_kv, units]: softmax over whole units of each query [n, h_q, d], summed, maximum over the group."""

@@ -41,9 +41,6 @@ def state_of(name: str, fetch: str | None = None):
     return prefilled(name, "restricted", fetch or mode_of(name))[1]
 
 
-# Rows
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "shadowkv", "infllm", "kivi"])
 def test_prompts_of_all_lengths_have_their_room(name):
@@ -95,9 +92,6 @@ def test_rows_and_states_that_do_not_match_are_refused():
             call()
 
 
-# Logits of prefill and extend
-
-
 @pytest.mark.parametrize("name", quick(["quest"], ["quest", "shadowkv", "infllm", "specache"]))
 def test_a_callable_is_given_pieces(name):
     """prefill and extend with a callable give what it would make of all logits.
@@ -133,9 +127,6 @@ def test_prefill_many_is_prefill_for_each():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, wanted)
 
 
-# What a layer fetches
-
-
 @pytest.mark.parametrize("fetch", quick(["device_put"], FETCH_MODES))
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_fetched_rows_are_the_prompt_s_values(name, fetch):
@@ -154,9 +145,6 @@ def test_fetched_rows_are_the_prompt_s_values(name, fetch):
     if layout.planes == 2:
         np.testing.assert_array_equal(fetched.k, want[:, :, :, 0].reshape(flat))
     np.testing.assert_array_equal(fetched.valid, ids % 2 == 0)
-
-
-# Counts
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
@@ -231,9 +219,6 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
     if unit % accounting.FETCH_QUANTUM == 0:
         assert counted.tolist() == (chunks * unit).tolist()
     assert 0 < counted[0] < 6 * 3 * 2 * 4 * unit
-
-
-# Copies
 
 
 COPIES = [("full", "resident"), ("shadowkv", "device_put"), ("streaming_llm", "resident"), ("shadowkv", "resident")]

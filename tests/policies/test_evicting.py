@@ -34,9 +34,6 @@ def test_streaming_llm_is_stable_far_beyond_its_window():
     assert state.layers[0].live.cache.k.shape[2] == 12
 
 
-# TOVA, KeyDiff and ExpectedAttention
-
-
 PARTIAL = RopeConfig(theta=100.0, rotary_share=0.5, attention_factor=1.3)
 MODELS = {
     "group2": dataclasses.replace(TINY, rope=RopeConfig(theta=50.0)),
@@ -177,9 +174,6 @@ def test_padding_changes_nothing_and_all_heads_of_tova_keep_the_same_tokens(name
     keys, every = np.asarray(first.kept.k)[0], prompt.k_post[0].swapaxes(0, 1)
     found = (keys[:, :, None] == every[:, None]).all(axis=-1).argmax(axis=-1)
     assert (len(set(map(tuple, found.tolist()))) == 1) is (name == "tova few")
-
-
-# Ada-KV
 
 
 RAGGED = (83, 40, 7, 1)

@@ -45,10 +45,7 @@ def kept_keys(frozen):
     ]
 
 
-@functools.cache
-def our_model(folder):
-    """The model in float32."""
-    return jshadow.load(folder, dtype="float32")
+our_model = functools.cache(lambda folder: jshadow.load(folder, dtype="float32"))
 
 
 def ours(folder, tokens):
@@ -76,8 +73,8 @@ def ours_twice(folder, tokens):
     for name, normalized in TWICE.items():
         kept = [max(1, int(count * (1 - ratio))) for ratio in RATIOS]
         policies = [KVzip(kept=n, chunk=CHUNK, normalized=normalized) for n in kept]
-        states = prefill_many(params, np.array([tokens]), np.array([count]), [Full(), *policies], capacity=count)
-        (_, full), *others = states
+        prompt = np.array([tokens]), np.array([count])
+        (_, full), *others = prefill_many(params, *prompt, [Full(), *policies], capacity=count)
         for ratio, (_, state) in zip(RATIOS, others, strict=True):
             for layer, (every, some) in enumerate(zip(full.layers, state.layers, strict=True)):
                 found[name, ratio, layer] = places(kept_keys(some.frozen), np.asarray(every.live.cache.k[0]))
@@ -93,15 +90,12 @@ def theirs(text, mine):
     found = {}
     for (name, ratio, layer), heads in mine.items():
         method = "snapkv" if name == "snapkv, defaults" else name
-        bits = arrays.get(f"{text}/{method}/{ratio}/bits")
-        if bits is not None:
+        if (bits := arrays.get(f"{text}/{method}/{ratio}/bits")) is not None:
             whole = np.unpackbits(bits[layer], axis=-1, count=count)
             found[name, ratio, layer] = [set(np.flatnonzero(head).tolist()) for head in whole]
         else:
-            forms = arrays[f"{text}/{method}/{ratio}"][layer]
-            found[name, ratio, layer] = [
-                told_by(int(form), some, count) for form, some in zip(forms, heads, strict=True)
-            ]
+            pairs = zip(arrays[f"{text}/{method}/{ratio}"][layer], heads, strict=True)
+            found[name, ratio, layer] = [told_by(int(form), some, count) for form, some in pairs]
         for head, size in zip(found[name, ratio, layer], arrays[f"{text}/{method}/{ratio}/kept"][layer], strict=True):
             assert head is None or len(head) == size
     return found

@@ -56,9 +56,6 @@ def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
         assert not np.asarray(layer.live.denominator).any()
 
 
-# With learned arrays
-
-
 CASES = {
     "group2": SMALL,
     "normalized": dataclasses.replace(SMALL, normalize=True, state_rank=1),
@@ -175,9 +172,6 @@ def test_no_size_of_scores_overflows(lse):
     want = np.array([[1 - s + 2 * s, 1 - s + 4 * s] for s in share])
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert all(np.isfinite(slope).all() for slope in slopes_of(out, *rest))
-
-
-# Training
 
 
 TEXT, OTHER = random_tokens(4, 200, seed=31), random_tokens(2, 200, seed=32)

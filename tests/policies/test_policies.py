@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from cases import POLICY_CASES, TINY
 from plugins import strangers
-from policy_inputs import DEEP, prompt_of
+from policy_inputs import DEEP
 
 from jshadow import policies
+from jshadow.cache.records import PromptKV
 from jshadow.cli import policies as command
 from jshadow.cli.main import main
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import subject_of
-from jshadow.evaluation.plots import style
 from jshadow.evaluation.results import label
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import (
@@ -208,13 +208,6 @@ def test_a_name_that_is_taken_and_what_is_no_class_are_not_registered():
     assert POLICIES["quest"] is Quest
 
 
-def test_an_unknown_method_has_a_look():
-    one, other = style.look_of("newest"), style.look_of("newest", 1)
-    assert one == style.look_of("newest")
-    assert one["color"] == other["color"]
-    assert one != other
-
-
 @pytest.mark.parametrize("name", [name for name, case in POLICY_CASES.items() if case.restricted.name in POLICIES])
 def test_there_and_back(name):
     """A policy is restored from all its settings, from those that differ from the defaults, and from its label."""
@@ -296,9 +289,12 @@ def test_a_pyramid_keeps_the_newest_tokens_of_a_prompt():
     """If the budget of a layer is too small for the observation window, the window shrinks."""
     policy = Pyramid(SnapKV(max_capacity_prompt=24, observation_window=16, kernel=3), steepness=4.0)
     specs = cache_specs(TINY, policy.resolve(TINY, 96), 1, 96, 61, "float32", "resident")
+    rng = np.random.default_rng(0)
+    q, k, v = (np.float32(rng.standard_normal((1, 61, heads, TINY.head_dim))) for heads in (4, 2, 2))
     for spec in specs:
         spec.policy.resolve(TINY, 96)  # the scaled settings are in range
-        prompt = prompt_of(TINY, 61, tail=spec.policy.observation_window)
+        tail = q[:, 61 - spec.policy.observation_window :]
+        prompt = PromptKV(k, k, v, np.array([61], np.int32), np.arange(61, dtype=np.int32)[None], tail)
 
         @jax.jit
         def compress(prompt, spec=spec):

@@ -295,9 +295,6 @@ def test_a_code_has_the_bytes_that_it_tells(dtype, item):
         assert leaf_bytes(code.left) == 6 * CHUNK * (1 if codec.joint else 2) * row_bytes[name], name
 
 
-# Low rank
-
-
 compiled = jax.jit(lowrank.key_factors, static_argnums=2, static_argnames="block")
 
 
@@ -342,9 +339,6 @@ def test_a_whole_basis_keeps_keys_that_no_token_had():
     right = factors(normal(2, 64, 2, 16, seed=9), [5, 64], 32)[1]
     basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
     np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
-
-
-# Codes of single heads
 
 
 SIZES = [(1, 8), (2, 16), (3, 40)]  # KV heads and their width
@@ -430,9 +424,6 @@ def test_awkward_keys(name, dtype):
     if name.startswith("channel"):
         np.testing.assert_allclose(got[1], wide(keys[1].astype(dtype)), rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(other.left)[:, 0], np.asarray(code.left)[:, 0])
-
-
-# Weights by queries
 
 
 def queries_of(batch: int, count: int, heads: int, dim: int) -> np.ndarray:

@@ -48,9 +48,6 @@ def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
     return sizes["device_bytes"] / sizes["full_bytes"]
 
 
-# Bytes
-
-
 @pytest.mark.parametrize(
     ("policy", "row"),
     [
@@ -101,9 +98,6 @@ def test_the_paper_s_codes_stay_to_be_had():
     settings = ShadowKVPlus.paper(), ShadowKVPlus.reference(), ShadowKVPlus.lossless(96, TINY)
     assert {policy.later_keys for policy in settings} == {"projected"}
     assert ShadowKVPlus.packed().later_keys == ShadowKVPlus().later_keys == "int6"
-
-
-# Profiles of the transform code
 
 
 def test_the_measured_profiles_come_out():
@@ -181,9 +175,6 @@ def test_a_saved_state_keeps_the_profile_that_it_was_coded_with(tmp_path, monkey
         load_state(tmp_path / "state", params, policy)
 
 
-# Shares
-
-
 CODES: dict[str, ShadowKV] = {
     "transform": ShadowKV(keys=TransformCode(), landmarks=Landmarks(dtype="int4"), values=Values(dtype="int4")),
     "packed_plus": with_settings(ShadowKVPlus.packed(), {"keys.bits": None}),
@@ -238,9 +229,6 @@ def test_the_bits_follow_the_share():
     ):
         with pytest.raises(ConfigError, match=message):
             at_share(with_settings(policy, changed), fraction, 2304, SMOLLM2)
-
-
-# Capacities, modes and settings at the edge
 
 
 SHORT = {
