@@ -6,9 +6,8 @@ from small_state import POLICY, SMALL
 
 import jshadow
 from jshadow.library import TierLimits
+from jshadow.library.memory import size_of
 from jshadow.weights.params import init_params
-
-CAPACITY = 40
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +21,11 @@ def opened(params, tmp_path):
     libraries = []
 
     def open_library(name="library", **options):
-        options = {"policy": POLICY, "capacity": CAPACITY, "fetch": "device_put"} | options
-        place = name if "://" in name else tmp_path / name
+        options = {"policy": POLICY, "capacity": 40, "fetch": "device_put", "params": params} | options
         limits = TierLimits(**options.pop("limits", {}))
-        libraries.append(jshadow.Library(place, options.pop("params", params), limits=limits, **options))
+        libraries.append(jshadow.Library(name if "://" in name else tmp_path / name, limits=limits, **options))
         return libraries[-1]
 
-    open_library.libraries = libraries
     yield open_library
     for library in libraries:
         library.close()
@@ -38,3 +35,15 @@ def opened(params, tmp_path):
 def text():
     """Returns n token ids of one random text for each seed."""
     return lambda seed, length=20: np.random.default_rng(seed).integers(0, SMALL.vocab_size, length).tolist()
+
+
+@pytest.fixture
+def state_of(opened, text):
+    """Returns a state of the text of a seed, from another library."""
+    return lambda seed: (other := opened("other")).load(other.add(text(seed)).key)
+
+
+@pytest.fixture
+def size(state_of):
+    """The size of a state of 20 tokens."""
+    return size_of(state_of(99))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,8 +57,8 @@ def test_every_damaged_bit_is_refused(made, params, tmp_path_factory, place, bit
     shutil.copytree(made[0], folder)
     _, key, other, _ = made
     with jshadow.Library(folder, params, **SETTINGS) as library:
-        if not listed:
-            library = jshadow.Library(folder, params, **SETTINGS)
+        if listed:
+            library.documents()
         path = library.files.directory.path(key)
         content = bytearray(path.read_bytes())
         content[round(place * (len(content) - 1))] ^= 1 << bit
@@ -65,7 +66,6 @@ def test_every_damaged_bit_is_refused(made, params, tmp_path_factory, place, bit
         with pytest.raises((CheckpointError, StateMismatch)):
             library.load(key)
         library.load(other)
-        library.close()
     shutil.rmtree(folder.parent)
 
 
@@ -101,16 +101,13 @@ def test_a_bad_file_is_told_and_can_be_replaced(copy, opened, fault, listed):
     harm(path)
     if not listed:
         library = opened()
-    with pytest.raises(CheckpointError, match=message):
-        library.prepare(key).result(60)
-    with pytest.raises(CheckpointError, match=message):
-        library.load(key)
-    found = {stored.key: stored for stored in library.documents()}
-    assert found[other].problem is None
-    if fault == "gone":
-        assert key not in found
-    else:
-        assert found[key].problem
+    for load in (lambda: library.prepare(key).result(60), lambda: library.load(key)):
+        with pytest.raises(CheckpointError, match=message):
+            load()
+    found = {stored.key: stored.problem for stored in library.documents()}
+    assert found.pop(other) is None
+    assert [*found] == ([] if fault == "gone" else [key])
+    assert all(found.values())
     if fault == "a folder":
         with pytest.raises(CheckpointError, match=r"cannot be read.*irectory|ermitted"):
             library.add(IDS)
@@ -130,37 +127,29 @@ def test_a_bad_file_can_be_removed(copy):
         library.remove(key)
 
 
-@pytest.mark.parametrize("point", ["before the header", "before the tensors", "before the end"])
-def test_a_file_that_is_removed_while_it_is_read(copy, monkeypatch, point):
+def replaced(path):
+    """As by another process that has written the same state."""
+    fresh = path.with_name("fresh")
+    shutil.copy(path, fresh)
+    fresh.replace(path)
+
+
+CHANGES = [(Path.unlink, point) for point in ("before the header", "before the tensors", "before the end")]
+CHANGES += [(replaced, "before the tensors"), (replaced, "before the end"), (damaged_tensor, "before the end")]
+
+
+@pytest.mark.parametrize(("change", "point"), CHANGES)
+def test_a_file_that_changes_while_it_is_read(copy, made, monkeypatch, change, point):
     library, path, key, other = copy
-    at(monkeypatch, point, path.unlink)
-    with pytest.raises(CheckpointError, match=r"cannot be read|must not change"):
+    calls = at(monkeypatch, point, lambda: change(path))
+    if change is replaced:
+        assert equal(library.load(key), made[3]), "the new file is read"
+        assert calls == [1, 2]
+        return
+    message = "is damaged" if change is damaged_tensor else r"cannot be read|must not change"
+    with pytest.raises(CheckpointError, match=message):
         library.load(key)
-    assert [stored.key for stored in library.documents()] == [other]
-    assert is_mended(library, key, other)
-
-
-@pytest.mark.parametrize("point", ["before the tensors", "before the end"])
-def test_a_file_that_is_replaced_while_it_is_read(copy, made, monkeypatch, point):
-    """Another process has written the same state: the new file is read."""
-    library, path, key, _ = copy
-    content = path.read_bytes()
-
-    def replace():
-        fresh = path.with_name("fresh")
-        fresh.write_bytes(content)
-        fresh.replace(path)
-
-    calls = at(monkeypatch, point, replace)
-    assert equal(library.load(key), made[3])
-    assert calls == [1, 2]
-
-
-def test_a_file_that_is_replaced_by_a_damaged_one_while_it_is_read(copy, monkeypatch):
-    library, path, key, other = copy
-    at(monkeypatch, "before the end", lambda: damaged_tensor(path))
-    with pytest.raises(CheckpointError, match="is damaged"):
-        library.load(key)
+    assert [stored.key for stored in library.documents() if not stored.problem] == [other]
     assert is_mended(library, key, other)
 
 

@@ -5,13 +5,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from small_state import POLICY, equal
+from small_state import equal
 
 from jshadow import generate, load_state
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved.leaves import bare, cache_fills, places
-from jshadow.errors import PromptError
-from jshadow.library.memory import size_of
+from jshadow.library.memory import size_of, to_device, to_host
 
 
 def test_a_document_is_read_once_and_found_after_a_restart(opened, text, monkeypatch):
@@ -42,39 +41,15 @@ def test_the_longest_stored_beginning_is_found(opened, text):
     assert library.longest([]) is None
 
 
-def test_equal_keys_are_not_enough(opened, text):
-    library, ids = opened(), text(4)
-    key = library.add(ids).key
-    library.catalog.entries[key].ids = np.asarray(text(5), np.int32)  # as if two texts had one SHA-256
-    assert library.longest(ids) is None
-
-
-def test_the_key_covers_all_that_determines_a_state(opened, text, params):
-    ids = text(6)
-    settings = [{}, {"capacity": 39}, {"fetch": "resident"}, {"policy": POLICY.__class__(rank=3, chunk_size=4)}]
-    libraries = [opened(**setting) for setting in settings]
-    keys = {library.identity.key(np.asarray(ids, np.int32)) for library in libraries}
-    assert len(keys) == len(settings)
-    assert libraries[0].identity == opened().identity
-
-
-def test_an_extended_beginning_is_one_turn_on_it(opened, text, monkeypatch):
-    library, ids = opened(), text(7, 24)
-    library.add(ids[:14])
-    monkeypatch.setattr("jshadow.library.library.prefill_many", None)
-    steps = []
-    stored = library.add(ids, progress=steps.append)
+@pytest.mark.parametrize(("beginning", "unused"), [(14, "prefill_many"), (11, "extend")])
+def test_a_long_beginning_is_extended_and_a_short_one_is_not(opened, text, monkeypatch, beginning, unused):
+    library, ids, steps = opened(), text(7, 24), []
+    library.add(ids[:beginning])
+    monkeypatch.setattr(f"jshadow.library.library.{unused}", None)
+    state = library.load(library.add(ids, progress=steps.append).key)
     assert steps
-    state = library.load(stored.key)
     assert np.asarray(state.lengths).tolist() == [24]
     assert int(np.asarray(state.last)[0]) == ids[-1]
-
-
-def test_a_short_beginning_is_not_extended(opened, text, monkeypatch):
-    library, ids = opened(), text(8, 24)
-    library.add(ids[:11])
-    monkeypatch.setattr("jshadow.library.library.extend", None)
-    library.add(ids)
 
 
 def test_states_move_down_and_up_again(opened, text):
@@ -83,48 +58,27 @@ def test_states_move_down_and_up_again(opened, text):
     size = size_of(library.load(keys[0]))
     small = opened(limits={"device": size.device, "host": 2 * size.total})
     states = {key: library.load(key) for key in keys}
+    small = opened(limits={"device": size.device, "host": 2 * size.total})
 
     def tiers():
         found = {stored.key: stored.tier for stored in small.documents()}
-        return [found[key] for key in keys]
+        return " ".join(found[key] for key in keys)
 
-    assert tiers() == ["disk", "disk", "disk"]
+    assert tiers() == "disk disk disk"
     for key, expected in ((0, "device disk disk"), (1, "host device disk"), (2, "disk host device")):
         assert equal(small.load(keys[key]), states[keys[key]])
-        assert tiers() == expected.split()
+        assert tiers() == expected
     held = small.tiers.held[keys[1]]
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(held.state)} == {"pinned_host"}
     assert equal(small.load(keys[1]), states[keys[1]])
-    assert tiers() == ["disk", "device", "host"]
+    assert tiers() == "disk device host"
+    assert [stored.key for stored in small.documents()] == [keys[0], keys[2], keys[1]], "the least recently used first"
     assert small.tiers.used("device") == size.device
     assert small.tiers.used("host") == size.host + size.total
-
-
-def test_offloaded_rows_do_not_move(opened, text):
-    library = opened()
-    state = library.load(library.add(text(13)).key)
-    from jshadow.library.memory import to_device, to_host
-
+    state = states[keys[0]]
     low = to_host(state)
-    assert low.layers[0].host.prompt.array is state.layers[0].host.prompt.array
+    assert low.layers[0].host.prompt.array is state.layers[0].host.prompt.array, "offloaded rows do not move"
     assert equal(to_device(low), state)
-
-
-def test_a_state_without_a_file_is_written_when_it_leaves_memory(opened, text):
-    library = opened(limits={"device": 0})
-    state = library.load(library.add(text(14)).key)
-    size = size_of(state).total
-    small = opened("file_later", limits={"device": 0, "host": size})
-    key = small.store(text(14), state, durable=False)
-    assert [(found.tier, found.bytes) for found in small.documents()] == [("host", size)]
-    assert not small.files.directory.files()
-    other = small.store(text(15), library.load(library.add(text(15)).key), durable=False)
-    assert {found.key: found.tier for found in small.documents()} == {key: "disk", other: "host"}
-    assert equal(small.load(key), state)
-    nowhere = opened("file_never", limits={"device": 0, "host": size, "disk": 0})
-    nowhere.store(text(14), state, durable=False)
-    kept = nowhere.store(text(15), library.load(other), durable=False)
-    assert [found.key for found in nowhere.documents()] == [kept]  # the older one had no room anywhere
 
 
 def test_a_file_is_hashed_once_and_off_the_thread_that_loads(opened, text, monkeypatch):
@@ -173,27 +127,13 @@ def test_an_answer_is_that_of_generate(opened, text, params):
     assert next_turn.tokens == generate(params, [4], state=reply.state.with_room(13), max_new_tokens=2).tokens
 
 
-def test_what_is_stored_does_not_change_with_the_state(opened, text, params):
+def test_a_stored_state_stays_whatever_becomes_of_the_caller_s(opened, text, params):
     library = opened()
-    state = library.load(library.add(text(31)).key)
-    kept, other = state.fork(), opened("other", limits={"disk": 0})
-    key = other.store(text(31), state, durable=False)
-    generate(params, [1, 2, 3], state=state.with_room(20), max_new_tokens=4)
-    assert equal(other.load(key), kept)
-
-
-def test_a_state_that_a_step_consumed_is_read_again(opened, text, params):
-    library = opened()
-    key = library.add(text(32)).key
+    key = library.add(text(31)).key
     state = library.load(key)
-    jax.tree.map(lambda leaf: leaf.delete(), state.split()[1])
-    assert np.asarray(library.load(key).lengths).tolist() == [20]
-
-
-def test_ids_must_be_the_model_s(opened):
-    with pytest.raises(PromptError, match="source must lie in"):
-        opened().add([1, 99])
-    with pytest.raises(PromptError, match="at least 1 token"):
-        opened().add([])
-    with pytest.raises(PromptError, match="no tokenizer"):
-        opened().add("a text")
+    kept, other = state.fork(), opened("other", limits={"disk": 0})
+    in_memory = other.store(text(31), state, durable=False)
+    generate(params, [1, 2, 3], state=state.with_room(20), max_new_tokens=4)
+    assert equal(other.load(in_memory), kept)
+    jax.tree.map(lambda leaf: leaf.delete(), state.split()[1])  # as a step does that consumes it
+    assert equal(library.load(key), kept)

@@ -8,7 +8,6 @@ from small_state import equal
 
 from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError
-from jshadow.library.memory import size_of
 
 NOTHING = {"device": 0, "host": 0}  # the limits of a library that keeps no state in memory
 
@@ -31,132 +30,88 @@ def fill_disk(monkeypatch):
     return lambda: monkeypatch.setattr(saved, "write_payload", real)
 
 
-@pytest.fixture
-def size(opened, text):
-    """The size of a state of 20 tokens."""
-    library = opened("measured")
-    return size_of(library.load(library.add(text(99)).key))
+def tiers_of(library):
+    return {stored.key: stored.tier for stored in library.documents()}
 
 
-def test_the_disk_limit(opened, text):
-    first = opened().add(text(1))
+def test_the_disk_limit(opened, text, state_of):
+    key, state = opened().add(text(1)).key, state_of(2)
     taken = opened().files.directory.used()
     library = opened(limits={"disk": taken + 100, **NOTHING})
-    before = files_below(library)
-    message = rf"limits\.disk={taken + 100} bytes must hold the state, got a state of \d+ bytes beside {taken} bytes"
-    with pytest.raises(CapacityError, match=message):
-        library.add(text(2))
-    assert files_below(library) == before
-    assert [stored.key for stored in library.documents()] == [first.key]
-    state = library.load(first.key)
-    with pytest.raises(CapacityError, match=message):
-        library.start_store(text(2), opened("other").load(opened("other").add(text(2)).key)).result(60)
-    assert equal(library.load(first.key), state)
     other = opened(capacity=39, limits={"disk": taken + 100})  # files of all libraries in the directory count
-    with pytest.raises(CapacityError, match=message):
-        other.add(text(2))
-    library.remove(first.key)
-    large = opened(limits={"disk": 10**6, **NOTHING})
-    assert large.add(text(2)).tier == "disk"
+    before, first = files_below(library), library.load(key)
+    message = rf"limits\.disk={taken + 100} bytes must hold the state, got a state of \d+ bytes beside {taken} bytes"
+    for add in (
+        lambda: library.add(text(2)),
+        lambda: library.start_store(text(2), state).result(60),
+        lambda: other.add(text(2)),
+    ):
+        with pytest.raises(CapacityError, match=message):
+            add()
+        assert files_below(library) == before
+        assert [*tiers_of(library)] == [key]
+        assert equal(library.load(key), first)
+    library.remove(key)
+    assert opened(limits={"disk": 10**6, **NOTHING}).add(text(2)).tier == "disk"
 
 
 @pytest.mark.parametrize("soon", [False, True], ids=["store", "start_store"])
-def test_a_disk_that_is_full_half_way(opened, text, monkeypatch, soon):
-    library = opened()
+@pytest.mark.parametrize("held", [False, True], ids=["new", "in memory"])
+def test_a_disk_that_is_full_half_way(opened, text, state_of, monkeypatch, soon, held):
+    """A state that was in memory stays there."""
+    library, state = opened(), state_of(2)
     kept = library.add(text(1)).key
-    state = opened("other").load(opened("other").add(text(2)).key)
-    before, held = files_below(library), library.tiers.used("host")
+    if held:
+        library.store(text(2), state, durable=False)
+    before, tiers, used = files_below(library), tiers_of(library), library.tiers.used("host")
     end = fill_disk(monkeypatch)
     with pytest.raises(CheckpointError, match="No space left on device"):
         library.start_store(text(2), state).result(60) if soon else library.store(text(2), state)
     assert files_below(library) == before
-    assert [stored.key for stored in library.documents()] == [kept]
-    assert library.longest(text(2)) is None
-    assert library.tiers.used("host") == held
+    assert tiers_of(library) == tiers
+    assert bool(library.longest(text(2))) == held
+    assert library.tiers.used("host") == used
     assert not library.files.directory.reserved
     library.load(kept)
     end()
     key = library.store(text(2), state)
+    assert {*tiers_of(opened())} == {kept, key}
     assert equal(opened().load(key), state.with_room(0))
 
 
-def test_a_state_that_leaves_memory_for_a_full_disk_is_forgotten(opened, text, monkeypatch, size):
-    library = opened(limits={"device": 0, "host": size.total})
-    states = [opened("other").load(opened("other").add(text(seed)).key) for seed in (1, 2)]
+def test_a_state_that_leaves_memory_for_a_full_disk_is_forgotten(opened, text, state_of, monkeypatch, size):
+    library, states = opened(limits={"device": 0, "host": size.total}), [state_of(seed) for seed in (1, 2)]
     end = fill_disk(monkeypatch)
-    first, second = (
-        library.store(text(seed), state, durable=False) for seed, state in zip((1, 2), states, strict=True)
-    )
+    first, second = (library.store(text(seed), states[seed - 1], durable=False) for seed in (1, 2))
     library.catalog.wait(first)
-    assert [(stored.key, stored.tier) for stored in library.documents()] == [(second, "host")]
+    assert tiers_of(library) == {second: "host"}
     with pytest.raises(CheckpointError, match="there is no such file"):
         library.load(first)
     end()
     assert library.store(text(1), states[0], durable=False) == first
-    assert {stored.key: stored.tier for stored in library.documents()} == {first: "host", second: "disk"}
+    assert tiers_of(library) == {first: "host", second: "disk"}
     assert equal(library.load(second), states[1].with_room(0))
 
 
-def test_a_state_in_memory_stays_there_if_its_file_cannot_be_written(opened, text, monkeypatch):
-    library = opened()
-    state = opened("other").load(opened("other").add(text(1)).key)
-    key = library.store(text(1), state, durable=False)
-    end = fill_disk(monkeypatch)
-    with pytest.raises(CheckpointError, match="No space left"):
-        library.store(text(1), state)
-    assert [(stored.key, stored.tier) for stored in library.documents()] == [(key, "device")]
-    end()
-    library.store(text(1), state)
-    assert [stored.key for stored in opened().documents()] == [key]
+@pytest.mark.parametrize("tier", ["device", "host", "disk", "disk, because of host rows alone"])
+def test_the_first_tier_that_can_hold_a_state_gets_it(opened, text, size, tier):
+    small = {"device": size.device - 1, "host": size.total}
+    limits = {"device": {"device": size.device, "host": size.host}, "host": small}
+    limits |= {"disk": small | {"host": size.total - 1}}
+    limits = limits.get(tier, {"device": size.device, "host": size.host - 1})
+    library = opened(limits=limits)
+    key = library.add(text(1)).key
+    assert tiers_of(library) == {key: tier.split(",")[0]}
+    assert all(library.tiers.used(name) <= limit for name, limit in limits.items())
+    again = opened(limits=limits)
+    assert equal(again.load(key), library.load(key))
+    assert tiers_of(again) == tiers_of(library)
 
 
-def test_full_tiers_send_a_state_down(opened, text, size):
-    """The first tier that can hold a state gets it."""
-    limits = {
-        "device": {"device": size.device, "host": size.host},
-        "host": {"device": size.device - 1, "host": size.total},
-        "disk": {"device": size.device - 1, "host": size.total - 1},
-    }
-    for tier, bytes_ in limits.items():
-        library = opened(f"in {tier}", limits=bytes_)
-        key = library.add(text(1)).key
-        assert library.documents()[0].tier == tier
-        assert library.tiers.used("device") <= bytes_["device"]
-        assert library.tiers.used("host") <= bytes_["host"]
-        again = opened(f"in {tier}", limits=bytes_)
-        assert equal(again.load(key), library.load(key))
-        assert again.documents()[0].tier == tier
-    # host rows alone fill the host tier, so that the device tier cannot have it either
-    library = opened("host rows", limits={"device": None, "host": size.host - 1})
-    assert library.add(text(1)).tier == "disk"
-
-
-def test_a_state_that_fits_no_tier(opened, text, size):
-    state = opened("measured").load(opened("measured").add(text(1)).key)
-    library = opened(limits={"device": size.device - 1, "host": size.total - 1, "disk": 50})
+def test_a_state_that_fits_no_tier(opened, text, state_of, size):
+    library, state = opened(limits={"device": size.device - 1, "host": size.total - 1, "disk": 50}), state_of(1)
     for durable in (True, False):
         with pytest.raises(CapacityError, match=r"limits\.disk=50 bytes must hold the state, got a state of \d{4,} b"):
             library.store(text(1), state, durable=durable)
-    assert library.documents() == []
-    assert files_below(library) == []
+    assert library.documents() == files_below(library) == []
     assert not library.tiers.held
-
-
-def test_the_least_recently_used_leaves_first(opened, text, size):
-    library = opened(limits={"device": 2 * size.device, "host": 3 * size.host + size.device})
-    keys = [library.add(text(seed)).key for seed in range(4)]
-
-    def tiers():
-        found = {stored.key: stored.tier for stored in library.documents()}
-        return " ".join(found[key] for key in keys)
-
-    assert tiers() == "disk host device device"
-    assert [stored.key for stored in library.documents()] == keys
-    library.load(keys[2])
-    library.load(keys[0])
-    assert tiers() == "device disk device host"
-    assert [stored.key for stored in library.documents()] == [keys[index] for index in (1, 3, 2, 0)]
-    library.remove(keys[2])
-    library.load(keys[1])
-    found = {stored.key: stored.tier for stored in library.documents()}
-    assert [found[keys[index]] for index in (0, 1, 3)] == ["device", "device", "host"]

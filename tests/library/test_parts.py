@@ -34,15 +34,13 @@ def parts_of(paths, count):
 
 
 def test_every_file_is_in_one_part(files, tmp_path):
+    """Wherever the files lie, and in whichever order they are named."""
     assert paths_of_part(files, None) == files
     for count in range(1, 8):
         parts = parts_of(files, count)
         assert sorted(itertools.chain(*parts)) == files
         assert sum(not part for part in parts) == max(count - len(files), 0)
     assert [[path.stem for path in part] for part in parts_of(files, 2)] == [["a", "b", "d"], ["c", "e"]]
-
-
-def test_the_order_and_the_folder_do_not_matter(files, tmp_path):
     wanted = [{path.name for path in part} for part in parts_of(files, 3)]
     shuffled = random.Random(0).sample(files, len(files))
     assert [{path.name for path in part} for part in parts_of(shuffled, 3)] == wanted

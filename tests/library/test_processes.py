@@ -1,149 +1,54 @@
 """Several processes on one directory: they add, load and remove at the same time, and answer alike."""
 
+import concurrent.futures
 import contextlib
-import hashlib
-import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 
-import jax
-import numpy as np
 import pytest
+from library_process import add, ask, digest, ids_of, listed, load, open_library
 
 from jshadow.errors import CheckpointError
 from jshadow.weights.convert import files as convert_files
 
-# Does what a line of JSON says, and answers with a line of JSON.
-WORKER = """
-import json, sys
-import jax, numpy as np
-import jshadow
-from test_processes import digest, ids_of
-from small_state import POLICY, SMALL
-from jshadow.errors import JshadowError
-from jshadow.library import TierLimits
-from jshadow.weights.params import init_params
-
-params = init_params(SMALL)
-for line in sys.stdin:
-    order = json.loads(line)
-    try:
-        if "open" in order:
-            limits = TierLimits(**order["limits"])
-            library = jshadow.Library(
-                order["open"], params, POLICY, capacity=40, fetch="device_put", limits=limits)
-            result = len(library.documents())
-        elif "add" in order:
-            result = [library.add(ids_of(seed)).key for seed in order["add"]]
-        elif "load" in order:
-            result = []
-            for key in order["load"] * order["times"]:
-                try:
-                    result.append(digest(library.load(key)))
-                except JshadowError as error:
-                    result.append(type(error).__name__)
-        elif "ask" in order:
-            result = library.ask(order["ask"], [1, 2, 3], max_new_tokens=4).tokens
-        else:
-            result = {found.key: [found.tier, found.problem] for found in library.documents()}
-    except JshadowError as error:
-        result = f"{type(error).__name__}: {error}"
-    print(json.dumps(result), flush=True)
-"""
-
-
-def ids_of(seed):
-    """Token ids of a text of 20 tokens."""
-    return np.random.default_rng(seed).integers(0, 13, 20).tolist()
-
-
-def digest(state):
-    """SHA-256 of all arrays of a state."""
-    return hashlib.sha256(b"".join(np.array(leaf).tobytes() for leaf in jax.tree.leaves(state))).hexdigest()
-
-
-class Worker:
-    """A process that does what it is told."""
-
-    def __init__(self, folders):
-        paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            env=os.environ | {"PYTHONPATH": paths},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, **order):
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-
-    def result(self):
-        return json.loads(self.process.stdout.readline())
-
-    def do(self, **order):
-        self.tell(**order)
-        return self.result()
-
 
 @pytest.fixture(scope="module")
-def workers(request):
-    tests = request.path.parents[1]
-    folders = [request.path.parent, tests / "support", tests, tests.parent]
+def workers():
     with contextlib.ExitStack() as stack:
-        workers = [Worker(folders) for _ in range(2)]
-        for worker in workers:
-            stack.enter_context(worker.process)
-            stack.callback(worker.process.stdin.close)
-        yield workers
+        context = multiprocessing.get_context("spawn")
+        yield [stack.enter_context(concurrent.futures.ProcessPoolExecutor(1, context)) for _ in range(2)]
 
 
 @pytest.fixture
 def both(workers, tmp_path):
-    """Both processes, each with a library over the directory."""
-    for worker in workers:
-        worker.tell(open=str(tmp_path / "library"), limits={"device": 0, "host": 0})
-    assert [worker.result() for worker in workers] == [0, 0]
-    return workers
+    """Calls a function in both processes at once. Each has a library over the directory."""
+
+    def call(function, *arguments):
+        """The arguments are those of each process."""
+        futures = [worker.submit(function, *own) for worker, own in zip(workers, arguments or ((), ()), strict=True)]
+        return lambda: [future.result() for future in futures]
+
+    assert call(open_library, *[(tmp_path / "library",)] * 2)() == [{}, {}]
+    return call
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_processes_add_at_the_same_time(both, opened, params):
-    """The same documents in the same order, and others, by turns."""
-    shared = [100, 101, 102, 103]
-    orders = [seed for seed in shared for seed in (seed, seed + 50)], [seed for seed in shared for seed in (seed,)]
-    orders[1].insert(2, 999)
-    for worker, order in zip(both, orders, strict=True):
-        worker.tell(add=order)
-    keys = [worker.result() for worker in both]
+def test_two_processes_add_at_the_same_time(both, opened):
+    """The same documents in the same order, and others, by turns. Then both answer alike."""
+    orders = [100, 150, 101, 151, 102, 152, 103, 153], [100, 101, 999, 102, 103]
+    keys = both(add, *((order,) for order in orders))()
     assert keys[0][::2] == keys[1][:2] + keys[1][3:]
-    library = opened()
-    assert {found.key for found in library.documents()} == {*keys[0], *keys[1]}
-    assert {found.problem for found in library.documents()} == {None}
-    assert [worker.do(list=True).keys() == {*keys[0], *keys[1]} for worker in both] == [True, True]
-    for seed, key in zip(orders[0], keys[0], strict=True):
-        assert library.ids(key).tolist() == ids_of(seed)
-    assert [worker.do(load=keys[0], times=1) for worker in both] == [[digest(library.load(key)) for key in keys[0]]] * 2
-    folder = library.files.directory.folder
-    names = {f"{key}.safetensors" for key in (*keys[0], *keys[1])}
-    assert sorted(path.name for path in folder.iterdir()) == sorted(names)  # and nothing half-written
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_fresh_process_finds_a_document_and_answers_alike(both, opened):
-    library = opened()
-    key = library.add(ids_of(1)).key
-    tokens = library.ask(key, [1, 2, 3], max_new_tokens=4).tokens
-    for worker in both:
-        assert worker.do(list=True) == {key: ["disk", None]}
-        assert worker.do(ask=key) == tokens
-        assert worker.do(load=[key], times=1) == [digest(library.load(key))]
-    assert both[0].do(add=[1]) == [key]
+    library, every = opened(), {*keys[0], *keys[1]}
+    assert {found.key: found.problem for found in library.documents()} == dict.fromkeys(every)
+    assert both(listed)() == [dict.fromkeys(every, ("disk", None))] * 2
+    assert [library.ids(key).tolist() for key in keys[0]] == [ids_of(seed) for seed in orders[0]]
+    assert both(load, *[(keys[0],)] * 2)() == [[digest(library.load(key)) for key in keys[0]]] * 2
+    tokens = library.ask(keys[0][0], [1, 2, 3], max_new_tokens=4).tokens
+    assert both(ask, *[(keys[0][0],)] * 2)() == [tokens, tokens]
+    names = sorted(f"{key}.safetensors" for key in every)
+    assert sorted(path.name for path in library.files.directory.folder.iterdir()) == names  # and nothing half-written
 
 
 @pytest.mark.slow
@@ -151,30 +56,26 @@ def test_a_fresh_process_finds_a_document_and_answers_alike(both, opened):
 def test_one_process_removes_while_another_loads(both, opened):
     """Each load gives the exact state, or a typed error."""
     library = opened()
-    seeds = [1, 2]
-    keys = [library.add(ids_of(seed)).key for seed in seeds]
+    keys = [library.add(ids_of(seed)).key for seed in (1, 2)]
     expected = {digest(library.load(key)) for key in keys}
-    for worker in both:
-        worker.tell(load=keys, times=40)
+    loads = both(load, *[(keys * 40,)] * 2)
     for _ in range(15):
-        for key, seed in zip(keys, seeds, strict=True):
+        for key, seed in zip(keys, (1, 2), strict=True):
             library.remove(key)
             assert library.add(ids_of(seed)).key == key
-    for worker in both:
-        found = worker.result()
+    for found in loads():
         assert {*found} <= expected | {"CheckpointError"}
         assert {*found} & expected
-        assert set(worker.do(load=keys, times=1)) == expected
+    assert [{*found} for found in both(load, *[(keys,)] * 2)()] == [expected, expected]
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_what_another_process_removes_is_forgotten(opened, text, tier):
+def test_what_another_process_removes_is_forgotten(opened, text, state_of, tier):
     """Also if it is in memory. A state that never had a file stays."""
     limits = {"device": {}, "host": {"device": 0}, "disk": {"device": 0, "host": 0}}[tier]
     library, other = opened(limits=limits), opened()
     key, kept = library.add(text(1)).key, library.add(text(2)).key
-    library.store(text(3), opened("away").load(opened("away").add(text(3)).key), durable=tier == "disk")
-    assert {found.key: found.tier for found in library.documents()}[key] == tier
+    library.store(text(3), state_of(3), durable=tier == "disk")
     other.remove(key)
     assert library.longest(text(1)) is None
     assert library.tiers.tier_of(key) is None

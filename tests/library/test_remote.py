@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import obstore
@@ -14,7 +15,6 @@ from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 from small_state import equal
 
-import jshadow
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library import remote as remote_module
 
@@ -43,6 +43,10 @@ def damage(path, place=-1):
     path.write_bytes(content)
 
 
+def refuse(*_):
+    raise GenericError("the store refuses")
+
+
 def test_put_list_and_fetch(opened, text, store, objects):
     library = opened(store)
     stored = library.add(text(1), title="A book")
@@ -60,15 +64,19 @@ def test_put_list_and_fetch(opened, text, store, objects):
     assert opened(store).documents() == again.documents() == []
     with pytest.raises(CheckpointError, match=r"object .* cannot be read"):
         opened(store).load(stored.key)
+    folder = again.files.directory.root
+    assert folder.exists()
+    again.close()
+    assert not folder.exists()
 
 
-def test_any_store_of_obstore(opened, text, store, monkeypatch):
+def test_any_store_of_obstore(opened, text, state_of, monkeypatch):
     memory = MemoryStore()
     monkeypatch.setattr("obstore.store.from_url", lambda url, **_: memory)
     key = opened("s3://bucket/path").add(text(1)).key
     assert len([meta for batch in obstore.list(memory) for meta in batch]) == 2
     again = opened("s3://bucket/path")
-    assert equal(again.load(key), opened("directory").load(opened("directory").add(text(1)).key))
+    assert equal(again.load(key), state_of(1))
     again.remove(key)
     again.files.remote.remove(key)  # that it is missing is no error
     assert [meta for batch in obstore.list(memory) for meta in batch] == []
@@ -102,34 +110,30 @@ def test_a_bad_object_is_told_and_can_be_replaced(opened, text, store, objects, 
     assert equal(opened(store).load(key), library.load(key))
 
 
-@pytest.mark.parametrize("fault", ["no json", "not an object", "other ids", "bytes missing"])
+TABLES = {
+    "no json": lambda table: "{",
+    "not an object": lambda table: "[1]",
+    "other ids": lambda table: json.dumps(table | {"ids": [table["ids"][0] + 1, *table["ids"][1:]]}),
+    "bytes missing": lambda table: json.dumps({name: value for name, value in table.items() if name != "bytes"}),
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("fault", TABLES)
 def test_a_bad_table(opened, text, store, objects, fault):
-    first = opened(store)
+    """An object without a table is not complete."""
+    first, edit = opened(store), TABLES[fault]
     key, other = first.add(text(1)).key, first.add(text(2)).key
     path = objects(key)[".json"]
-    table = json.loads(path.read_text())
-    if fault == "other ids":
-        table["ids"][3] += 1
-    if fault == "bytes missing":
-        del table["bytes"]
-    path.write_text({"no json": "{", "not an object": "[1]"}.get(fault) or json.dumps(table))
+    path.write_text(edit(json.loads(path.read_text()))) if edit else path.unlink()
     library = opened(store)
     problems = {found.key: found.problem for found in library.documents()}
-    assert problems[other] is None
-    assert "json is damaged" in problems[key]
+    assert problems.pop(other) is None
+    assert [*problems] == ([key] if edit else [])
+    assert all("json is damaged" in problem for problem in problems.values())
     assert library.longest(text(1)) is None
     assert library.add(text(1)).problem is None
-    assert {found.problem for found in opened(store).documents()} == {None}
-
-
-def test_an_object_without_a_table_is_not_complete(opened, text, store, objects):
-    key = opened(store).add(text(1)).key
-    objects(key)[".json"].unlink()
-    library = opened(store)
-    assert library.documents() == []
-    assert library.longest(text(1)) is None
-    library.add(text(1))
-    assert [found.key for found in opened(store).documents()] == [key]
+    assert {found.key: found.problem for found in opened(store).documents()} == {key: None, other: None}
 
 
 @pytest.mark.parametrize("call", [1, 2], ids=["object", "table"])
@@ -137,48 +141,36 @@ def test_a_put_that_fails(opened, text, store, monkeypatch, call):
     library, calls, real = opened(store), [], remote_module.Remote._create
     kept = library.add(text(2)).key
 
-    def refuse(*args):
+    def create(*args):
         calls.append(args)
-        if len(calls) == call:
-            raise GenericError("the store refuses")
-        return real(*args)
+        return refuse() if len(calls) == call else real(*args)
 
-    monkeypatch.setattr(remote_module.Remote, "_create", refuse)
+    monkeypatch.setattr(remote_module.Remote, "_create", create)
     with pytest.raises(CheckpointError, match="cannot be read or written: the store refuses"):
         library.add(text(1))
-    assert [found.key for found in library.documents()] == [kept]
     assert list(library.files.directory.files()) == [kept]
-    assert [found.key for found in opened(store).documents()] == [kept]
+    for one in (library, opened(store)):
+        assert [found.key for found in one.documents()] == [kept]
     library.load(kept)
     key = library.add(text(1)).key
     assert equal(opened(store).load(key), library.load(key))
 
 
 def test_a_disk_that_is_full_while_an_object_is_fetched(opened, text, store, monkeypatch):
-    key = opened(store).add(text(1)).key
-    library, real = opened(store), os.pwrite
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        library.load(key)
+    key, library = opened(store).add(text(1)).key, opened(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            library.load(key)
     assert [path for path in library.files.directory.root.rglob("*") if path.is_file()] == []
-    monkeypatch.setattr(os, "pwrite", real)
     library.load(key)
 
 
-def test_a_large_object_is_fetched_in_ranges(opened, text, store, monkeypatch):
-    key = opened(store).add(text(1)).key
-    monkeypatch.setattr(remote_module, "RANGE", 100)
-    assert equal(opened(store).load(key), opened().load(opened().add(text(1)).key))
-
-
-def test_a_large_object_is_put_in_parts(opened, text, store, monkeypatch):
+def test_a_large_object_is_put_in_parts_and_fetched_in_ranges(opened, text, store, state_of, monkeypatch):
     monkeypatch.setattr(remote_module, "ONE_PUT", 100)
+    monkeypatch.setattr(remote_module, "RANGE", 100)
     key = opened(store).add(text(1)).key
-    opened(store).load(key)
+    assert equal(opened(store).load(key), state_of(1))
 
 
 def test_copies_are_kept_within_the_limit(opened, text, store, tmp_path):
@@ -225,14 +217,6 @@ def test_a_damaged_copy_is_fetched_again(opened, text, store, tmp_path):
     assert equal(again.load(key), state)
 
 
-def test_a_temporary_folder_is_removed(params, text, store):
-    with jshadow.Library(store, params, capacity=40) as library:
-        library.add(text(1))
-        folder = library.files.directory.root
-        assert folder.exists()
-    assert not folder.exists()
-
-
 def test_stores_that_cannot_be_opened(opened, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="place must be the URL of an object store, got 'xyz://bucket'"):
         opened("xyz://bucket")
@@ -271,15 +255,12 @@ def test_a_look_costs_one_listing_and_the_new_tables(opened, text, store, monkey
         other.add(text(seed))
     for name in ("keys", "entry"):
         real = getattr(remote_module.Remote, name)
-        monkeypatch.setattr(
-            remote_module.Remote, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1]
-        )
-    library.look()
-    assert sorted(calls) == ["entry", "entry", "keys"]
-    calls.clear()
-    library.look()
-    assert calls == ["keys"]
-    calls.clear()
+        noted = lambda *args, real=real, name=name: (calls.append(name), real(*args))[1]  # noqa: E731
+        monkeypatch.setattr(remote_module.Remote, name, noted)
+    for expected in (["entry", "entry", "keys"], ["keys"]):
+        library.look()
+        assert sorted(calls) == expected
+        calls.clear()
     library.documents()
     library.longest(text(3))
     assert library.add(text(1)).tier == "remote"
@@ -306,18 +287,12 @@ def test_a_state_that_is_put_during_a_look_stays(opened, text, store, monkeypatc
     monkeypatch.setattr(remote_module.Remote, "keys", listing)
     library.look()
     assert [found.key for found in library.documents()] == keys
-    library.look()
-    assert [found.key for found in library.documents()] == keys
 
 
 def test_a_look_at_a_store_that_fails(opened, text, store, monkeypatch):
     library = opened(store)
     key = library.add(text(1)).key
-
-    def refuse(*_):
-        raise GenericError("the store refuses")
-
-    monkeypatch.setattr(library.files.remote, "store", type("Store", (), {"list": refuse})())
+    monkeypatch.setattr(library.files.remote, "store", Mock(list=refuse))
     with pytest.raises(CheckpointError, match="the store refuses"):
         library.look()
     assert library.longest(text(1), look=True).key == key  # it is known, so the store is not asked

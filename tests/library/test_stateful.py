@@ -27,8 +27,7 @@ FEW = st.integers(0, 3)
 @functools.cache
 def made():
     """The params, and for each text its ids, its state, the bytes of its file, and the bytes that are reserved."""
-    params = init_params(SMALL)
-    folder = tempfile.mkdtemp()
+    params, folder = init_params(SMALL), tempfile.mkdtemp()
     texts = [np.random.default_rng(seed).integers(0, 13, 10 + 3 * seed).tolist() for seed in range(COUNT)]
     with jshadow.Library(folder, params, POLICY, capacity=40, fetch="device_put") as library:
         states, reserved = [], []
@@ -71,8 +70,6 @@ class Machine(RuleBasedStateMachine):
             self.other.close()
             shutil.rmtree(self.folder)
 
-    # The model
-
     def has_room(self, text, waiting=0):
         """Whether the disk has room for a text, beside the further bytes of files that are being written."""
         return sum(self.sizes[other] for other in self.files) + waiting + self.reserved[text] <= self.disk
@@ -113,16 +110,17 @@ class Machine(RuleBasedStateMachine):
             # an evicted state may be complete, or still take the bytes that are reserved for it
             assert stored in (self.keys[text], None)
         tier, waiting = self.put(text)
-        if text in self.files or (tier is not None and not durable):
+        in_memory = tier is not None and not durable
+        if text in self.files or in_memory:
             assert stored == self.keys[text]
-            self.listed.add(text)
         elif stored is not None:
             assert self.written(text), "a file exceeds the limit"
-            self.listed.add(text)
         else:
             assert not self.written(text, waiting), "a file that has room is refused"
             if text not in self.listed:
                 self.model.drop(text)
+            return
+        self.listed.add(text)
 
     @rule(text=TEXTS)
     def load(self, text):

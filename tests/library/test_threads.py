@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import sys
 import threading
 
@@ -30,14 +31,14 @@ def pool():
 
 
 class Gate:
-    """A function that waits, where it is called, until the gate is opened."""
+    """A function waits, where it is called, until the gate's block ends, also with an error: no thread is left."""
 
     def __init__(self, monkeypatch, owner, name):
         self.real, self.open = getattr(owner, name), threading.Event()
         self.reached, self.threads = threading.Semaphore(0), []
-        monkeypatch.setattr(owner, name, self)
+        monkeypatch.setattr(owner, name, lambda *args, **options: self.wait_and_call(*args, **options))
 
-    def __call__(self, *args, **options):
+    def wait_and_call(self, *args, **options):
         self.threads.append(threading.current_thread().name)
         self.reached.release()
         assert self.open.wait(WAIT)
@@ -47,28 +48,21 @@ class Gate:
     def wait(self):
         assert self.reached.acquire(timeout=WAIT)
 
+    def __enter__(self):
+        return self
 
-@contextlib.contextmanager
-def opened_at_end(gate):
-    """Opens a gate at the end, also after an error, so that no thread is left behind."""
-    try:
-        yield gate
-    finally:
-        gate.open.set()
-
-
-@pytest.fixture
-def state_of(opened, text):
-    """Returns a state of the text of a seed, from another library."""
-    return lambda seed: (other := opened("other")).load(other.add(text(seed)).key)
+    def __exit__(self, *_):
+        self.open.set()
 
 
 def test_a_state_is_written_aside(opened, text, state_of, pool, monkeypatch, params):
     """It is found in memory at once and listed when its file is complete. Others work meanwhile."""
     library, state = opened(), state_of(1)
-    kept, other = library.add(text(2)).key, state_of(3)
-    expected = state.with_room(0)
-    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+    with pytest.raises(StateMismatch, match="must hold the 19 tokens"):
+        library.start_store(text(1)[:19], state)
+    assert not library.catalog.writing
+    kept, other, expected = library.add(text(2)).key, state_of(3), state.with_room(0)
+    with Gate(monkeypatch, saved, "write_payload") as gate:
         future = library.start_store(text(1), state, title="later")
         gate.wait()
         assert not future.done()
@@ -88,12 +82,12 @@ def test_a_state_is_written_aside(opened, text, state_of, pool, monkeypatch, par
 
 def test_a_state_that_is_written_aside_is_found_only_where_it_is(opened, text, state_of, monkeypatch, pool):
     library, state = opened(limits={"device": 0, "host": 0}), state_of(1)
-    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+    key = library.identity.key(np.asarray(text(1), np.int32))
+    with Gate(monkeypatch, saved, "write_payload") as gate:
         future = library.start_store(text(1), state)
         gate.wait()
         assert library.longest(text(1)) is None
-        loaded = pool.submit(library.load, library.identity.key(np.asarray(text(1), np.int32)))
-        removed = pool.submit(library.remove, library.identity.key(np.asarray(text(1), np.int32)))
+        loaded, removed = pool.submit(library.load, key), pool.submit(library.remove, key)
         assert not loaded.done()
         assert not removed.done()
     future.result(WAIT)
@@ -107,10 +101,9 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
     """A lock that another thread can take is not held."""
     library, again, calls = opened(limits={"device": 0, "host": 0}), opened(), []
     key, state = library.add(text(1)).key, state_of(2)
-
     locks = [lock for one in (library, again) for lock in (one.work, one.catalog.lock, one.files.directory.lock)]
 
-    def checked(real):
+    def check(owner, name):
         def wrapped(*args):
             with concurrent.futures.ThreadPoolExecutor(1) as other:
                 for lock in locks:
@@ -118,24 +111,25 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
                     calls.append(free.result(WAIT))
             return real(*args)
 
-        return wrapped
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, wrapped)
 
-    monkeypatch.setattr(saved, "sha256", checked(saved.sha256))
-    monkeypatch.setattr(saved_state, "staged_file", checked(saved_state.staged_file))
+    def all_were_free():
+        assert len(calls) > 6
+        assert all(calls)
+        calls.clear()
+
+    check(saved, "sha256")
+    check(saved_state, "staged_file")
     library.store(text(2), state)
-    assert len(calls) > 6
-    assert all(calls)
-    calls.clear()
-    monkeypatch.setattr(saved_file, "sha256", checked(saved_file.sha256))
-    monkeypatch.setattr(saved_file.TensorFile, "read", checked(saved_file.TensorFile.read))
+    all_were_free()
+    check(saved_file, "sha256")
+    check(saved_file.TensorFile, "read")
     library.files.verified.clear()
     library.load(key)
-    assert len(calls) > 6
-    assert all(calls)
-    calls.clear()
+    all_were_free()
     assert len(again.documents()) == 2  # the headers of new files
-    assert len(calls) > 6
-    assert all(calls)
+    all_were_free()
 
 
 def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, state_of, monkeypatch):
@@ -154,12 +148,12 @@ def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, s
 
 
 def test_the_bytes_of_files_that_are_being_written_count(opened, text, state_of, monkeypatch):
-    first, second = state_of(1), state_of(2)
+    first, second, measured = state_of(1), state_of(2), opened("measured").files.directory
     limit = opened("other").files.directory.used()  # two files; more is reserved for each while it is written
-    opened("measured").files.directory.reserve("key", first, 20)
-    [reserved] = opened.libraries[-1].files.directory.reserved.values()
+    measured.reserve("key", first, 20)
+    [reserved] = measured.reserved.values()
     library = opened(limits={"disk": reserved + limit})
-    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+    with Gate(monkeypatch, saved, "write_payload") as gate:
         future = library.start_store(text(1), first)
         gate.wait()
         with pytest.raises(CapacityError, match=rf"bytes beside {reserved} bytes of stored states"):
@@ -171,7 +165,7 @@ def test_the_bytes_of_files_that_are_being_written_count(opened, text, state_of,
 
 def test_only_a_few_states_wait_to_be_written(opened, text, state_of, pool, monkeypatch):
     library, states = opened(), [state_of(seed) for seed in range(writing.MOST_WAITING + 1)]
-    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+    with Gate(monkeypatch, saved, "write_payload") as gate:
         futures = [library.start_store(text(seed), state) for seed, state in enumerate(states[:-1])]
         last = pool.submit(library.start_store, text(len(states) - 1), states[-1])
         gate.wait()
@@ -183,7 +177,7 @@ def test_only_a_few_states_wait_to_be_written(opened, text, state_of, pool, monk
 
 def test_closing_completes_what_is_being_written(opened, text, state_of, pool, monkeypatch):
     library, state = opened(), state_of(1)
-    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+    with Gate(monkeypatch, saved, "write_payload") as gate:
         future = library.start_store(text(1), state)
         gate.wait()
         closing = pool.submit(library.close)
@@ -195,16 +189,9 @@ def test_closing_completes_what_is_being_written(opened, text, state_of, pool, m
             use()
 
 
-def test_bad_arguments_are_told_at_once(opened, text, state_of):
-    library, state = opened(), state_of(1)
-    with pytest.raises(StateMismatch, match="must hold the 19 tokens"):
-        library.start_store(text(1)[:19], state)
-    assert not library.catalog.writing
-
-
 def test_two_threads_that_add_one_document_read_it_once(opened, text, pool, monkeypatch):
     library = opened()
-    with opened_at_end(Gate(monkeypatch, library_module, "prefill_many")) as gate:
+    with Gate(monkeypatch, library_module, "prefill_many") as gate:
         futures = [pool.submit(library.add, text(1)) for _ in range(3)]
         gate.wait()
         other = pool.submit(library.add, text(2))  # another document is read at the same time
@@ -218,8 +205,7 @@ def test_two_threads_that_add_one_document_read_it_once(opened, text, pool, monk
 
 
 def test_a_thread_that_fails_leaves_the_document_to_the_next(opened, text, pool, monkeypatch):
-    library, real, calls = opened(), library_module.prefill_many, []
-    first = threading.Event()
+    library, real, calls, first = opened(), library_module.prefill_many, [], threading.Event()
 
     def failing(*args, **options):
         calls.append(1)
@@ -231,8 +217,7 @@ def test_a_thread_that_fails_leaves_the_document_to_the_next(opened, text, pool,
     monkeypatch.setattr(library_module, "prefill_many", failing)
     futures = [pool.submit(library.add, text(1)) for _ in range(2)]
     first.set()
-    errors = [future.exception(WAIT) for future in futures]
-    assert sorted(map(str, errors)) == ["None", "the disk failed"]
+    assert sorted(str(future.exception(WAIT)) for future in futures) == ["None", "the disk failed"]
     assert len(library.documents()) == 1
     assert not library.making
 
@@ -241,9 +226,8 @@ def test_a_question_does_not_hold_up_others(opened, text, pool, monkeypatch):
     library = opened()
     key = library.add(text(1)).key
     expected, real = library.ask(key, [1, 2, 3], max_new_tokens=4).tokens, GenerationLoop.__iter__
-    with opened_at_end(Gate(monkeypatch, GenerationLoop, "__iter__")) as gate:
+    with Gate(monkeypatch, GenerationLoop, "__iter__") as gate:
         gate.real = lambda loop: iter(list(real(loop)))
-        monkeypatch.setattr(GenerationLoop, "__iter__", lambda loop: gate(loop))  # a method
         asked = [pool.submit(library.ask, key, [1, 2, 3], max_new_tokens=4) for _ in range(2)]
         gate.wait()
         gate.wait()
@@ -257,33 +241,28 @@ def test_threads_that_load_one_state(opened, text, pool):
     key = opened().add(text(1)).key
     expected = opened().load(key)
     for limits in ({}, {"device": 0, "host": 0}, {"device": 0}):
-        library = opened(limits=limits)
-        for state in pool.map(lambda _, library=library: library.load(key), range(6)):
-            assert equal(state, expected)
+        assert all(equal(state, expected) for state in pool.map(opened(limits=limits).load, [key] * 6)), limits
 
 
-def test_a_search_while_other_threads_begin_to_write(opened, text):
+def test_a_search_while_other_threads_begin_to_write(opened, text, pool):
     """Both go through the table of what is being written. Without one lock for both, Python raises an error here."""
     library = opened()
     entry, ids, ended = Entry(np.int32(text(1))), np.int32(text(2)), threading.Event()
 
     def begin_to_write():
-        number = 0
-        while not ended.is_set():
+        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
             library.catalog.begin_writing(f"key {number}", entry)
             if number >= 50:
                 library.catalog.unwritten(f"key {number - 50}", entry)
-            number += 1
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=begin_to_write)
-    thread.start()
     try:
+        writer = pool.submit(begin_to_write)
         for _ in range(500):
             assert library.longest(ids) is None
     finally:
         ended.set()
-        thread.join()
         sys.setswitchinterval(interval)
-        library.catalog.writing.clear()
+    writer.result(WAIT)
+    library.catalog.writing.clear()
