@@ -15,7 +15,6 @@ from jshadow.cache.shards import Shards
 from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import batch_of
-from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.model import mode_of
 from jshadow.evaluation.speed.request import Request
 from jshadow.models.partition import AXES
@@ -79,63 +78,41 @@ def test_the_reason_has_the_figures():
 # A plan
 
 
-def plan(policy, gpu="h200", **settings):
-    return capacity_plan(LLAMA_31_8B, policy, GPUS[gpu], Serving(122_880, fetch="auto", **settings)).chosen
+def planned(policy, fetch="auto", **settings):
+    return capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], Serving(122_880, fetch=fetch, **settings)).chosen
 
 
 def test_a_plan_takes_the_mode_with_the_most_tokens_a_second():
     small, host = ShadowKV.packed(small=True), 128 * GIB
-    best = plan(small, host_limit=host)
-    given = {
-        mode: capacity_plan(LLAMA_31_8B, small, GPUS["h200"], Serving(122_880, fetch=mode, host_limit=host)).chosen
-        for mode in ("resident", "device_put", "zero_copy")
-    }
+    best = planned(small, host_limit=host)
+    given = {mode: planned(small, mode, host_limit=host) for mode in ("resident", "device_put", "zero_copy")}
     assert best.fetch == max(given, key=lambda mode: given[mode].step.tokens_per_second) == "resident"
     assert dataclasses.replace(best, fetch_reason=None) == given["resident"]
     assert [given[mode].fetch_reason for mode in given] == [None] * 3
     # So many requests do not fit on the device, and a kernel is faster than a gather.
-    assert [plan(policy, batch=batch).fetch for policy, batch in ((ShadowKV.packed(), 30), (small, 60))] == [
-        "zero_copy",
-        "zero_copy",
-    ]
-    exact = plan(with_settings(ShadowKV(), {"keys": "exact"}), batch=8)
+    assert planned(ShadowKV.packed(), batch=30).fetch == planned(small, batch=60).fetch == "zero_copy"
+    exact = planned(with_settings(ShadowKV(), {"keys": "exact"}), batch=8)
     assert exact.fetch == "device_put"
     assert "zero_copy has no kernel for shadowkv with keys='exact'" in exact.fetch_reason
-    full = plan(Full())
+    full = planned(Full())
     assert (full.fetch, full.fetch_reason) == ("resident", "resident: full keeps nothing in host memory")
 
 
 def test_no_kernel_keeps_or_reads_keys_of_quest():
     """Its rows hold keys too, so the host gathers all of them in both modes."""
-    put, copied = (
-        capacity_plan(LLAMA_31_8B, Quest(), GPUS["h200"], Serving(122_880, batch=4, fetch=mode)).chosen
-        for mode in ("device_put", "zero_copy")
-    )
+    put, copied = (planned(Quest(), mode, batch=4) for mode in ("device_put", "zero_copy"))
     assert put.step == copied.step
     assert put.step.gather_seconds == put.step.pcie_bytes / 20e9 > put.step.pcie_seconds
     assert (put.repeat_share, copied.repeat_share) == (0, 0)
-    assert "quest, which keeps keys beside the values" in plan(Quest(), batch=4).fetch_reason
+    assert "quest, which keeps keys beside the values" in planned(Quest(), batch=4).fetch_reason
 
 
 def test_the_gather_is_a_figure_of_the_caller():
-    slow, fast = (
-        capacity_plan(
-            LLAMA_31_8B, ShadowKV(), GPUS["h200"], Serving(122_880, batch=8, gather_bytes_per_second=rate)
-        ).chosen.step
-        for rate in (5e9, 5e12)
-    )
+    rates, sizes = (5e9, 5e12), {"fetch": "device_put", "batch": 8}
+    slow, fast = (planned(ShadowKV(), **sizes, gather_bytes_per_second=rate).step for rate in rates)
     assert slow.gather_seconds == pytest.approx(1000 * fast.gather_seconds)
     assert slow.bound_tokens_per_second == pytest.approx(8 / slow.gather_seconds)
     assert fast.bound_tokens_per_second == pytest.approx(8 / fast.pcie_seconds)
-    for rate in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="gather_bytes_per_second must be above 0 and finite"):
-            capacity_plan(LLAMA_31_8B, ShadowKV(), GPUS["h200"], Serving(4096, gather_bytes_per_second=rate))
-
-
-def test_a_mode_without_a_kernel_is_refused():
-    policy = with_settings(ShadowKV(), {"keys": "exact"})
-    with pytest.raises(ConfigError, match="fetch must be 'device_put' or 'resident' for shadowkv with keys='exact'"):
-        capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], Serving(4096, fetch="zero_copy"))
 
 
 # This machine
@@ -155,14 +132,17 @@ def gpu(monkeypatch):
 BATCH = batch_of([122_880] * 8, 123_000, "bfloat16")
 
 
-def chosen(policy=ShadowKV(), fetch="auto"):  # noqa: B008
-    return machine.fetch_here(fetch, LLAMA_31_8B, policy, BATCH)
+def modes(batch=BATCH):
+    figures = machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)
+    return {one.fetch: one for one in figures}
 
 
-def test_sizes_decide_on_a_gpu(gpu):
-    sizes = {
-        figures.fetch: figures for figures in machine.mode_figures(LLAMA_31_8B, ShadowKV(), BATCH, GPUS["h200"], True)
-    }
+def chosen(policy=None, fetch="auto", batch=BATCH, **options):
+    return machine.fetch_here(fetch, LLAMA_31_8B, policy or ShadowKV(), batch, **options)
+
+
+def test_sizes_decide_on_a_gpu(gpu, monkeypatch):
+    sizes = modes()
     assert sizes["resident"].device_bytes > sizes["zero_copy"].device_bytes
     gpu.free = sizes["resident"].device_bytes
     assert chosen().fetch == "resident"
@@ -175,34 +155,29 @@ def test_sizes_decide_on_a_gpu(gpu):
     assert chosen(fetch="device_put") == ("device_put", None)
     gpu.free, gpu.host = 2 * sizes["resident"].device_bytes + 1, None
     pair = dataclasses.replace(BATCH, states=2)
-    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "resident"
-    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair, loading=2).fetch == "zero_copy"
+    assert chosen(batch=pair).fetch == "resident"
+    assert chosen(batch=pair, loading=2).fetch == "zero_copy"
     gpu.free -= 2
-    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "zero_copy"
+    assert chosen(batch=pair).fetch == "zero_copy"
     gpu.free //= 2
-    state = abstract_state(
-        LLAMA_31_8B, ShadowKV(), batch=8, capacity=123_000, prompt=122_880, dtype="bfloat16", fetch="auto"
-    )
+    prompt = {"capacity": 123_000, "prompt": 122_880}
+    state = abstract_state(LLAMA_31_8B, ShadowKV(), batch=8, dtype="bfloat16", fetch="auto", **prompt)
     assert state.fetch == "zero_copy"
-    assert footprint(LLAMA_31_8B, ShadowKV(), capacity=123_000, prompt=122_880)["host_bytes"] == 0  # one row fits
+    assert footprint(LLAMA_31_8B, ShadowKV(), **prompt)["host_bytes"] == 0  # one row fits
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    gpu.free = 60 * GIB
+    assert chosen().fetch == "device_put"
+    assert "zero_copy has no kernel for a device that is not a GPU" in chosen().reason
 
 
 def test_benchmarks_ask_for_their_sizes(gpu):
     """Before the weights of the model are on the device."""
     request = Request("no model", 32_768, dtype="bfloat16")
     batch = machine.Batch(1, request.capacity, 32_768, 32_768, "bfloat16")
-    sizes = {one.fetch: one for one in machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)}
-    gpu.free = sizes["resident"].device_bytes + 2 * 8_030_261_248
+    gpu.free = modes(batch)["resident"].device_bytes + 2 * 8_030_261_248
     assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "resident"
     gpu.free -= 1
     assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "zero_copy"
-
-
-def test_no_other_accelerator_has_the_kernels(gpu, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    gpu.free = 60 * GIB
-    assert chosen().fetch == "device_put"
-    assert "zero_copy has no kernel for a device that is not a GPU" in chosen().reason
 
 
 def test_a_device_tells_its_memory(monkeypatch):
@@ -218,26 +193,25 @@ def test_a_device_tells_its_memory(monkeypatch):
     assert machine.device_here()[0] == machine.UNKNOWN
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
-        ("NVIDIA GH200 480GB", None),
-        ("cpu", None),
-    ],
-)
-def test_devices_are_known_by_their_kind(kind, name):
-    found = gpu_of_device(kind)
-    assert (found and found.name) == name
+KINDS = {
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada",
+    "NVIDIA GH200 480GB": None,
+    "cpu": None,
+}
+
+
+def test_devices_are_known_by_their_kind():
+    found = {kind: gpu_of_device(kind) for kind in KINDS}
+    assert {kind: gpu and gpu.name for kind, gpu in found.items()} == KINDS
 
 
 # A generation
@@ -245,14 +219,10 @@ def test_devices_are_known_by_their_kind(kind, name):
 
 def test_several_devices_share_a_call(monkeypatch):
     """A device holds its part. No kernel serves a part of the left rows."""
-
-    def figures(batch):
-        return {one.fetch: one for one in machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)}
-
     shards = {left: Shards(AbstractMesh((2, 1, 4), AXES), left) for left in ("split", "everywhere")}
-    one = figures(BATCH)
+    one = modes()
     for left, parts in shards.items():
-        four = figures(dataclasses.replace(BATCH, rows=2 * BATCH.rows, shards=parts))
+        four = modes(dataclasses.replace(BATCH, rows=2 * BATCH.rows, shards=parts))
         assert bool(four["zero_copy"].refusal) == (left == "split")
         assert four["device_put"].rows == BATCH.rows
         assert four["resident"].device_bytes < one["resident"].device_bytes
@@ -262,10 +232,6 @@ def test_several_devices_share_a_call(monkeypatch):
     assert fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
 
 
-def generated(prompt=tuple(range(100)), **settings):
-    return jshadow.generate(model(), list(prompt), max_new_tokens=2, **settings)
-
-
 @pytest.mark.slow
 def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch):
     """The choice is asked for the sizes with which the state is made. Full attention has one program in all modes."""
@@ -273,29 +239,29 @@ def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch)
 
     def choose(fetch, config, policy, batch):
         asked.append((fetch, policy, batch))
-        return (
-            machine.FetchChoice("device_put", "device_put: for a test")
-            if fetch == "auto"
-            else machine.FetchChoice(fetch, None)
-        )
+        auto = machine.FetchChoice("device_put", "device_put: for a test")
+        return auto if fetch == "auto" else machine.FetchChoice(fetch, None)
 
-    monkeypatch.setattr(fetch_mode, "fetch_here", choose)
-    sizes = {"policy": Full(), "capacity": 128}
-    report = generated(**sizes).report
+    def generated(prompt=tuple(range(100)), **settings):
+        sizes = {"policy": Full(), "capacity": 128} if "state" not in settings else {}
+        return jshadow.generate(model(), list(prompt), max_new_tokens=2, **sizes, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch_mode, "fetch_here", choose)
+        report = generated().report
     assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
     resolved = Full().resolve(TINY, 128)
     assert asked == [(mode, resolved, batch_of([100], 128, "float32")) for mode in ("auto", "device_put")]
     assert (asked[0][2].shortest, asked[0][2].width) == (64, 128)
-    monkeypatch.undo()
-    out = generated(**sizes)
+    out = generated()
     report = out.report
     assert report.fetch == "resident"
     assert report.fetch_reason == "resident: on a CPU, host memory and device memory are the same memory"
     assert report.to_json()["fetch_reason"] == report.fetch_reason
     assert not any("fetch" in sentence for sentence in notes([out]))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert notes([out]) == [f"fetch {report.fetch_reason}."]
-    monkeypatch.undo()
-    out = generated(**sizes, fetch="device_put")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        assert notes([out]) == [f"fetch {report.fetch_reason}."]
+    out = generated(fetch="device_put")
     assert out.report.fetch_reason is None
     assert generated([4], state=out.state).report.fetch_reason is None

@@ -21,18 +21,10 @@ from jshadow.policies import H2O, POLICIES, Full, ShadowKV
 
 A100 = GPUS["a100-80gb"]
 
+ROWS = [(1, 2048, 2048, 1), (24, 2048, 2048, 1), (24, 100, 2048, 12), (50, 100, 2048, 10), (7, 500, 2048, 1)]
 
-@pytest.mark.parametrize(
-    ("batch", "size", "chunk", "rows"),
-    [
-        (1, 2048, 2048, 1),
-        (24, 2048, 2048, 1),
-        (24, 100, 2048, 12),
-        (50, 100, 2048, 10),
-        (7, 500, 2048, 1),
-        (8, 4, 2, 1),
-    ],
-)
+
+@pytest.mark.parametrize(("batch", "size", "chunk", "rows"), [*ROWS, (8, 4, 2, 1)])
 def test_rows_at_once(batch, size, chunk, rows):
     assert rows_at_once(batch, size, chunk) == rows
 

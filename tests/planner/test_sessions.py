@@ -10,12 +10,12 @@ from real_shapes import LLAMA_31_8B
 
 from jshadow.cache.offload import host_bytes
 from jshadow.engine.prefill.whole import prefill
-from jshadow.errors import CapacityError, ConfigError
+from jshadow.errors import CapacityError
 from jshadow.planner.bytes import abstract_state
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
-from jshadow.policies import Full, ShadowKV, ShadowKVPlus, StreamingLLM
-from jshadow.policies.shadowkv import ExactKeys, Values
+from jshadow.policies import Full, ShadowKV, ShadowKVPlus
+from jshadow.policies.shadowkv import Values
 
 SIZES = SessionClass(prompt=24, room=9, group_rows=3, groups=2)
 TWO = dataclasses.replace(TINY, num_layers=2)
@@ -30,34 +30,34 @@ def live_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def tiny_plan(policy, sizes):
+    """The plan of one class on a CPU."""
+    options = {"dtype": "float32", "fetch": "device_put", "backend": "cpu"}
+    return session_plan(TWO, policy, [sizes], MemoryLimits(), **options).classes[0]
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_bytes_are_those_of_states(name):
     """Of a group whose rows have their own prompts, and of a document that sessions share. A law has real states."""
     policy = STATES[name]
-    shared = dataclasses.replace(SIZES, documents=2)
-    plans = [
-        session_plan(TWO, policy, [sizes], MemoryLimits(), dtype="float32", fetch="device_put", backend="cpu")
-        for sizes in (SIZES, shared)
-    ]
+    own, shared = tiny_plan(policy, SIZES), tiny_plan(policy, dataclasses.replace(SIZES, documents=2))
     sizes = {"capacity": SIZES.capacity, "prompt": SIZES.prompt, "dtype": "float32", "fetch": "device_put"}
     group = abstract_state(TWO, policy, batch=SIZES.group_rows, room=SIZES.room, **sizes)
     document = abstract_state(TWO, policy, batch=1, room=0, **sizes)
     reads, writes = group.split()
-    assert live_bytes(reads) + live_bytes(writes) == sum(plans[0].classes[0].group_bytes)
-    assert live_bytes(writes) == sum(plans[1].classes[0].group_bytes)
-    assert live_bytes(document.split()) * 2 == sum(plans[1].classes[0].documents_bytes)
+    assert live_bytes(reads) + live_bytes(writes) == sum(own.group_bytes)
+    assert live_bytes(writes) == sum(shared.group_bytes)
+    assert live_bytes(document.split()) * 2 == sum(shared.documents_bytes)
     on_host = host_bytes(group.specs)
-    assert on_host == plans[0].classes[0].group_bytes[1]
+    assert on_host == own.group_bytes[1]
     assert bool(on_host) == (name != "full")
 
 
 @pytest.mark.slow
 def test_bytes_are_those_of_a_real_state():
     lengths, settings = np.full(3, SIZES.prompt, np.int32), {"capacity": SIZES.capacity, "room": SIZES.room}
-    tokens = random_tokens(SIZES.group_rows, SIZES.prompt)
-    [plan] = session_plan(
-        TWO, STATES["packed"], [SIZES], MemoryLimits(), dtype="float32", fetch="device_put", backend="cpu"
-    ).classes
+    tokens, plan = random_tokens(SIZES.group_rows, SIZES.prompt), tiny_plan(STATES["packed"], SIZES)
+    state = prefill(model(TWO), tokens, lengths, STATES["packed"], fetch="device_put", **settings)[1]
     state = prefill(model(TWO), tokens, lengths, STATES["packed"], fetch="device_put", **settings)[1]
     leaves = jax.tree.leaves(state.split())
     assert sum(leaf.nbytes for leaf in leaves) == sum(plan.group_bytes)
@@ -69,10 +69,9 @@ H200 = GPUS["h200"]
 SMALL_HOST = MemoryLimits(H200.memory_bytes, 128 * GIB, CONTEXT_RESERVE)
 
 
-def planned(limits=SMALL_HOST, policy=None, **changes):
-    return session_plan(
-        LLAMA_31_8B, policy or ShadowKV.packed(small=True), [SessionClass(122_880, 1024, **changes)], limits
-    )
+def planned(policy=None, fetch=None, **changes):
+    policy, sizes = policy or ShadowKV.packed(small=True), SessionClass(122_880, 1024, **changes)
+    return session_plan(LLAMA_31_8B, policy, [sizes], SMALL_HOST, **({"fetch": fetch} if fetch else {}))
 
 
 def test_sessions_of_an_h200_with_a_small_host():
@@ -94,16 +93,7 @@ def test_sessions_of_an_h200_with_a_small_host():
 def test_one_more_group_does_not_fit(documents):
     plan = planned(documents=documents)
     groups, fetch = plan.classes[0].sizes.groups, plan.classes[0].fetch
-    again = [
-        session_plan(
-            LLAMA_31_8B,
-            ShadowKV.packed(small=True),
-            [SessionClass(122_880, 1024, groups=count, documents=documents)],
-            SMALL_HOST,
-            fetch=fetch,
-        )
-        for count in (groups, groups + 1)
-    ]
+    again = [planned(fetch=fetch, groups=count, documents=documents) for count in (groups, groups + 1)]
     assert again[0] == plan
     again[0].check()
     assert not again[1].fits
@@ -116,45 +106,17 @@ def test_one_more_group_does_not_fit(documents):
 
 def test_classes_share_weights_temporaries_and_a_prefill():
     """What a step and a prefill take counts once. A class of short prompts has another policy."""
+
+    def plan(*classes, limits=SMALL_HOST):
+        return session_plan(LLAMA_31_8B, ShadowKV(), list(classes), limits, fetch="device_put")
+
     long = SessionClass(24_576, 1024, groups=2)
     short = SessionClass(1024, 1024, groups=3, policy=Full())
-    one, two, both = (
-        session_plan(LLAMA_31_8B, ShadowKV(), classes, MemoryLimits(), fetch="device_put")
-        for classes in ([long], [short], [long, short])
-    )
+    one, two, both = (plan(*classes, limits=MemoryLimits()) for classes in ([long], [short], [long, short]))
     assert both.sessions == 8 * 5
     assert both.temporaries_bytes == max(one.temporaries_bytes, two.temporaries_bytes)
     assert both.prefill_bytes == one.prefill_bytes > two.prefill_bytes
     assert both.device_bytes == one.device_bytes + two.classes[0].state_bytes[0]
-    rest = session_plan(
-        LLAMA_31_8B, ShadowKV(), [long, dataclasses.replace(short, groups=None)], SMALL_HOST, fetch="device_put"
-    )
+    rest = plan(long, dataclasses.replace(short, groups=None))
     assert rest.fits
     assert rest.device_bytes + rest.classes[1].group_bytes[0] > H200.memory_bytes
-
-
-BAD = {
-    "prompt": (SessionClass(0, 8), CapacityError, "prompt must be at least 1"),
-    "room": (SessionClass(8, -1), CapacityError, "room at least 0"),
-    "context": (SessionClass(131_000, 1024), CapacityError, "context=131072, got 131000 . 1024"),
-    "rows": (SessionClass(8, 8, group_rows=0), ConfigError, "group_rows must be at least 1, got 0"),
-    "groups": (SessionClass(8, 8, groups=-1), ConfigError, "groups must be at least 0, got -1"),
-    "documents": (SessionClass(8, 8, documents=-1), ConfigError, "documents must be at least 0, got -1"),
-    "endless": (SessionClass(1024, 8), ConfigError, "groups must be given where no memory has a limit"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_classes(case):
-    sizes, error, told = BAD[case]
-    with pytest.raises(error, match=told):
-        session_plan(LLAMA_31_8B, StreamingLLM(), [sizes], MemoryLimits())
-
-
-def test_bad_plans():
-    free = SessionClass(1024, 8)
-    for classes in ([], [free, free]):
-        with pytest.raises(ConfigError, match="groups=None in at most one"):
-            session_plan(LLAMA_31_8B, StreamingLLM(), classes, SMALL_HOST)
-    with pytest.raises(ConfigError, match="fetch must be"):
-        session_plan(LLAMA_31_8B, ShadowKV(keys=ExactKeys()), [free], SMALL_HOST, fetch="zero_copy")

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from few import quick
 
 from jshadow.cache.offload import FETCH_MODES
 from jshadow.cache.records import HostArray
@@ -32,12 +33,8 @@ POLICIES = {
     "shadowkv": (ShadowKV(**SMALL), FETCH_MODES),
     "shadowkv_plus": (ShadowKVPlus(**SMALL, later_keys="projected"), FETCH_MODES),
 }
-CASES = [
-    (name, fetch, dtype)
-    for name, (_, fetches) in POLICIES.items()
-    for fetch in fetches
-    for dtype in ("float32", "bfloat16")
-]
+TYPES = ("float32", "bfloat16")
+CASES = [(name, fetch, dtype) for name, (_, fetches) in POLICIES.items() for fetch in fetches for dtype in TYPES]
 WRITTEN_WITH = json.loads(TABLE.read_text())["jax"] if TABLE.exists() else None
 # What another version of XLA may count differently.
 ROOM = 1.05 if jax.__version__ == WRITTEN_WITH else 1.5
@@ -74,10 +71,9 @@ def step_costs(name: str, fetch: str, dtype: str) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    "case", [case if case[0] == "full" else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids="-".join
-)
-def test_a_step_costs_what_it_did(case):
+@pytest.mark.parametrize(("name", "fetch", "dtype"), quick(CASES[:2], CASES))
+def test_a_step_costs_what_it_did(name, fetch, dtype):
+    case = name, fetch, dtype
     stored = json.loads(TABLE.read_text())["steps"]["-".join(case)]
     found = step_costs(*case)
     assert found.keys() == stored.keys()
