@@ -197,12 +197,15 @@ class TextStream:
 
     def _release(self, *, final: bool) -> str:
         """Move decoded text to `text`, except an end that may become a stop string. Return the moved text."""
-        hits = [at for stop in self.stops if (at := self.decoded.find(stop)) >= 0]
+        # No stop string begins before this place: the text that could begin one is held back.
+        begin = len(self.text)
+        hits = [at for stop in self.stops if (at := self.decoded.find(stop, begin)) >= 0]
         if hits:
             self.decoded, self.stopped = self.decoded[: min(hits)], True
             end = len(self.decoded)
         else:
-            pending = 0 if final else max((overlap(self.decoded, stop) for stop in self.stops), default=0)
+            tail = self.decoded[begin:]
+            pending = 0 if final else max((overlap(tail, stop) for stop in self.stops), default=0)
             end = len(self.decoded) - pending
         new = self.decoded[len(self.text) : end]
         self.text += new

@@ -89,11 +89,14 @@ class Engine:
             CapacityError: no class can hold the request, no group of such a class fits the limits, or the request is to
                 be stored and no class that can hold it has the capacity of the library.
             QueueFull: as many requests wait as may.
-            ConfigError: a setting does not fit the engine, or the request is to be stored and the library has another
-                fetch mode.
+            ConfigError: there are more requests than may wait, a setting does not fit the engine, or a request is to be
+                stored and the library has another fetch mode.
             ServingError: the engine is closed or has failed.
         """
-        self._reserve(len(requests), self.admission.limits.waiting)
+        most = self.admission.limits.waiting
+        if most is not None and len(requests) > most:
+            raise ConfigError(f"requests must be at most limits.waiting={most} at once, got {len(requests)}")
+        self._reserve(len(requests), most)
         try:
             jobs = [self._job(request) for request in requests]
             self._send(functools.partial(self._accept, jobs))

@@ -14,11 +14,16 @@ from jshadow.evaluation.tasks.framing import MARK, encode
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.schemas import FileContent, FilePart, Message
 
-MOST_PROMPTS = 128
 FileIds = Callable[[FilePart], Sequence[int]]
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Message], file_ids: FileIds, tools: list[dict] | None) -> list[int]:
+def chat_ids(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    file_ids: FileIds,
+    tools: list[dict] | None,
+    check: Callable[[str], None],
+) -> list[int]:
     """Return the token ids of a chat, up to the beginning of the answer.
 
     Args:
@@ -26,6 +31,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Message], file_ids: FileIds, too
         messages: the chat.
         file_ids: returns the token ids of the text of a file, without those of a template.
         tools: the functions that the model may call, for the template.
+        check: called with the text before it is encoded. It raises an error if the text is too long.
 
     Raises:
         ApiError: there is no template, it refuses the chat, or a message has neither text nor a tool call.
@@ -40,6 +46,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Message], file_ids: FileIds, too
         raise ApiError(400, f"messages: the chat template refuses the chat: {error}", param="messages") from error
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ApiError(400, "tools must be Unicode texts, got a half of a surrogate pair", param="tools")
+    check(text)
     parts = text.split(MARK)
     if len(parts) != len(files) + 1:
         raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
@@ -75,13 +82,11 @@ def _plain(message: Message, place: int, files: list, file_ids: FileIds) -> dict
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return the prompts of a completion as a list. Raises PromptError if there is none, or too many."""
+    """Return the prompts of a completion as a list. Raises PromptError if there is none."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [[int(token) for token in prompt]]
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
-    if len(prompt) > MOST_PROMPTS:
-        raise PromptError(f"prompt must have at most {MOST_PROMPTS} texts or lists of token ids, got {len(prompt)}")
     return [*prompt]

@@ -21,14 +21,16 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
-MOST_STOPS = 16
+MOST_STOPS, MOST_STOP = 16, 1024  # stop strings, and characters of one
+MOST_PROMPTS, MOST_IDS, MOST_MESSAGES = 128, 2**21, 2**14
 INT64 = 2**63
 
 MOST_NAMES = 1024
 
 # `fail_fast` stops at the first wrong value. The errors of a million wrong values would take a gigabyte.
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+Ids = Annotated[list[int], Field(max_length=MOST_IDS, fail_fast=True)]
+Stop = Annotated[str, Field(max_length=MOST_STOP)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -176,7 +178,7 @@ class Drawing(Routed):
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(few)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     response_format: ResponseFormat | None = None
     # From here on, the fields that are ignored.
     user: str | None = None
@@ -188,10 +190,13 @@ class Drawing(Routed):
     store: bool | None = None
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(Drawing):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -207,7 +212,7 @@ class ChatRequest(Drawing):
 class CompletionRequest(Drawing):
     """The body of /v1/completions. The prompt is text or token ids, or a list of these."""
 
-    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -219,7 +224,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from jshadow.engine.text import encode as encode_prompt
-from jshadow.errors import CheckpointError, JshadowError
+from jshadow.errors import CapacityError, CheckpointError, JshadowError
 from jshadow.evaluation.tasks.framing import encode, frame
 from jshadow.library import Library, Stored
 from jshadow.library.sources import text_ids
@@ -102,8 +102,24 @@ class Service:
         ]
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of the prompt of a completion. Raises PromptError."""
+        """Return the token ids of the prompt of a completion. Raises PromptError or CapacityError."""
+        if isinstance(prompt, str):
+            self.check_length(prompt)
         return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
+
+    def check_length(self, text: str) -> None:
+        """Raise CapacityError if a text has more bytes than any prompt can have. Encoding it could take minutes."""
+        most = self.most_tokens * self.longest_token
+        if len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most:
+            raise CapacityError(
+                f"the text must have at most {most} bytes, which are {self.most_tokens} tokens of at most "
+                f"{self.longest_token} bytes, got more"
+            )
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The bytes of the longest token of the vocabulary."""
+        return max(len(token.encode("utf-8", "surrogatepass")) for token in self.params.tokenizer.get_vocab())
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Cancel the answers that are not complete."""
@@ -230,7 +246,9 @@ class Service:
 
     async def text_tokens(self, upload: Upload) -> list[int]:
         """Return the token ids of the text of a file that is not stored. Raises the errors of `text_of`."""
-        return await self.slowly(encode, self.params.tokenizer, await self.text_of(upload))
+        text = await self.text_of(upload)
+        self.check_length(text)
+        return await self.slowly(encode, self.params.tokenizer, text)
 
     async def add(self, upload: Upload) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.
@@ -244,6 +262,7 @@ class Service:
         """
         library = self.shelf()
         text = await self.text_of(upload)
+        self.check_length(text)
         ids = await self.slowly(text_ids, text, self.params)
         key = library.identity.key(ids)
         turn = self._reading.setdefault(key, Turn())

@@ -205,7 +205,7 @@ def test_requests_that_can_never_fit_are_refused(engine):
     with pytest.raises(QueueFull, match=r"limits\.waiting=2"):
         full.submit(Request([5], 1))
     run(full)
-    for refused, kind in ((3 * [Request([5], 1)], QueueFull), ([Request([5], 1), Request([], 1)], PromptError)):
+    for refused, kind in ((3 * [Request([5], 1)], ConfigError), ([Request([5], 1), Request([], 1)], PromptError)):
         with pytest.raises(kind):
             full.submit_all(refused)
         assert full.report().waiting == 0

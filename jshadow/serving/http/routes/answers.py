@@ -21,6 +21,7 @@ from jshadow.serving.http.sse import stream_response
 from jshadow.serving.http.uploads import Upload, decoded, plain_name
 
 router = APIRouter()
+MOST_ANSWERS = 128  # of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
 
 
@@ -50,8 +51,11 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     grammar = await service.slowly(form_of, body)
-    requests = []
-    for prompt in prompts_of(body.prompt):
+    requests, prompts = [], prompts_of(body.prompt)
+    if len(prompts) * (body.n or 1) > MOST_ANSWERS:
+        message = f"the prompts must have at most {MOST_ANSWERS} answers, got {len(prompts)} prompts with n={body.n}"
+        raise ApiError(400, message, param="n")
+    for prompt in prompts:
         ids = await service.slowly(service.encode, prompt)
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
         if body.max_tokens is None:
@@ -88,7 +92,7 @@ def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
         return next(left_files)
 
-    return chat_ids(service.params.tokenizer, body.messages, file_ids, tools or None)
+    return chat_ids(service.params.tokenizer, body.messages, file_ids, tools or None, service.check_length)
 
 
 async def respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:

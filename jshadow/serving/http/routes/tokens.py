@@ -28,6 +28,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     elif not body.prompt:
         ids = []
     else:
+        service.check_length(body.prompt)
         after = None if body.add_special_tokens else 0
         args = service.params.tokenizer, body.prompt, service.params.config.vocab_size
         ids = await service.slowly(lambda: encode(*args, after=after))
