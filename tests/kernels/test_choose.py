@@ -1,15 +1,14 @@
 """Which implementation of an op runs: by the platform, by what the kernel supports, and in which memory."""
 
-import functools
 import importlib
 import sys
+from functools import partial
 
 import jax
 import kernel_cases as table
 import numpy as np
 import pytest
 from append_cases import APPENDS, append_inputs
-from few import slow
 from kernel_lowering import TARGET, lowered
 from level_cases import LEVELS, level_inputs
 from random_arrays import array
@@ -19,20 +18,16 @@ from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
 
 # Ops and their arguments, and how many kernels a program for CUDA has.
 PROGRAMS = [
-    ("chunk_scores", functools.partial(table.score_inputs, table.SCORES[1]), 2),  # the logits, and `finish`
-    ("reconstruct_keys", functools.partial(table.factor_inputs, table.CHUNKS[0]), 1),
-    ("fetch_reconstruct", functools.partial(table.fetch_inputs, table.CHUNKS[0]), 1),
-    ("sparse_attention", functools.partial(table.attention_inputs, table.ATTENTION[1]), 2),
-    ("level_scores", functools.partial(level_inputs, LEVELS[0]), 3),
-    ("append_rows", functools.partial(append_inputs, APPENDS[0]), 1),
+    ("chunk_scores", partial(table.score_inputs, table.SCORES[1]), 2),  # the logits, and `finish`
+    ("reconstruct_keys", partial(table.factor_inputs, table.CHUNKS[0]), 1),
+    ("fetch_reconstruct", partial(table.fetch_inputs, table.CHUNKS[0]), 1),
+    ("sparse_attention", partial(table.attention_inputs, table.ATTENTION[1]), 2),
+    ("level_scores", partial(level_inputs, LEVELS[0]), 3),
+    ("append_rows", partial(append_inputs, APPENDS[0]), 1),
 ]
-for number, case in enumerate(table.PACKED_SCORES):
-    row = ("chunk_scores", functools.partial(table.score_inputs, case), 2)
-    PROGRAMS.append(row if number in (0, 4, 8) else slow(row))
-for number, case in enumerate(table.PACKED):
-    for op, inputs in (("fetch_reconstruct", table.fetch_inputs), ("reconstruct_keys", table.factor_inputs)):
-        row = (op, functools.partial(inputs, case), 1)
-        PROGRAMS.append(row if number in (0, 7, 11) else slow(row))
+PROGRAMS += [("chunk_scores", partial(table.score_inputs, table.PACKED_SCORES[number]), 2) for number in (0, 4, 8)]
+PROGRAMS += [("fetch_reconstruct", partial(table.fetch_inputs, table.PACKED[number]), 1) for number in (0, 7, 11)]
+PROGRAMS += [("reconstruct_keys", partial(table.factor_inputs, table.PACKED[number]), 1) for number in (0, 7, 11)]
 
 
 @pytest.mark.parametrize(("op", "inputs", "kernels"), PROGRAMS)
@@ -54,11 +49,12 @@ def test_a_kernel_for_cuda_takes_values_where_they_lie():
 
 
 def test_auto_falls_back_where_the_kernel_cannot():
-    inputs = table.score_inputs(table.SCORES[1])
-    wide = {key: np.tile(inputs[key], 3) for key in ("q", "landmarks")}
-    many = table.score_inputs(table.PACKED_SCORES[1]) | {"candidates": np.ones((2, 2, 6), bool)}
-    for refused in (inputs | wide, many):
-        assert TARGET not in lowered("chunk_scores", refused, "cuda")
+    inputs, levels = table.score_inputs(table.SCORES[1]), level_inputs(LEVELS[4])
+    many = table.score_inputs(table.PACKED_SCORES[1]) | {"candidates": np.ones((2, 2, 6), bool)}  # 18 landmarks each
+    levels |= {"details": np.zeros((2, 1, 33, 80 * 31), np.float32), "spread": np.zeros((2, 1, 33, 32), np.float32)}
+    wide = inputs | {key: np.tile(inputs[key], 3) for key in ("q", "landmarks")}
+    for op, refused in (("chunk_scores", wide), ("chunk_scores", many), ("level_scores", levels)):
+        assert TARGET not in lowered(op, refused, "cuda")
 
 
 def test_the_implementations_are_four():

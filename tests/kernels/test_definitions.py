@@ -1,20 +1,22 @@
 """Every op equals its definition in NumPy, element by element: the reference in XLA, and the kernel."""
 
 import jax
-import kernel_calls
-import kernel_truth
+import kernel_calls as ops
+import kernel_cases as table
+import kernel_truth as truth
 import numpy as np
 import pytest
+from append_cases import APPENDS, append_inputs
 from few import quick
 from gpu.kernels import OPS, Op
-from kernel_cases import ATTENDED, CHUNKS, TOLERANCE, attend_inputs, factor_inputs, name
+from level_cases import LEVELS, level_inputs
 from prefill_cases import PROMPTS, prefill_inputs, prefill_truth
 
 from pallas_kernels import in_host_memory
 
 MORE = {
-    "attend_chunks": Op(ATTENDED, (), attend_inputs, kernel_calls.attend_chunks, kernel_truth.attend_chunks),
-    "sparse_prefill": Op(PROMPTS, (), prefill_inputs, kernel_calls.sparse_prefill, prefill_truth),
+    "attend_chunks": Op(table.ATTENDED, (), table.attend_inputs, ops.attend_chunks, truth.attend_chunks),
+    "sparse_prefill": Op(PROMPTS, (), prefill_inputs, ops.sparse_prefill, prefill_truth),
 }
 # append_rows has a test of its own, which also compares bits. These cases of the others are quick.
 EVERY = {key: op for key, op in (OPS | MORE).items() if key != "append_rows"}
@@ -28,8 +30,8 @@ CHOSEN = [(key, EVERY[key].cases[index]) for key, indices in QUICK.items() for i
 def compare(got, want, *, dtype, exact=False, of_weights=False):
     """Compare with the tolerance of a dtype. Whole numbers, 0 and -1 (no candidate) must be exact."""
     assert got.dtype == dtype
-    got, want = kernel_truth.wide(got), kernel_truth.wide(want)
-    near = TOLERANCE.get(dtype, {"rtol": 0, "atol": 0})
+    got, want = truth.wide(got), truth.wide(want)
+    near = table.TOLERANCE.get(dtype, {"rtol": 0, "atol": 0})
     if of_weights:  # weights are rounded too
         near = 1e-5 if dtype == "float32" else 2e-2
         near = {"rtol": near, "atol": near * np.abs(want).max()}
@@ -38,7 +40,7 @@ def compare(got, want, *, dtype, exact=False, of_weights=False):
     np.testing.assert_array_equal(got[fixed], want[fixed])
 
 
-@pytest.mark.parametrize(("key", "case"), quick(CHOSEN, CASES), ids=name)
+@pytest.mark.parametrize(("key", "case"), quick(CHOSEN, CASES), ids=table.name)
 def test_an_op_is_its_definition(key, case):
     op, inputs = EVERY[key], EVERY[key].inputs(case)
     want = jax.tree.leaves(op.truth(**inputs))
@@ -56,8 +58,66 @@ def test_an_op_is_its_definition(key, case):
 
 def test_factors_of_two_dtypes():
     """The basis may be float32 while the rows are bfloat16. It is not rounded."""
-    inputs = factor_inputs(CHUNKS[5])
+    inputs = table.factor_inputs(table.CHUNKS[5])
     inputs |= {key: np.asarray(inputs[key]).astype("bfloat16") for key in ("left", "tail")}
     for implementation in ("xla", "interpret"):
-        got = kernel_calls.reconstruct_keys(**inputs, implementation=implementation)
-        compare(got, kernel_truth.reconstruct_keys(**inputs), dtype="bfloat16")
+        got = ops.reconstruct_keys(**inputs, implementation=implementation)
+        compare(got, truth.reconstruct_keys(**inputs), dtype="bfloat16")
+
+
+# The kernels under `jax.vmap` over rows, with arrays of one prompt that all rows share
+
+PROMPT = {"landmarks", "candidates", "landmark_scale", "spread", "means", "details", "mean_scale", "detail_scale"}
+PROMPT |= {"left", "right", "mean", "values", "first"}
+
+
+def appends(case):
+    inputs = append_inputs(case)
+    slots = np.asarray(inputs["slots"]) + 2 * 8
+    return inputs | {"slots": slots, "first": np.full(case.batch, 2, np.int32), "unit": 8}
+
+
+def attention(case):
+    """The first piece is each row's own, and the second the prompt's. Its mask is too."""
+    inputs = table.attention_inputs(case)
+    [own] = inputs.pop("pieces")
+    return inputs | dict(zip(("k", "v", "valid", "k_prompt", "v_prompt", "valid_prompt"), own * 2, strict=True))
+
+
+def attend(q, k, v, valid, k_prompt, v_prompt, valid_prompt, **options):
+    return ops.sparse_attention(q, [(k, v, valid), (k_prompt, v_prompt, valid_prompt)], **options)
+
+
+CALLS = {  # the op, its cases and its arguments
+    "scores": (ops.chunk_scores, table.SCORES, table.score_inputs),
+    "scores of two levels": (ops.level_scores, LEVELS, level_inputs),
+    "keys": (ops.reconstruct_keys, table.CHUNKS, table.factor_inputs),
+    "packed keys": (ops.reconstruct_keys, table.PACKED, table.factor_inputs),
+    "values and keys in kept places": (ops.fetch_reconstruct, table.CHUNKS, table.fetch_inputs),
+    "appended tokens": (ops.append_rows, APPENDS, appends),
+    "attention": (attend, table.ATTENTION, attention),
+}
+
+
+@pytest.mark.parametrize("key", CALLS)
+def test_a_row_of_many_gets_what_it_gets_with_a_prompt_of_its_own(key):
+    """The reference gets the prompt's arrays once for each row."""
+    call, cases, made = CALLS[key]
+    case = next(case for case in cases if case.batch > 1)
+    inputs = made(case)
+    arrays = {name: np.asarray(x) for name, x in inputs.items() if hasattr(x, "shape") and name != "inverse"}
+    rest = {name: x for name, x in inputs.items() if name not in arrays}
+    prompt = {name: x[:1] for name, x in arrays.items() if name in PROMPT or name.endswith("_prompt")}
+    live = {name: x for name, x in arrays.items() if name not in prompt}
+    assert prompt
+    assert live
+
+    def one(live):
+        alone = {name: x[None] for name, x in live.items()}
+        return jax.tree.map(lambda x: x[0], call(**alone, **prompt, **rest, implementation="interpret"))
+
+    repeated = {name: np.repeat(x, case.batch, axis=0) for name, x in prompt.items()}
+    want = call(**live, **repeated, **rest, implementation="xla")
+    both = (jax.jit(jax.vmap(one))(live), want)
+    for got, right in zip(*([truth.wide(x) for x in jax.tree.leaves(made)] for made in both), strict=True):
+        np.testing.assert_allclose(got, right, **table.TOLERANCE["float32"])

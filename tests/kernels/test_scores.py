@@ -14,7 +14,6 @@ from level_cases import LEVELS, level_inputs, level_truth
 
 from pallas_kernels import TwoLevels, landmark_products
 from pallas_kernels.chunk_scores import kernel, packed
-from pallas_kernels.level_scores.kernel import MOST_PARTS
 from pallas_kernels.products import gathered_products
 
 KINDS = ("xla", "interpret")
@@ -62,15 +61,6 @@ def test_no_chunks_at_all():
     inputs = without_chunks(level_inputs(LEVELS[1]), "means", "details", "mean_scale", "detail_scale")
     got = level_scores(**inputs | {"scores": np.asarray(inputs["scores"])[..., :0]})
     assert got.scores.shape == got.ids.shape == (2, 2, 1, 0)
-
-
-def test_many_landmarks_a_chunk_are_left_to_xla():
-    inputs = score_inputs(PACKED_SCORES[1]) | {"candidates": np.ones((2, 2, 6), bool)}  # 18 landmarks each
-    np.testing.assert_allclose(chunk_scores(**inputs), kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
-    inputs, parts = level_inputs(LEVELS[4]), 2 * MOST_PARTS
-    more = {"details": (2, 1, 33, 80 * (parts - 1)), "spread": (2, 1, 33, parts)}
-    more = {key: np.zeros(shape, np.float32) for key, shape in more.items()}
-    assert level_scores(**inputs | more).scores.shape == (2, 1, 3, 8)
 
 
 # Two levels

@@ -17,12 +17,10 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import inputs
 from jshadow.models.int8 import quantize_int8, quantized
 from jshadow.models.layers import Linear
-from jshadow.policies import Full, ShadowKV
+from jshadow.policies import Full
 from jshadow.weights.convert import convert
 from jshadow.weights.convert.huggingface import flat_abstract
 from jshadow.weights.params import init_params, load, save
-
-SHADOW = ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (32, 48), (17, 5), (300, 3)])
@@ -79,19 +77,6 @@ def test_a_model_in_int8(tmp_path, name):
         outs.append(np.concatenate([logits, step, turn]))
     np.testing.assert_allclose(outs[1], outs[2], atol=2e-4)
     assert 0 < np.sqrt(((outs[1] - outs[0]) ** 2).mean()) < 0.1 * outs[0].std()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_answers_with_every_mode(tmp_path, dtype):
-    params = load(tiny_directory(tmp_path / "m")[0], dtype, quantize="int8")
-    assert params.dtype.name == dtype
-    options = {"max_new_tokens": 4}
-    resident, offloaded = (
-        jshadow.generate(params, list(range(1, 60)), SHADOW, fetch=fetch, **options).tokens
-        for fetch in ("resident", "device_put")
-    )
-    assert resident == offloaded
 
 
 def test_states_know_their_weights(tmp_path):

@@ -10,10 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from random_arrays import array
 
-TOLERANCE: dict[str, dict[str, float]] = {
-    "float32": {"rtol": 1e-5, "atol": 1e-5},
-    "bfloat16": {"rtol": 1e-2, "atol": 1e-2},
-}
+TOLERANCE = {dtype: {"rtol": near, "atol": near} for dtype, near in (("float32", 1e-5), ("bfloat16", 1e-2))}
 
 
 @dataclass(frozen=True)
