@@ -177,8 +177,6 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file, record, digests = open_state(Path(path).expanduser())
     names = [name for name in token_names(record.batch) if name in file.shapes]
-    if "lengths" not in file.shapes:
-        raise CheckpointError(f"{file.path} must hold the tensor lengths, got none")
     tokens = [read_checked(file, name, digests).tolist() for name in names]
     lengths = read_checked(file, "lengths", digests).tolist()
     nbytes = sum(part.stat().st_size for part in [file.path, *part_paths(file)] if part.exists())
@@ -215,7 +213,13 @@ def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
     with described(path, KIND):
         if unknown := set(file.tags.values()) - set(TAGS.values()):
             raise ValueError(f"dtypes must be of {sorted(TAGS.values())}, got {sorted(unknown)}")
-        return file, StateRecord.read(texts), digests
+        record = StateRecord.read(texts)
+        if "lengths" not in file.shapes:
+            raise ValueError("the tensor lengths must be there, got none")
+        # All that is made from the number of rows has the size of a tensor that is really there.
+        if file.shapes["lengths"] != (record.batch,):
+            raise ValueError(f"the tensor lengths must have batch={record.batch} rows, got {file.shapes['lengths']}")
+        return file, record, digests
 
 
 def check_table(file: TensorFile | Parts, leaves: Mapping[str, Any], batch: int) -> None:
