@@ -65,14 +65,9 @@ def test_learners_are_the_policies_that_learn():
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_generate_stays_a_function_beside_its_module():
+def test_modules_stand_beside_the_function_and_the_command_and_a_closed_pipe_ends_quietly():
     code = "import jshadow.generate, jshadow, types; assert isinstance(jshadow.generate, types.FunctionType)"
     assert python("-c", code).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_the_module_is_the_command_and_a_closed_pipe_ends_it_quietly():
     done = python("-m", "jshadow", "fit", "--help")
     assert done.returncode == 0
     assert all(told in done.stdout for told in ("usage: jshadow fit", "--text FILE"))

@@ -30,13 +30,10 @@ def test_columns_go_into_further_tables(width):
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
     assert text.count("0 tokens") == 1
-
-
-def test_a_table_that_fits_is_one_table():
-    table = Table("label", "x\ny")
+    table = Table("label", "x\ny")  # it fits, and stays one
     table.add_row("one", "1")
-    assert drawn(table, 80).count("label") == 1
-    assert "│ one   │ 1 │" in drawn(table, 80)
+    assert drawn(table, width).count("label") == 1
+    assert "│ one   │ 1 │" in drawn(table, width)
 
 
 LONG = ["--context", "122880"]

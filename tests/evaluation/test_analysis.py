@@ -67,6 +67,10 @@ def test_a_hand_made_spectrum_comes_back():
     for rank in range(7):
         np.testing.assert_allclose(spectra.energy("k_pre", rank), squares[:rank].sum() / squares.sum(), rtol=1e-12)
     assert [spectra.rank_for("k_pre", share).tolist() for share in (0.5, 0.9, 1.0)] == [[1], [2], [5]]
+    few = analysis.singular_values([tensors(v=np.eye(2, 6)), tensors(v=np.zeros((9, 6)))], ["v"])  # rows; zeros
+    assert few.values["v"].tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6]
+    assert few.energy("v", 1).tolist() == [0.5, 1.0]
+    assert few.rank_for("v", 1.0).tolist() == [2, 0]
 
 
 def test_spectra_are_numpy_s_and_energy_is_what_a_truncation_keeps(layers):
@@ -82,30 +86,7 @@ def test_spectra_are_numpy_s_and_energy_is_what_a_truncation_keeps(layers):
         assert 1 - share == pytest.approx(lost / np.linalg.norm(matrix(layer.v)) ** 2, rel=1e-9)
 
 
-def test_rows_fewer_than_columns_and_zeros():
-    spectra = analysis.singular_values([tensors(v=np.eye(2, 6)), tensors(v=np.zeros((9, 6)))], ["v"])
-    assert spectra.values["v"].tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6]
-    assert spectra.energy("v", 1).tolist() == [0.5, 1.0]
-    assert spectra.rank_for("v", 1.0).tolist() == [2, 0]
-
-
 # Subspaces
-
-
-def test_d_is_one_for_the_same_subspace_and_zero_for_orthogonal_ones():
-    basis = orthonormal(12, 12, 2)
-    one, two = basis[:, :4], basis[:, 4:8]
-    first = orthonormal(30, 4, 3) * [9, 7, 5, 3] @ one.T
-    turned = orthonormal(50, 4, 4) * [8, 4, 2, 1] @ (one @ orthonormal(4, 4, 5)).T  # another basis of the same space
-    apart = orthonormal(20, 4, 6) * [9, 7, 5, 3] @ two.T
-    half = orthonormal(20, 4, 6) * [9, 7, 5, 3] @ np.concatenate([one[:, :2], two[:, :2]], axis=1).T
-    for left, right, similarity in (
-        (first, turned, 1),
-        (first, apart, 0),
-        (first, half, 0.5),
-        (first.reshape(30, 3, 4), half, 0.5),
-    ):
-        assert analysis.subspace_similarity(left, right, 4) == pytest.approx(similarity, abs=1e-9)
 
 
 def test_d_is_the_frobenius_product_of_the_projections(layers):

@@ -20,46 +20,32 @@ from jshadow.evaluation import data, runner, samples, tasks
 TOKENIZER = byte_tokenizer()
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
 ROW = {"context": TEXT, "question": "When?", "answer_prefix": "In", "answer": "1998", "max_new_tokens": 4}
-CHOICES = {"choice_A": "a1", "choice_B": "b1", "choice_C": "c1", "choice_D": "d1"}
 PLAIN_TEXT = ("trec", "lcc", "vt", "qa_1")  # without a chat template
-# The rows of other suites' own files, and what is read from them.
-SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "hotpotqa": (
-        {"input": "When?", "context": TEXT, "answers": ["1998", "in 1998"], "all_classes": None, "length": 9},
-        {"answer": ("1998", "in 1998"), "scorer": "f1", "max_new_tokens": 32},
-    ),
-    "trec": (
-        {"input": "Type:", "context": TEXT, "answers": ["Date"], "all_classes": ["Date", "Place"]},
-        {"answer": ("Date",), "scorer": "classes", "choices": ("Date", "Place"), "question": "Type:"},
-    ),
-    "lcc": (
-        {"input": "", "context": "def f():\n", "answers": ["    return"], "all_classes": None},
-        {"scorer": "edit_similarity", "max_new_tokens": 64, "question": ""},
-    ),
-    "longbench_v2": (
-        {"question": "Which?", **CHOICES, "answer": "C", "context": TEXT, "length": "short", "difficulty": "easy"},
-        {"answer": ("C",), "scorer": "letter", "max_new_tokens": 128},
-    ),
-    "longbook_choice_eng": (
-        {"context": TEXT, "input": "Who?", "answer": ["Leo"], "options": ["Ada", "Max", "Eve", "Leo"], "id": 0},
-        {"answer": ("D",), "scorer": "letter", "max_new_tokens": 40},
-    ),
-    "code_debug": (
-        {"context": TEXT, "input": "", "answer": ["f", "B"], "options": ["e", "f", "g", "h"]},
-        {"answer": ("B", "B"), "scorer": "letter", "max_new_tokens": 5},
-    ),
-    "passkey": (
-        {"context": TEXT, "input": "What is the pass key?", "answer": [71], "options": []},
-        {"answer": ("71",), "scorer": "first_number", "max_new_tokens": 6, "answer_prefix": "The pass key is"},
-    ),
-    "vt": (
-        {"index": 0, "input": TEXT, "outputs": ["AB", "CD"], "length": 4000},
-        {"answer": ("AB", "CD"), "scorer": "string_match_all", "max_new_tokens": 30, "context": TEXT},
-    ),
-    "qa_1": (
-        {"index": 0, "input": TEXT, "outputs": ["AB", "CD"], "answer_prefix": " Answer:"},
-        {"scorer": "string_match_part", "max_new_tokens": 32, "answer_prefix": " Answer:"},
-    ),
+LONGBENCH: dict[str, Any] = {"context": TEXT, "all_classes": None}
+CHOICES = {"choice_A": "a1", "choice_B": "b1", "choice_C": "c1", "choice_D": "d1", "length": "short"}
+RULER = {"index": 0, "input": TEXT, "outputs": ["AB", "CD"]}
+PEOPLE, NAMES = ["Ada", "Max", "Eve", "Leo"], ["e", "f", "g", "h"]
+SUITE_ROWS: dict[str, dict[str, Any]] = {  # of other suites' own files
+    "hotpotqa": LONGBENCH | {"input": "When?", "answers": ["1998", "in 1998"], "length": 9},
+    "trec": LONGBENCH | {"input": "Type:", "answers": ["Date"], "all_classes": ["Date", "Place"]},
+    "lcc": LONGBENCH | {"input": "", "answers": ["    return"], "context": "def f():\n"},
+    "longbench_v2": {"question": "Which?", **CHOICES, "answer": "C", "context": TEXT, "difficulty": "easy"},
+    "longbook_choice_eng": {"context": TEXT, "input": "Who?", "answer": ["Leo"], "options": PEOPLE, "id": 0},
+    "code_debug": {"context": TEXT, "input": "", "answer": ["f", "B"], "options": NAMES},
+    "passkey": {"context": TEXT, "input": "What is the pass key?", "answer": [71], "options": []},
+    "vt": RULER | {"length": 4000},
+    "qa_1": RULER | {"answer_prefix": " Answer:"},
+}
+READ: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {  # scorer, most new tokens, answers and more
+    "hotpotqa": ("f1", 32, ("1998", "in 1998"), {}),
+    "trec": ("classes", 64, ("Date",), {"choices": ("Date", "Place"), "question": "Type:"}),
+    "lcc": ("edit_similarity", 64, ("    return",), {"question": ""}),
+    "longbench_v2": ("letter", 128, ("C",), {}),
+    "longbook_choice_eng": ("letter", 40, ("D",), {}),
+    "code_debug": ("letter", 5, ("B", "B"), {}),
+    "passkey": ("first_number", 6, ("71",), {"answer_prefix": "The pass key is"}),
+    "vt": ("string_match_all", 30, ("AB", "CD"), {"context": TEXT}),
+    "qa_1": ("string_match_part", 32, ("AB", "CD"), {"answer_prefix": " Answer:"}),
 }
 
 
@@ -82,7 +68,8 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("task", SUITE_ROWS)
 def test_the_suites_own_files_are_known_by_their_columns(task, tmp_path):
-    row, wanted = SUITE_ROWS[task]
+    row, (scorer, most, answers, more) = SUITE_ROWS[task], READ[task]
+    wanted = {"scorer": scorer, "max_new_tokens": most, "answer": answers} | more
     [read] = data.read_rows([write(tmp_path / f"{task}.jsonl", [row])])
     assert (read.task, read.length) == (task, None)
     assert {name: getattr(read.sample, name) for name in wanted} == wanted
@@ -93,7 +80,7 @@ def test_the_suites_own_files_are_known_by_their_columns(task, tmp_path):
 
 @pytest.mark.parametrize(("task", "name", "end"), [("vt", "vt/validation", ""), ("trec", "trec", "\n\nType:")])
 def test_a_plain_text_is_gone_on_with(task, name, end, tmp_path):
-    [made] = data.read_cases([write(tmp_path / f"{name}.jsonl", [SUITE_ROWS[task][0]])], TOKENIZER, 2048)
+    [made] = data.read_cases([write(tmp_path / f"{name}.jsonl", [SUITE_ROWS[task]])], TOKENIZER, 2048)
     assert made.task == task
     assert TOKENIZER.decode(list(made.cases[0].prompt)) == TEXT + end
 
@@ -142,9 +129,9 @@ BAD_ROWS: list[tuple[str, Any]] = [
     ("scorer must be one of", ROW | {"scorer": "bleu"}),
     ("turn 2 must follow", ROW | {"turn": 2}),
     ("begin with the instruction", ROW | {"instruction": "Read"}),
-    ("segmentation", SUITE_ROWS["trec"][0] | {"dataset": "dureader"}),
-    ("LongBench", SUITE_ROWS["trec"][0] | {"dataset": "what"}),
-    ("options must be 4", SUITE_ROWS["passkey"][0] | {"task": "code_debug", "options": ["a"]}),
+    ("segmentation", SUITE_ROWS["trec"] | {"dataset": "dureader"}),
+    ("LongBench", SUITE_ROWS["trec"] | {"dataset": "what"}),
+    ("options must be 4", SUITE_ROWS["passkey"] | {"task": "code_debug", "options": ["a"]}),
 ]
 
 

@@ -1,7 +1,6 @@
 """The HTML report: it is well-formed and self-contained, has every row, and no text of a row becomes markup."""
 
 import base64
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 from result_rows import AGREEMENT, NEEDLES, TURNS, row
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import html, plots, runner
-from jshadow.policies import Quest, ShadowKV
+from jshadow.evaluation import html, plots
 
 VOID = {"meta", "img", "br", "link", "input"}
 HOSTILE = '<script>alert("x")</script><img src="http://example.org/x" onerror=alert(1)>\'"&'
-ROWS = [*NEEDLES, *AGREEMENT, *TURNS]
+FOUND = [*NEEDLES, row("streaming_llm", control_of="shadowkv")]
+ROWS = [*FOUND, *AGREEMENT, *TURNS]
 
 
 class Reader(HTMLParser):
@@ -81,9 +80,10 @@ def test_nothing_comes_from_elsewhere(page):
 
 
 def test_every_row_is_in_the_table_of_its_task(page):
-    assert [len(table) - 1 for table in page.of_tasks] == [len(NEEDLES), len(AGREEMENT), len(TURNS)]
+    assert [len(table) - 1 for table in page.of_tasks] == [len(FOUND), len(AGREEMENT), len(TURNS)]
     needles, agreement = ([dict(zip(head, line, strict=False)) for line in table] for head, *table in page.of_tasks[:2])
-    assert [line["policy"] for line in needles] == ["full", "shadowkv", "shadowkv", "quest", "kivi"]
+    policies = ["full", "shadowkv", "shadowkv", "quest", "kivi", "streaming_llm (control)"]
+    assert [line["policy"] for line in needles] == policies
     wanted = {"score, %": "75.0 ± 12.5", "share, %": "50", "device, MB": "20.00"}
     wanted |= {"of full's, %": "50.0", "full / this": "2.00"}
     assert needles[1].items() >= wanted.items()
@@ -149,23 +149,6 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="out must be a directory"):
         html.write_results(ROWS[:1], tmp_path / "file")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("made_up")
-def test_results_of_an_evaluation(params, tmp_path):
-    policies = [ShadowKV(rank=8, budget=32, outlier_chunks=2), Quest()]
-    rows = runner.evaluate(params, ["agreement", "needle_noise"], [420], policies, samples=2, out=tmp_path)
-    written = html.write_results(json.loads(json.dumps(rows)), tmp_path, "jshadow eval")  # as `--json` prints them
-    names = [path.name for path in written]
-    assert names[-1] == "report.html"
-    assert {"memory_score.png", "memory_kl.png"} <= set(names)
-    assert set(names) | {"samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[:-1])
-    told = [line[1] for table in Reader(tmp_path / "report.html").of_tasks for line in table[1:]]
-    assert told.count("full") == told.count("quest") == 2
-    assert "streaming_llm" in " ".join(told)
-    assert "(control)" in " ".join(told)
 
 
 def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch):

@@ -378,19 +378,6 @@ def tiny_tasks(tmp_path, monkeypatch) -> dict[str, Any]:
     return write_tasks(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_tasks_run_through_the_harness(tiny_tasks):
-    model = lm(SHADOWKV, batch_size=3)
-    done = lm_eval.simple_evaluate(model=model, bootstrap_iters=0, **tiny_tasks)
-    assert (done["config"]["jshadow_policy"], done["config"]["jshadow_capacity"]) == ("shadowkv", 256)
-    first = done["samples"]["tiny_choice"][0]
-    again = scores(model, *first["arguments"])
-    assert [one[0][0] for one in first["resps"]] == pytest.approx([score for score, _ in again], abs=1e-4)
-    assert done["results"]["tiny_rolling"]["word_perplexity,none"] > 1
-    assert all(sample["resps"][0][0] for sample in done["samples"]["tiny_generation"])
-
-
 @pytest.mark.real
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):

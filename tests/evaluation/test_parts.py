@@ -241,10 +241,13 @@ def test_a_part_of_other_prompts_is_refused(parts, monkeypatch):
         merge_parts([parts])
 
 
-def test_more_parts_than_samples_are_refused(tmp_path):
+def test_more_parts_than_samples_and_folders_without_parts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="N at most the number of samples=8, got 1/9"):
         run_part(1, tmp_path / "out", count=9)
     assert not (tmp_path / "out").exists()
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=r"merge must name folders of parts \(with a file part.json\), got "):
+            merge_parts([place])
 
 
 DAMAGES = {
@@ -261,12 +264,6 @@ def test_a_damaged_record_is_refused(parts, change, told):
     file.write_text(change(file.read_text()))
     with pytest.raises(jshadow.errors.CheckpointError, match=told):
         merge_parts([parts])
-
-
-def test_a_folder_without_parts_is_refused(tmp_path):
-    for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match=r"merge must name folders of parts \(with a file part.json\), got "):
-            merge_parts([place])
 
 
 BAD = [

@@ -105,9 +105,9 @@ def test_memory_has_a_line_a_method_and_a_mark_a_setting():
     assert drawn[style.METHODS["quest"][0]][0] == [10.0]
     assert style.METHODS["kivi"][0] not in drawn  # nothing ran
     assert legend(figure) == ["full", "shadowkv", "quest"]
-
-
-def test_divergence_has_a_logarithmic_axis_without_full():
+    rows = [row("full", length=length) for length in range(100, 600, 100)]
+    assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
+    # divergence has a logarithmic axis without full
     [axis] = plots.plot_memory(AGREEMENT, measure="kl").axes
     assert axis.get_yscale() == "log"
     assert sorted(y[0] for _, y in points(axis)) == [0.03, 0.2]
@@ -162,9 +162,7 @@ def test_a_control_and_a_taught_method_are_lines_of_their_own():
     assert legend(plots.plot_memory(rows)) == ["streaming_llm", "streaming_llm (control)", "less (fitted)"]
 
 
-def test_a_panel_too_many_is_none():
-    rows = [row("full", length=length) for length in range(100, 600, 100)]
-    assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
+def test_titles_of_policies():
     assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
     assert results.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"
 

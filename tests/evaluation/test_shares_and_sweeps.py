@@ -17,19 +17,7 @@ from jshadow.evaluation import cases, html, results, runner
 from jshadow.evaluation import rows as result_rows
 from jshadow.evaluation.settings import Entry
 from jshadow.planner.bytes import footprint
-from jshadow.policies import (
-    H2O,
-    KIVI,
-    LESS,
-    DenseFirst,
-    Full,
-    InfLLM,
-    Pyramid,
-    Quest,
-    ShadowKV,
-    SnapKV,
-    StreamingLLM,
-)
+from jshadow.policies import H2O, KIVI, LESS, DenseFirst, Full, InfLLM, Pyramid, Quest, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.settings import policy_settings
 from jshadow.policies.shadowkv import TransformCode
 
@@ -141,7 +129,12 @@ def test_sweeps_run_beside_shares(params, tmp_path):
         assert settings == [(8, 32), (16, 32), (16, 64)]
         assert not any(row["control_of"] for row in rows)
     assert len({row["capacity"] for row in made}) == 1
-    assert {path.name for path in html.write_results(made, tmp_path)} >= {"sweep_rank.png", "sweep_budget.png"}
+    *pictures, report = html.write_results(json.loads(json.dumps(made)), tmp_path, "jshadow eval")
+    names = {path.name for path in pictures}
+    assert names >= {"sweep_rank.png", "sweep_budget.png", "memory_score.png", "memory_kl.png"}
+    assert names | {"report.html", "samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert "h2o" in report.read_text(encoding="utf-8")
 
 
 def test_sweeps_and_lists_of_policies_are_read():

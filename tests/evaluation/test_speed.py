@@ -95,8 +95,8 @@ def test_the_command_prints_rows_and_stages_beside_the_dense_baselines(capsys, m
     assert told["machine"]["platform"] == "cpu"
     assert {row["policy"] for row in told["stages"]} == {"full", "shadowkv"}
     # Both of torch's rows are the same attention of the same arrays.
-    [fused, *_] = [out for name, _, out in torch.calls if name == "sdpa"]
-    [_, products, *_] = [out for name, _, out in torch.calls if name == "bmm"]
+    [fused, *_] = [out for name, out in torch.calls if name == "sdpa"]
+    [_, products, *_] = [out for name, out in torch.calls if name == "bmm"]
     np.testing.assert_allclose(products.reshape(fused.shape), fused, atol=1e-2)
     monkeypatch.setattr(bench, "bench_baselines", lambda *given: told["results"][2:3])
     assert cli.main(options) == 0

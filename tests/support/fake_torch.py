@@ -14,18 +14,10 @@ import pytest
 class Tensor(np.ndarray):
     """An array with the methods of a tensor."""
 
-    def transpose(self, one: int, other: int) -> "Tensor":  # type: ignore[override]
-        return self.swapaxes(one, other)
-
-    def to(self, kind: Any) -> "Tensor":
-        return self.astype(kind)
+    transpose, to = np.ndarray.swapaxes, np.ndarray.astype
 
     def float(self) -> "Tensor":
         return self.astype(np.float32)
-
-
-def tensor(values: Any) -> Tensor:
-    return np.array(values).view(Tensor)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -33,36 +25,32 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return grown / grown.sum(dim, keepdims=True)
 
 
-class FakeTorch(ModuleType):
-    """The module. `calls` are the attentions that it computed: name, arguments and result."""
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let `import torch` give a fake module, until the test ends. `calls` are its attentions: (name, result)."""
+    calls: list[tuple[str, Tensor]] = []
 
-    float32, bfloat16, Tensor = np.float32, ml_dtypes.bfloat16, Tensor
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.__spec__ = ModuleSpec("torch", None)
-        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
-        self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa))
-        self.tensor, self.softmax, self.no_grad = tensor, softmax, contextlib.nullcontext
-
-    def Generator(self) -> Any:
-        return SimpleNamespace(manual_seed=np.random.default_rng)
-
-    def randn(self, *shape: int, generator: np.random.Generator) -> Tensor:
-        return generator.standard_normal(shape).view(Tensor)
-
-    def bmm(self, one: Tensor, other: Tensor) -> Tensor:
-        self.calls.append(("bmm", (one, other), out := one.float() @ other.float()))
+    def bmm(one: Tensor, other: Tensor) -> Tensor:
+        calls.append(("bmm", out := one.float() @ other.float()))
         return out
 
-    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> Tensor:
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> Tensor:
         """Attention of queries [B, h, T, d] over keys and values [B, h_kv, S, d]."""
         assert enable_gqa
         group = q.shape[1] // k.shape[1]
         queries, keys, values = q.float(), *(np.repeat(x.float(), group, axis=1) for x in (k, v))
-        out = softmax(queries @ keys.swapaxes(2, 3) * q.shape[-1] ** -0.5, -1) @ values
-        self.calls.append(("sdpa", (q, k, v), out))
+        calls.append(("sdpa", out := softmax(queries @ keys.swapaxes(2, 3) * q.shape[-1] ** -0.5, -1) @ values))
         return out
+
+    torch = ModuleType("torch")
+    torch.__spec__ = ModuleSpec("torch", None)
+    torch.calls, torch.bmm, torch.softmax = calls, bmm, softmax
+    torch.float32, torch.bfloat16, torch.Tensor = np.float32, ml_dtypes.bfloat16, Tensor
+    torch.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=sdpa))
+    torch.no_grad, torch.tensor = contextlib.nullcontext, lambda values: np.array(values).view(Tensor)
+    torch.Generator = lambda: SimpleNamespace(manual_seed=np.random.default_rng)
+    torch.randn = lambda *shape, generator: generator.standard_normal(shape).view(Tensor)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return torch
 
 
 class FakeModel:
@@ -103,9 +91,3 @@ def install_transformers(monkeypatch: pytest.MonkeyPatch) -> type[FakeModel]:
     monkeypatch.setitem(sys.modules, "transformers", module)
     monkeypatch.setitem(sys.modules, "transformers.utils", utils)
     return FakeModel
-
-
-def install(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    """Let `import torch` give the fake module, until the test ends."""
-    monkeypatch.setitem(sys.modules, "torch", torch := FakeTorch())
-    return torch
