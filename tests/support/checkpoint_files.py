@@ -27,17 +27,10 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}
 TINY = ModelConfig("llama", len(TOKENS), 2, 32, 64, 4, 2, 8, 1e-5, 128, RopeConfig(theta=1000.0), eos_ids=(0,))
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
 
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
+GGUF_NAMES |= {f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"}
+GGUF_NAMES |= {f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")}
+GGUF_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def assert_same(one: Params, other: Params) -> None:
@@ -87,21 +80,18 @@ def shard(directory: Path, count: int = 3) -> list[str]:
 
 def ggml_name(name: str) -> str:
     """GGUF's name of a Hugging Face tensor."""
-    fixed = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if name in fixed or name == "lm_head.weight":
-        return fixed.get(name, "output.weight")
-    _, _, layer, rest = name.split(".", 3)
-    stem, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{GGUF_NAMES[stem]}.{kind}"
+    stem, kind = name.rsplit(".", 1)
+    if stem in GGUF_FIXED:
+        return f"{GGUF_FIXED[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
 
 
 def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k as GGML wants them: row 2i is i of the first half, row 2i + 1 is i of the second."""
     width = rows.shape[0] // heads
-    order = [
-        head * width + half * (width // 2) + i for head in range(heads) for i in range(width // 2) for half in (0, 1)
-    ]
-    return rows[order]
+    starts, pairs = range(0, rows.shape[0], width), range(width // 2)
+    return rows[[start + half * (width // 2) + i for start in starts for i in pairs for half in (0, 1)]]
 
 
 def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any) -> Path:
@@ -135,8 +125,10 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
             "tokenizer.ggml.eos_token_id": 0,
             "tokenizer.chat_template": TEMPLATE,
         }
+    adders = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     for key, value in (fields | options.get("metadata", {})).items():
-        add_field(writer, key, value)
+        if value is not None:
+            getattr(writer, f"add_{adders[type(value)]}")(key, value)
     for name, value in load_file(directory / "model.safetensors").items():
         if "q_proj" in name or "k_proj" in name:
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
@@ -152,24 +144,10 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
     return path
 
 
-def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add one metadata value by its Python type; None adds nothing."""
-    adders = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    if value is not None:
-        adders[type(value)](key, value)
-
-
 def refused(source: Path, target: Path, error: type[JshadowError], fragments: tuple[str, ...]) -> None:
     """Assert that converting raises `error`, says every fragment, and leaves nothing beside the source."""
     before = sorted(os.listdir(target.parent))
     with pytest.raises(error) as caught:
         convert(source, target)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    assert all(fragment in str(caught.value) for fragment in fragments), caught.value
     assert sorted(os.listdir(target.parent)) == before

