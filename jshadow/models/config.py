@@ -165,9 +165,10 @@ class ModelConfig:
 
         Raises:
             ConfigError: a key is missing or has the wrong type, the weights are quantized, the model needs remote code
-                (`auto_map`), or it uses an activation or a RoPE variant that is not supported.
+                (`auto_map`), or it uses an activation, a kind of attention or a RoPE variant that is not supported.
         """
         refuse_unsafe(hf)
+        refuse_other_attention(hf)
         missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
@@ -195,9 +196,30 @@ class ModelConfig:
         stretched = rope.kind in ("dynamic", "yarn")
         reach = int(rope.original_context * rope.factor) if stretched else 0
         context = max(hf["max_position_embeddings"], reach)
+        if chunks := hf.get(DUAL_CHUNKS):
+            # Beyond this length the published model changes the positions of far keys. Up to it, it is plain RoPE.
+            check_positive(f"config.json {DUAL_CHUNKS}", **{ORIGINAL_CONTEXT: chunks.get(ORIGINAL_CONTEXT)})
+            context = min(context, chunks[ORIGINAL_CONTEXT])
         return cls(**(fields | {"rope": rope, "context": context} | overrides))
 
 
+DUAL_CHUNKS = "dual_chunk_attention_config"  # Qwen2.5-1M
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+# Keys with "attention" or "attn" in their name whose value is read, or changes nothing in inference.
+ATTENTION_KEYS = (
+    "num_attention_heads",
+    "attention_bias",
+    "attention_dropout",
+    "output_attentions",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "use_bidirectional_attention",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    DUAL_CHUNKS,
+)
 REQUIRED_HF_KEYS = (
     "model_type",
     "vocab_size",
@@ -234,6 +256,13 @@ def refuse_unsafe(hf: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.json quantization_config must be absent (plain weights only), got {method!r}")
     if hf.get("auto_map"):
         raise ConfigError(f"config.json auto_map must be absent (remote code is never run), got {hf['auto_map']!r}")
+
+
+def refuse_other_attention(hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key about attention that is set and not known. To ignore it could give wrong answers."""
+    for key, value in hf.items():
+        if ("attention" in key or "attn" in key) and key not in ATTENTION_KEYS and value:
+            raise ConfigError(f"config.json {key} must be absent (it is not supported), got {value!r:.80}")
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

@@ -242,3 +242,16 @@ def test_stretched_contexts():
     assert read("qwen2", max_position_embeddings=512, rope_scaling=yarn).context == 512
     dynamic = {"type": "dynamic", "factor": 2.0}
     assert read("llama", max_position_embeddings=ORIGINAL, rope_scaling=dynamic).context == 2 * ORIGINAL
+
+
+def test_other_kinds_of_attention_are_capped_or_refused():
+    """Qwen2.5-1M is plain RoPE up to its original context. To read on would give wrong answers."""
+    chunks = {"chunk_size": 64, "local_size": 8, "original_max_position_embeddings": 96}
+    long = {"max_position_embeddings": 4096, "dual_chunk_attention_config": chunks}
+    assert read("qwen2", **long).context == 96
+    with pytest.raises(ConfigError, match="dual_chunk_attention_config.original_max_position_embeddings must be"):
+        read("qwen2", **long | {"dual_chunk_attention_config": {"chunk_size": 64}})
+    for key, value in {"linear_attention_config": {"kind": "delta"}, "attn_output_gate": True}.items():
+        with pytest.raises(ConfigError, match=f"{key} must be absent .* got"):
+            read("llama", **{key: value})
+    assert read("llama", attn_output_gate=False, attention_dropout=0.1) == read("llama")
