@@ -79,10 +79,12 @@ def test_a_row_that_does_not_fit_is_refused(name):
 def test_rows_and_states_that_do_not_match_are_refused():
     state = state_of("shadowkv")
     one, bigger = state.take([0]), dataclasses.replace(setting("shadowkv", "restricted"), budget=24)
+    changes = {"policy": bigger}, {"fetch": "resident"}, {"capacity": CAPACITY + 1}
+    others = [tuple(dataclasses.replace(spec, **change) for spec in one.specs) for change in changes]
     refused = [
         *((lambda row=row: state.insert(row, one), "row must be a whole number in") for row in (-1, 3)),
         (lambda: state.insert(0, state), "must be one row"),
-        (lambda: state.insert(0, one.replace(policy=bigger)), "must be one row"),
+        *((lambda own=own: state.insert(0, one.replace(specs=own)), "must be one row") for own in others),
         (lambda: state.insert(0, one.replace(fitted={"phi": np.zeros(2)})), "learned arrays"),
         *((lambda rows=rows: state.take(rows), "rows must be") for rows in ([], [3], [-1])),
         (lambda: decode.decode_step(model(), STEPS[:, 0], state, bigger), "policy must be"),
