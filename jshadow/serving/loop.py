@@ -233,8 +233,10 @@ class Loop:
         """
         full, paused = set(), self.readings[0] if self.readings else None
         for job in self.waiting if len(self.readings) < MOST_READINGS else ():
-            if paused is not None and (job.priority <= paused.job.priority or not paused.moved):
+            if paused is not None and not paused.moved:
                 return
+            if paused is not None and job.priority <= paused.job.priority:
+                continue
             if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
                 continue
             try:

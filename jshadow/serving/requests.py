@@ -24,7 +24,8 @@ class Request:
         max_new_tokens: maximum number of tokens to generate, at least 1.
         settings: how the tokens are drawn. The default is greedy.
         stop: strings or token ids that end the answer, as in `generate`.
-        priority: a request with a higher priority is admitted first. Requests of one priority come by arrival.
+        priority: a request is admitted before those of lower priorities, unless they have waited 10 s longer for each
+            step between the priorities. Requests of one priority come by arrival.
         store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
             library.
         title: None, or the title of the document that the prompt is. `store` must be set. Only the state after the

@@ -6,6 +6,7 @@ Also answers while they arrive: pieces of text, and the threads that read them.
 import dataclasses
 import itertools
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from jshadow.errors import (
 from jshadow.serving import Limits, Request, RowClass
 from jshadow.serving.admission import needed_bytes
 from jshadow.serving.groups import Group
+from jshadow.serving.waiting import WaitingQueue
 
 UNEQUAL = [(100, 9), (3, 8), (65, 16), (32, 1), (112, 5), (90, 12)]
 
@@ -132,6 +134,14 @@ def test_cancelled_requests_free_their_row_their_prefill_or_their_place(engine):
     assert (report.rows_in_use, report.waiting, report.reading) == (0, 0, False)
     engine.cancel(active)  # nothing happens
     assert answers_of(engine, requests[:1])[0].tokens == offline(requests[0]).tokens
+
+
+def test_a_request_that_waits_is_overtaken_for_a_short_time_only():
+    queue = WaitingQueue()
+    arrived = {"upload": (0.0, -1), "soon": (9.0, 0), "late": (11.0, 0), "urgent": (15.0, 1), "same": (0.0, -1)}
+    for name, (seconds, priority) in arrived.items():
+        queue.push(types.SimpleNamespace(name=name, arrived=seconds, priority=priority))
+    assert [item.name for item in queue] == ["urgent", "soon", "upload", "same", "late"]
 
 
 def test_requests_come_by_priority_and_then_by_arrival(engine):
