@@ -148,31 +148,26 @@ def test_metadata_that_no_one_wrote(tmp_path):
             load(tmp_path / "a")
 
 
-def test_nothing_half_written_is_left(tmp_path, monkeypatch):
-    before = written(tmp_path / "a")
+def test_what_cannot_be_saved_is_told(tmp_path, monkeypatch):
+    """A write that fails leaves the file of before, and no other."""
 
     def full(*_):
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr("jshadow.engine.saved.fitted.write_payload", full)
-    with pytest.raises(CheckpointError, match="no space left"):
-        written(tmp_path / "a")
-    assert (tmp_path / "a").read_bytes() == before
-    assert os.listdir(tmp_path) == ["a"]
-
-
-def test_what_cannot_be_saved_is_told(tmp_path):
-    policy, fitted = learned("less")
+    (policy, fitted), before, path = learned("less"), written(tmp_path / "a"), tmp_path / "a"
     nan = fitted | {"psi": fitted["psi"] | {"scale": fitted["psi"]["scale"] * np.float32("nan")}}
+    monkeypatch.setattr("jshadow.engine.saved.fitted.write_payload", full)
     for place, arrays, own, error, told in (
-        (tmp_path / "a", nan, policy, CheckpointError, r"psi\.scale: 24 of 24 values are NaN"),
-        (tmp_path / "a", None, jshadow.Full(), ConfigError, "may learn nothing"),
-        (tmp_path / "a", learned("loki")[1], policy, ConfigError, "must be what the fit of less returned"),
+        (path, nan, policy, CheckpointError, r"psi\.scale: 24 of 24 values are NaN"),
+        (path, None, jshadow.Full(), ConfigError, "may learn nothing"),
+        (path, learned("loki")[1], policy, ConfigError, "must be what the fit of less returned"),
         ("/dev/null/a", fitted, policy, CheckpointError, "cannot be written"),
+        (path, fitted, policy, CheckpointError, "no space left"),
     ):
         with pytest.raises(error, match=told):
             jshadow.save_fitted(place, arrays, own, model())
-    assert not os.listdir(tmp_path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_only_learners_have_shapes():

@@ -194,9 +194,8 @@ def test_the_units_of_a_layer():
     assert units_of(whole, 4, 2) == (*(unit._replace(row=0) for unit in each), *each, Unit("compress"))
     ahead = dataclasses.replace(plan, attention=VerticalSlash())
     assert units_of(ahead, 3, 1) == (Unit("project"), Unit("begin"), Unit("piece"), Unit("compress"))
-    for longest, pieces in ((21, 3), (20, 2)):
-        lengths = [longest, 3, 1]
-        partial = begin_prefill(model(), PROMPT[:, :40], lengths, Full(), capacity=CAPACITY, prefill_chunk=10)
+    for longest, pieces in ((33, 3), (32, 2)):
+        partial = begin_prefill(model(), PROMPT, [longest, 3, 1], Full(), **SETTINGS)
         assert partial.progress.num_units == pieces + 1
 
 
@@ -246,7 +245,7 @@ def test_ctrl_c_leaves_nothing_behind():
 
 def test_progress_has_a_rate_after_the_first_layer():
     seen = []
-    jshadow.prefill_many(model(), PROMPT, LENGTHS, [SHADOW], progress=seen.append, **SETTINGS)
+    jshadow.prefill_many(model(), PROMPT, LENGTHS, [SHADOW], progress=seen.append, fetch="device_put", **SETTINGS)
     units = -(-PROMPT.shape[1] // PIECE) + 1
     assert len(seen) == units * TINY.num_layers
     first = [(0, n) for n in range(1, units)]

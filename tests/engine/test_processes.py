@@ -300,9 +300,7 @@ def test_peers_learn_of_a_process_that_is_gone(ends):
 
 
 def test_peers_learn_of_a_process_that_fails(ends):
-    roll = ends.roll(2)
-    members = roll.all()
-    members[1].fail("CapacityError: too long")
+    ends.roll(2).all()[1].fail("CapacityError: too long")
     assert ends.event.wait(LONG)
     assert ends.reasons == ["process 1 of 2 failed: CapacityError: too long. This is process 0"]
 

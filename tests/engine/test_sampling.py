@@ -217,7 +217,7 @@ def test_a_seeded_row_draws_the_tokens_of_generate():
     for _ in range(9):
         logits, state = jshadow.decode_step(BARE, [newest], state)
         drawn, rows = draw(rows, np.repeat(np.asarray(logits), 3, axis=0))
-        newest = int(drawn[1])
+        newest = int(np.asarray(drawn)[1])
         tokens.append(newest)
     assert tokens == list(offline.tokens)
 
@@ -230,7 +230,7 @@ def test_a_row_without_a_token_leaves_the_others():
     allowed[2:4] = False
     logits[:2, 5], logits[4:6] = np.nan, -np.inf
     tokens, after = draw(rows.replace(allowed=pack_mask(allowed)), logits)
-    assert tokens.tolist() == [NO_TOKEN] * 6 + clean[6:].tolist()
+    assert tokens.tolist() == [NO_TOKEN] * 6 + clean.tolist()[6:]
     assert np.asarray(after.counts).sum(axis=1).tolist() == [0] * 6 + [1] * 2
 
 

@@ -291,23 +291,20 @@ def test_the_seal_itself_is_no_difference(path):
         load(path)
 
 
+MALFORMED = {"config": [1], "policy": {"name": "shadowkv"}, "dtype": "float8", "fetch": "auto", "windows": [1.5]}
 WRONG = [
     (sets(version=2), "format version 2; this jshadow understands version 3"),
     (sets(version="x"), "format version x"),
     (lambda t, x: x.pop("version"), "version must be present"),
     (lambda t, x: x.pop("weights"), "weights must be present"),
-    (sets(config=[1]), "config must be"),
-    (sets(policy={"name": "shadowkv"}), "policy must be"),
-    (sets(batch=True), "batch, capacity must be"),
-    (sets(capacity=-1), "batch, capacity must be"),
-    (sets(dtype="float8"), "dtype must be"),
-    (sets(fetch="auto"), "fetch must be"),
-    (sets(windows=[1.5]), "windows must be"),
+    *((sets(**{name: value}), f"{name} must be") for name, value in MALFORMED.items()),
+    *((sets(**wrong), "batch, capacity must be") for wrong in ({"batch": True}, {"capacity": -1})),
     (sets(windows=[]), "1 layers .* got 0 windows"),
     (sets(windows=[2**31 - 1]), r"window\.k: expected"),
     (sets(capacity=257), "context=256.* 257"),
     (sets(capacity=12), "tensor"),
     (sets(batch=3), "tensor"),
+    (sets(batch=2**31 - 1), r"lengths must have batch=2147483647 rows, got \(2,\)"),
     (sets(fitted_tree=[1]), "no state has these sizes"),
     (sets(fitted_tree={"a": ["F99", [2]]}), "fitted_tree must"),
     (sets(fitted_tree={"a": ["int32", [2]]}), r"fitted\.a: missing"),

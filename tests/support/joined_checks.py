@@ -10,21 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from mesh_cases import text_of
 
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import add_process_options, joined
 from jshadow.engine.mesh import agree as agreement
 from jshadow.engine.mesh.processes import ProcessOptions, join
-from jshadow.errors import JshadowError
-
-
-def text_of(work):
-    """The text of the error that some work raises."""
-    try:
-        work()
-    except JshadowError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def digests(mesh):
