@@ -179,7 +179,7 @@ def test_a_state_of_two_processes_is_the_same_elsewhere(pair, tmp_path):
     """On four devices, in the processes that saved it, and in those that load what one device saved.
 
     On a mesh whose processes each have whole weights, and on one whose weights are split over them. A part has half of
-    what is split, and no number is in both.
+    what is split. That no number is in both is checked without processes, in `test_saved_states.py`.
     """
     first, second, folder = pair
     for found in (*first, *second):
@@ -189,10 +189,6 @@ def test_a_state_of_two_processes_is_the_same_elsewhere(pair, tmp_path):
         assert (tmp_path / "state").read_bytes() == (folder / f"{name}.alone").read_bytes()
         parts = [TensorFile(path) for path in parts_of(folder / name)]
         assert len(parts) == 2
-        numbers = [sum(math.prod(shape) for shape in part.shapes.values()) for part in parts]
-        index = TensorFile(folder / name)
-        leaves = json.loads(index.metadata["leaves"])
-        assert sum(numbers) == sum(math.prod(shape) for key, (_, shape) in leaves.items() if key not in index.shapes)
         rows = [sum(math.prod(part.shapes[key]) for key in part.shapes if ".host.prompt@" in key) for part in parts]
         assert min(rows) >= (0.5 if name == "quest" else 0.3) * sum(rows)
         assert read_state_info(folder / name)["tokens"] == TOKENS

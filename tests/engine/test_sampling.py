@@ -26,7 +26,7 @@ FILTERS = [
     *({"top_p": p} for p in (0.05, 0.52, 0.9)),
     *({"min_p": p} for p in (0.01, 0.4, 1.0)),
 ]
-KEYS = jax.random.split(jax.random.key(1), 4000)
+keys = functools.cache(lambda: jax.random.split(jax.random.key(1), 4000))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -67,7 +67,7 @@ def test_filters_compose_and_draws_stay_inside():
     sampler, logits = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05), LOGITS * 2
     allowed = np.asarray(filtered((sampler,), logits / np.float32(0.7))[0])
     assert 1 <= allowed.sum(axis=1).min() <= allowed.sum(axis=1).max() <= 12
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(sampler, logits, key)))(KEYS))
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(sampler, logits, key)))(keys()))
     assert allowed[np.arange(4), drawn].all()
 
 
@@ -87,7 +87,7 @@ def test_next_to_nothing_is_greedy_and_the_lower_id_wins_a_tie():
 
     @jax.jit
     def drawn(logits):
-        return [sampling.sample(sampler, logits, KEYS[0]) for sampler in (*cold, Sampler())]
+        return [sampling.sample(sampler, logits, jax.random.key(1)) for sampler in (*cold, Sampler())]
 
     *some, greedy = drawn(logits)
     assert [tokens.tolist()[:2] for tokens in some] == [[1, 2]] * len(cold)
@@ -96,7 +96,7 @@ def test_next_to_nothing_is_greedy_and_the_lower_id_wins_a_tie():
 
 def test_draws_have_the_probabilities():
     logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
-    draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(KEYS))
+    draws = np.asarray(jax.jit(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0]))(keys()))
     np.testing.assert_allclose(np.bincount(draws) / 4000, [0.5, 0.3, 0.2], atol=0.03)
 
 
