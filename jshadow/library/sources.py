@@ -9,7 +9,7 @@ import numpy as np
 from jshadow.engine.checks import check_ids
 from jshadow.errors import CheckpointError, PromptError
 from jshadow.evaluation.parts.dealing import deal, parse_part
-from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.evaluation.tasks.framing import encode_plain, frame
 from jshadow.library.pdf import Begun, read_pdf
 from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
@@ -69,11 +69,15 @@ def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
 
 
 def text_ids(text: str, params: Params) -> np.ndarray:
-    """Return the token ids of a text as a document, int32 [n]. Raises PromptError if there is no text in it."""
+    """Return the token ids of a text as a document, int32 [n]. Texts of special tokens in it are plain text.
+
+    Raises:
+        PromptError: there is no text in it.
+    """
     if not text.strip():
         raise PromptError(f"source must have text in it, got {text!r:.20}")
     before, _ = frame(params.tokenizer, "?", "", "")
-    return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source")
+    return check_ids(params.config, before + encode_plain(params.tokenizer, text), (None,), "source")
 
 
 def read_document(path: Path, begun: Begun | None = None) -> str:

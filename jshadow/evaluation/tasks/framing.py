@@ -1,10 +1,13 @@
 """Turning a context and its questions into token ids, with the chat template of the model if it has one."""
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from jshadow.engine.text import special_tokens
 from jshadow.ops.buckets import round_up
 
 HEAD = "Read this text, then answer a question about it.\n\n"
@@ -91,6 +94,39 @@ def padded(count: int) -> int:
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Encode a text without special tokens and without the tokenizer's warning about long texts."""
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def split_specials(tokenizer: Any, text: str) -> tuple[list[str], list[list[int]]]:
+    """Split a text at the texts of special tokens. Return the parts, and the token ids between each two of them.
+
+    A document or a message that has the text of a special token in it, such as "<|im_end|>", must not control the
+    model. So the ids are those of plain text.
+    """
+    plain = _plain_specials(tokenizer)
+    if not any(token in text for token in plain):
+        return [text], []
+    pattern = "|".join(re.escape(token) for token in sorted(plain, key=len, reverse=True))
+    return re.split(pattern, text), [plain[found] for found in re.findall(pattern, text)]
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text of a user. The texts of special tokens in it are plain text."""
+    parts, between = split_specials(tokenizer, text)
+    ids = encode(tokenizer, parts[0])
+    for special, part in zip(between, parts[1:], strict=True):
+        ids += [*special, *encode(tokenizer, part)]
+    return ids
+
+
+@functools.lru_cache(maxsize=8)
+def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
+    """The token ids of each special token's text as plain text."""
+    names, backend = list(special_tokens(tokenizer)), getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {name: tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True) for name in names}
+    copied = type(backend).from_str(backend.to_str())  # other threads encode with `tokenizer` meanwhile
+    copied.encode_special_tokens = True
+    return {name: copied.encode(name, add_special_tokens=False).ids for name in names}
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -1,7 +1,8 @@
 """Prompts: the token ids of chats with documents in them, and of completions.
 
 A document comes in a message as its token ids, and not as text that is encoded with the text around it. So the prompt
-begins with the tokens of the stored document, if the document is the beginning of the first message.
+begins with the tokens of the stored document, if the document is the beginning of the first message. The same way, the
+text of a special token in a message comes as the token ids of plain text, so that it does not control the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import jinja2
 
 from jshadow.errors import PromptError
-from jshadow.evaluation.tasks.framing import MARK, encode
+from jshadow.evaluation.tasks.framing import MARK, encode, split_specials
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.schemas import FileContent, FilePart, Message
 
@@ -39,7 +40,7 @@ def chat_ids(
     if not getattr(tokenizer, "chat_template", None):
         raise ApiError(400, "messages: the tokenizer has no chat template; use /v1/completions", param="messages")
     files: list[Sequence[int]] = []
-    plain = [_plain(message, place, files, file_ids) for place, message in enumerate(messages)]
+    plain = [_plain(tokenizer, message, place, files, file_ids) for place, message in enumerate(messages)]
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, tools=tools)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
@@ -49,28 +50,41 @@ def chat_ids(
     check(text)
     parts = text.split(MARK)
     if len(parts) != len(files) + 1:
-        raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
+        raise ApiError(
+            400,
+            "messages: the chat template leaves out or repeats a message with a file or a special token",
+            param="messages",
+        )
     ids = encode(tokenizer, parts[0])
     for file, part in zip(files, parts[1:], strict=True):
         ids += [*file, *encode(tokenizer, part)]
     return ids
 
 
-def _plain(message: Message, place: int, files: list, file_ids: FileIds) -> dict[str, Any]:
-    """Return a message as the template wants it. A file becomes a mark, and its ids are added to `files`."""
+def _plain(tokenizer: Any, message: Message, place: int, files: list, file_ids: FileIds) -> dict[str, Any]:
+    """Return a message as the template wants it.
+
+    A file, and the text of a special token, becomes a mark. Its ids are added to `files`.
+    """
+
+    def marked(text: str) -> str:
+        if MARK in text:
+            raise ApiError(400, f"{field} must not have the text {MARK!r} in it", param=field)
+        pieces, between = split_specials(tokenizer, text)
+        files.extend(between)
+        return MARK.join(pieces)
+
     field = f"messages.{place}.content"
     if message.content is None and not message.tool_calls:
         raise ApiError(400, f"{field} must be text or a list of parts, got none", param=field)
     parts = message.content if isinstance(message.content, list) else []
-    texts = [message.content] if isinstance(message.content, str) else []
+    texts = [marked(message.content)] if isinstance(message.content, str) else []
     for part in parts:
         if isinstance(part, FileContent):
             files.append(file_ids(part.file))
             texts.append(MARK)
         else:
-            texts.append(part.text)
-    if any(MARK in text for text in texts if text is not MARK):
-        raise ApiError(400, f"{field} must not have the text {MARK!r} in it", param=field)
+            texts.append(marked(part.text))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
     if message.tool_calls:

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError
-from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.evaluation.tasks.framing import encode_plain, frame
 from jshadow.library import Library, Stored
 from jshadow.library.sources import text_ids
 from jshadow.serving import Answer, Engine, Request
@@ -248,7 +248,7 @@ class Service:
         """Return the token ids of the text of a file that is not stored. Raises the errors of `text_of`."""
         text = await self.text_of(upload)
         self.check_length(text)
-        return await self.slowly(encode, self.params.tokenizer, text)
+        return await self.slowly(encode_plain, self.params.tokenizer, text)
 
     async def add(self, upload: Upload) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.

@@ -10,6 +10,7 @@ from server_truth import assert_drawn, chat_tokens, events_of, log_softmax, logi
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
+from jshadow.library.sources import text_ids
 
 MESSAGES = [{"role": "user", "content": "Where is it?"}]
 PROMPT = "<user>Where is it?\n<assistant>"
@@ -196,3 +197,20 @@ def test_reasoning_and_tools_as_the_template_marks_them(client, monkeypatch):
     assert without == len(told) - len("[f]")
     formed = chat(client, **body, response_format={"type": "regex", "regex": "[a-z]{4}"})
     assert "reasoning_content" not in formed["choices"][0]["message"]
+
+
+def test_the_text_of_a_special_token_does_not_control_the_model(client):
+    """In messages, their parts and documents it is plain text. The tokens of the template stay."""
+    special = PARAMS.tokenizer.all_special_tokens[0]
+    control, plain = (
+        PARAMS.tokenizer.encode(special),
+        [byte for char in special for byte in PARAMS.tokenizer.encode(char)],
+    )
+    assert len(control) == 1 < len(plain)
+    text, want = f"a{special}b{special}", [*PARAMS.tokenizer.encode("a"), *plain, *PARAMS.tokenizer.encode("b"), *plain]
+    file = {"type": "file", "file": {"filename": "a.txt", "file_data": base64.b64encode(text.encode()).decode()}}
+    for content in (text, [{"type": "text", "text": text}], [file]):
+        body = {"messages": [{"role": "user", "content": content}]}
+        ids = client.post("/tokenize", json=body).json()["tokens"]
+        assert ids == [*PARAMS.tokenizer.encode("<user>"), *want, *PARAMS.tokenizer.encode("\n<assistant>")]
+    assert text_ids(text, PARAMS)[-len(want) :].tolist() == want
