@@ -65,8 +65,8 @@ class ByMode(RetrievalPolicy):
         scores = (q[:, :, :1] * 1.0 @ summaries[:, :, None].swapaxes(-1, -2))[:, :, 0]
         return scores if spec.fetch == "resident" else -scores
 """
-BREAKS_DOWN = GOOD.replace("jnp.zeros_like(prompt.lengths)", "prompt.length")
 NO_LOSSLESS = GOOD.replace(', lossless=lambda tokens, config: {"kept": tokens}', "")
+BREAKS_DOWN = NO_LOSSLESS.replace("jnp.zeros_like(prompt.lengths)", "prompt.length")
 
 
 @pytest.fixture
@@ -81,108 +81,108 @@ def laws(folder: Path, text: str, *options: str) -> int:
     return main(["laws", f"stranger:{'ByMode' if 'ByMode' in text else 'Newest'}", *options])
 
 
-# A class that is no policy to be used
+# What cannot be used
 
-WRONG = {
-    "is no subclass": ("class Newest:\n    pass\n", "must be a subclass of jshadow.policies.Policy"),
-    "is a function": ("def Newest():\n    pass\n", "must be a subclass of jshadow.policies.Policy"),
-    "is abstract": (
-        GOOD.replace("def slots", "def places"),
-        "policy must define slots, got 'stranger:Newest' without them",
+NEWEST = "stranger:Newest"
+ABSTRACT = GOOD.replace("def slots", "def places")
+NO_DATACLASS = GOOD.replace("@dataclasses.dataclass(frozen=True)\n", "")
+NOT_FROZEN = GOOD.replace("(frozen=True)", "(unsafe_hash=True)")
+FROZEN = "policy must be a frozen dataclass, got 'stranger:Newest'"
+NO_DEFAULT = "policy must have defaults for all settings, got 'stranger:Newest' with none for kept"
+TAKEN = "must be unique, got 'quest' of stranger:Newest and jshadow.policies.quest:Quest"
+WRONG_SMALL = GOOD.replace('small={"kept"', 'small={"keep"')
+SETTINGS = "the small settings of newest has the settings ['kept'], got 'keep'; the nearest: kept"
+REFUSED = [
+    # a file, what follows `jshadow laws`, and parts of the message
+    ("class Newest:\n    pass\n", NEWEST, "must be a subclass of jshadow.policies.Policy"),
+    ("def Newest():\n    pass\n", NEWEST, "must be a subclass of jshadow.policies.Policy"),
+    (ABSTRACT, NEWEST, "policy must define slots, got 'stranger:Newest' without them"),
+    (NO_DATACLASS, NEWEST, FROZEN),
+    (NOT_FROZEN, NEWEST, FROZEN),
+    (GOOD.replace("kept: int = 64", "kept: int"), NEWEST, NO_DEFAULT),
+    (GOOD.replace('name = "newest"', ""), NEWEST, "a policy's name must be an identifier, got ''"),
+    (GOOD.replace('"newest"', '"the newest"'), NEWEST, "must be an identifier, got 'the newest'"),
+    (GOOD.replace('"newest"', '"quest"'), NEWEST, TAKEN),
+    ("class Newest\n", NEWEST, "stranger:Newest': SyntaxError"),
+    ("import no_such_module\n", NEWEST, "ModuleNotFoundError: No module named 'no_such_module'"),
+    (WRONG_SMALL, NEWEST, SETTINGS),
+    (GOOD, "strangr:Newest", "module that can be imported, got 'strangr:Newest'|did you mean stranger?"),
+    (GOOD, "stranger:Newst", "must name a class of stranger, got 'Newst'|did you mean Newest?"),
+    (GOOD, "stranger:", "must name a class of stranger, got ''"),
+    (GOOD, ":Newest", "module that can be imported, got ':Newest'"),
+    (GOOD, "newst", "must be one of ['adakv', 'expected_attention', |or module:Class, got 'newst'"),
+    (GOOD, "qest", "did you mean quest?"),
+    (GOOD, f"{NEWEST} --law gravity", "law must be one of lossless_is_full, "),
+    (GOOD, f"{NEWEST} --fetch resident,carrier", "must be among resident, device_put, zero_copy, got 'carrier'"),
+    (GOOD, f"{NEWEST} --set budget=3", "--set must be KEY=VALUE with a key of stranger:Newest ['kept']"),
+    (
+        GOOD,
+        f"{NEWEST} --set dense_first.layers=1",
+        "must be a setting of stranger:Newest itself, got one of dense_first",
     ),
-    "is no dataclass": (
-        GOOD.replace("@dataclasses.dataclass(frozen=True)\n", ""),
-        "policy must be a frozen dataclass, got 'stranger:Newest'",
-    ),
-    "is not frozen": (
-        GOOD.replace("(frozen=True)", "(unsafe_hash=True)"),
-        "policy must be a frozen dataclass, got 'stranger:Newest'",
-    ),
-    "has a setting without a default": (
-        GOOD.replace("kept: int = 64", "kept: int"),
-        "policy must have defaults for all settings, got 'stranger:Newest' with none for kept",
-    ),
-    "has no name": (GOOD.replace('name = "newest"', ""), "a policy's name must be an identifier, got ''"),
-    "has an odd name": (GOOD.replace('"newest"', '"the newest"'), "must be an identifier, got 'the newest'"),
-    "has the name of another": (
-        GOOD.replace('"newest"', '"quest"'),
-        "must be unique, got 'quest' of stranger:Newest and jshadow.policies.quest:Quest",
-    ),
-    "does not compile": ("class Newest\n", "stranger:Newest': SyntaxError"),
-    "imports what is not there": ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_class_that_cannot_be_used(fault, folder, capsys):
-    text, message = WRONG[fault]
-    assert laws(folder, text) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("jshadow: ConfigError: ")
-    assert message in shown.err
-    assert "newest" not in POLICIES
+    (GOOD, "", "policy must be a name or module:Class, got none"),
+    (GOOD, "quest --set unit=0", "quest.unit must be an integer at least 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("place", "messages"),
-    [
-        ("strangr:Newest", ["module that can be imported, got 'strangr:Newest'", "did you mean stranger?"]),
-        ("stranger:Newst", ["must name a class of stranger, got 'Newst'", "did you mean Newest?"]),
-        ("stranger:", ["must name a class of stranger, got ''"]),
-        (":Newest", ["module that can be imported, got ':Newest'"]),
-        ("newst", ["must be one of ['adakv', 'expected_attention', ", "or module:Class, got 'newst'"]),
-        ("qest", ["did you mean quest?"]),
-    ],
+    ("text", "words", "messages"), REFUSED, ids=[f"{words} {message}" for _, words, message in REFUSED]
 )
-def test_a_place_where_nothing_is(place, messages, folder, capsys):
-    (folder / "stranger.py").write_text(GOOD)
-    for command in (["laws", place], ["plan", "no-model", "--policy", place]):
+def test_what_cannot_be_used_is_refused(text, words, messages, folder, capsys):
+    (folder / "stranger.py").write_text(text)
+    as_policy = [["plan", "no-model", "--policy", words]] if text is GOOD and " " not in words and words else []
+    for command in (["laws", *words.split()], *as_policy):
         assert main(command) == 2
-        shown = capsys.readouterr().err
-        assert all(message in shown for message in messages), shown
-
-
-def test_bad_usage(folder, capsys):
-    for options, message in (
-        (["--law", "gravity"], "law must be one of lossless_is_full, "),
-        (["--fetch", "resident,carrier_pigeon"], "fetch must be among resident, device_put, zero_copy, got 'carrier_p"),
-        (["--set", "budget=3"], "--set must be KEY=VALUE with a key of stranger:Newest ['kept']"),
-        (
-            ["--set", "dense_first.layers=1"],
-            "--set must be a setting of stranger:Newest itself, got one of dense_first",
-        ),
-    ):
-        assert laws(folder, GOOD, *options) == 2
         shown = capsys.readouterr()
         assert shown.out == ""
-        assert message in shown.err
-    assert main(["laws"]) == 2
-    assert "policy must be a name or module:Class, got none" in capsys.readouterr().err
-    assert main(["laws", "quest", "--set", "unit=0"]) == 2
-    assert "quest.unit must be an integer at least 1" in capsys.readouterr().err
-
-
-def test_registered_settings_that_do_not_exist(folder, capsys):
-    assert laws(folder, GOOD.replace('small={"kept"', 'small={"keep"')) == 2
-    message = "the small settings of newest has the settings ['kept'], got 'keep'; the nearest: kept"
-    assert message in capsys.readouterr().err
+        assert shown.err.startswith("jshadow: ConfigError: ")
+        assert all(message in shown.err for message in messages.split("|")), shown.err
+    assert text in (GOOD, WRONG_SMALL) or "newest" not in POLICIES
 
 
 # Laws that are broken
 
 
-def test_a_step_that_ignores_who_takes_part(folder, capsys):
-    """The other laws still run after one broke."""
-    names = ["inactive_rows_do_not_change", "consumed_state_says_so"]
-    assert laws(folder, IGNORES_VALID, *(part for name in names for part in ("--law", name)), "--json") == 1
-    broken, kept = json.loads(capsys.readouterr().out)["laws"]
+def test_a_law_is_broken_or_not_claimed(folder, capsys):
+    """An error on the way breaks it. The other laws still run."""
+    names = ["small_is_not_full", "lossless_is_full"]
+    options = [part for name in names for part in ("--law", name)]
+    assert laws(folder, BREAKS_DOWN, *options, "--json") == 1
+    broken, other = json.loads(capsys.readouterr().out)["laws"]
     assert (broken["law"], broken["status"], broken["cases"]) == (names[0], "broken", 1)
     [fault] = broken["broken"]
     assert fault["case"] == "newest small resident"
+    assert "AttributeError: 'PromptKV' object has no attribute 'length'" in fault["what"]
+    assert (other["law"], other["status"], other["broken"]) == (names[1], "not claimed", [])
+    assert main(["laws", NEWEST, *options]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert "not claimed lossless_is_full: no lossless settings are registered" in shown
+    assert shown[-1] == "newest: 0 laws kept, 1 not claimed, 1 broken"
+
+
+@pytest.mark.slow
+def test_a_law_that_is_kept_is_said(folder, capsys):
+    assert laws(folder, NO_LOSSLESS, "--law", "lossless_is_full", "--law", "bytes_are_the_leaves_bytes") == 0
+    _, kept, last = capsys.readouterr().out.splitlines()
+    assert kept.startswith("ok          bytes_are_the_leaves_bytes (1 case, ")
+    assert last == "newest: 1 law kept, 1 not claimed, 0 broken"
+
+
+@pytest.mark.slow
+def test_a_step_that_ignores_who_takes_part(folder, capsys):
+    """The command tells what the typed error has."""
+    name = "inactive_rows_do_not_change"
+    assert laws(folder, IGNORES_VALID, "--law", name, "--law", "consumed_state_says_so", "--json") == 1
+    told, kept = json.loads(capsys.readouterr().out)["laws"]
+    assert (told["status"], kept["status"], kept["broken"]) == ("broken", "ok", [])
+    [fault] = told["broken"]
     assert fault["what"].startswith("row 1 of ")
     assert fault["difference"] > fault["tolerance"] == 0
-    assert (kept["law"], kept["status"], kept["broken"]) == (names[1], "ok", [])
+    [outcome] = run_laws(subject_of(find_policy(NEWEST)), names=[name])
+    [broken] = outcome.broken
+    assert isinstance(broken, LawBroken)
+    assert (broken.law, broken.case.fetch, broken.case.policy.kept) == (name, "resident", 12)
+    assert str(broken).startswith(f"{name}: newest small resident: row 1 of ")
 
 
 @pytest.mark.slow
@@ -198,33 +198,10 @@ def test_a_policy_that_attends_by_fetch_mode(folder, capsys):
     assert shown.endswith("by_mode: 0 laws kept, 0 not claimed, 1 broken\n")
 
 
-def test_an_error_on_the_way_breaks_the_law(folder, capsys):
-    assert laws(folder, BREAKS_DOWN, "--law", "small_is_not_full") == 1
-    assert (
-        "newest small resident: AttributeError: 'PromptKV' object has no attribute 'length'" in capsys.readouterr().out
-    )
-
-
+@pytest.mark.slow
 def test_settings_that_drop_nothing(folder, capsys):
     assert laws(folder, GOOD, "--law", "small_is_not_full", "--set", "kept=90") == 1
     assert "differ from full attention's by" in capsys.readouterr().out
-
-
-def test_a_law_that_is_not_claimed_is_said(folder, capsys):
-    assert laws(folder, NO_LOSSLESS, "--law", "lossless_is_full", "--law", "bytes_are_the_leaves_bytes") == 0
-    first, second, last = capsys.readouterr().out.splitlines()
-    assert first == "not claimed lossless_is_full: no lossless settings are registered"
-    assert second.startswith("ok          bytes_are_the_leaves_bytes (1 case, ")
-    assert last == "newest: 1 law kept, 1 not claimed, 0 broken"
-
-
-def test_a_broken_law_is_a_typed_error(folder):
-    (folder / "stranger.py").write_text(IGNORES_VALID)
-    [outcome] = run_laws(subject_of(find_policy("stranger:Newest")), names=["inactive_rows_do_not_change"])
-    [broken] = outcome.broken
-    assert isinstance(broken, LawBroken)
-    assert (broken.law, broken.case.fetch, broken.case.policy.kept) == ("inactive_rows_do_not_change", "resident", 12)
-    assert str(broken).startswith("inactive_rows_do_not_change: newest small resident: row 1 of ")
 
 
 def test_the_list_of_laws(capsys):

@@ -48,19 +48,20 @@ def started(tmp_path: Path):
 def options_of(words: list[str]):
     """The options that a command of jshadow gets, and those of TOGETHER by name."""
     assert words[0] == "jshadow"
-    return parser().parse_args(words[1:]), {
-        name: words[words.index(name) + 1] for name in sorted(TOGETHER) if name in words
-    }
+    together = {name: words[words.index(name) + 1] for name in sorted(TOGETHER) if name in words}
+    return parser().parse_args(words[1:]), together
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_sound(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
+def test_the_scripts_are_sound_and_the_readmes_name_every_file():
     beside = Path(sys.executable).parent
     shellcheck = shutil.which("shellcheck", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     assert shellcheck, "the extra `dev` has it"
-    done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True)
+    done = subprocess.run([shellcheck, *map(str, SCRIPTS)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    for folder in (MANY, HOSTS):
+        text = (folder / "README.md").read_text()
+        named = set(re.findall(r"\]\(([^)/]+)\)", text))
+        assert named == {path.name for path in folder.iterdir() if path.name not in ("README.md", "__pycache__")}
 
 
 def sbatch(script: Path) -> dict[str, str]:
@@ -95,21 +96,16 @@ def test_the_slurm_script_of_several_hosts_starts_a_process_for_each_gpu(started
     assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", PODS)
-def test_a_manifest_fits_its_schema(name, version):
+def test_a_manifest_fits_its_schema_and_what_a_pod_names_is_there(name):
     """The schema of a LeaderWorkerSet is no part of Kubernetes, but that of its pods is."""
-    if name == "job":
-        kubernetes_validate.validate(JOB, version, strict=True)
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": PODS[name]["spec"]}
-    kubernetes_validate.validate(pod, version, strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(pod | {"spec": pod["spec"] | {"volume": []}}, version, strict=True)
-
-
-@pytest.mark.parametrize("name", PODS)
-def test_what_a_pod_names_is_there(name):
     spec = PODS[name]["spec"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+    for version in VERSIONS:
+        for manifest in (pod, *([JOB] if name == "job" else [])):
+            kubernetes_validate.validate(manifest, version, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(pod | {"spec": spec | {"volume": []}}, version, strict=True)
     [container] = spec["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
     assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
@@ -123,9 +119,8 @@ def words_of(pod: dict, started, **variables: str) -> list[list[str]]:
 
 
 def test_each_pod_of_the_job_runs_a_part(started):
-    spec = JOB["spec"]
+    spec, parts = JOB["spec"], []
     assert spec["completionMode"] == "Indexed"
-    parts = []
     for index in range(spec["completions"]):
         [words] = words_of(PODS["job"], started, JOB_COMPLETION_INDEX=str(index))
         args, _ = options_of(words)
@@ -155,10 +150,3 @@ def test_each_pod_of_the_group_is_a_process(started):
     assert together["--mesh"] == f"sp={size},tp={gpus}"
     [port] = container["ports"]
     assert together["--coordinator"] == f"jshadow-0.jshadow:{port['containerPort']}"
-
-
-def test_the_readmes_name_every_file():
-    for folder in (MANY, HOSTS):
-        text = (folder / "README.md").read_text()
-        named = set(re.findall(r"\]\(([^)/]+)\)", text))
-        assert named == {path.name for path in folder.iterdir() if path.name not in ("README.md", "__pycache__")}

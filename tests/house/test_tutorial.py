@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import byte_models
@@ -15,7 +16,7 @@ from plugins import strangers
 import jshadow
 from jshadow.cli.main import main
 from jshadow.evaluation.laws import LAWS, run_laws, subject_of
-from jshadow.evaluation.plots import style
+from jshadow.evaluation.plots import plot_memory, style
 from jshadow.evaluation.speed import timing
 from jshadow.policies import find_policy
 
@@ -27,6 +28,7 @@ BLOCKS = {
 }
 SNIPPETS = [block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "@register" not in block]
 PLACES = {"key_norms": "key_norms:KeyNorms", "page_maxima": "page_maxima:PageMaxima"}
+SETTINGS = {"key_norms": "kept=40", "page_maxima": "budget=32"}
 MOST_LINES = 60
 UNCLAIMED = {
     "key_norms": {"fetch_modes_agree", "steps_leave_the_host_alone"},
@@ -71,40 +73,37 @@ def test_they_keep_every_law(name, folder):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_command_works_from_the_folder(folder):
+def test_the_command_works_from_the_folder(folder, capsys):
+    """And the page's snippet runs there."""
     env = os.environ | {"PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "jshadow", "laws", "key_norms:KeyNorms", "--law", "consumed_state_says_so"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     assert re.match(r"ok +consumed_state_says_so \(1 case, [\d.]+ s\)\nkey_norms: 1 law kept", done.stdout)
-
-
-@pytest.mark.slow
-def test_the_page_s_snippet_runs(folder, capsys):
     [snippet] = SNIPPETS
     exec(compile(snippet, "docs/add_a_policy.md", "exec"), {"KeyNorms": find_policy(PLACES["key_norms"])})
     assert capsys.readouterr().out.startswith("ok A row gives")
 
 
-CHOSEN = pytest.mark.parametrize(("name", "setting"), [("key_norms", "kept=40"), ("page_maxima", "budget=32")])
+def shown(words, capsys) -> dict:
+    """What a command prints as JSON."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-@CHOSEN
-def test_plan_and_the_table_of_policies_take_them(name, setting, checkpoint, folder, capsys):
-    chosen = ["--policy", PLACES[name], "--set", setting, "--json"]
-    assert main(["plan", checkpoint, "--context", "300", *chosen]) == 0
-    [plan, *_] = json.loads(capsys.readouterr().out)["plans"]
-    assert plan["chosen"]["policy"]["name"] == name
-    assert main(["policies", "--model", checkpoint, "--context", "300", "--policies", f"{PLACES[name]}:{setting}"]) == 0
+def test_plan_and_the_table_of_policies_take_them(checkpoint, folder, capsys):
+    sizes = [checkpoint, "--context", "300"]
+    for name, setting in SETTINGS.items():
+        [plan, *_] = shown(["plan", *sizes, "--policy", PLACES[name], "--set", setting], capsys)["plans"]
+        assert plan["chosen"]["policy"]["name"] == name
+        assert shown(["policies", "--model", *sizes, "--policies", f"{PLACES[name]}:{setting}"], capsys)
 
 
 @pytest.mark.slow
-@CHOSEN
-def test_generate_takes_them(name, setting, checkpoint, folder, capsys):
-    chosen = ["--policy", PLACES[name], "--set", setting, "--json"]
-    model = [checkpoint, "--prompt", "a document " * 12, "--max-new-tokens", "3", "--dtype", "float32"]
-    assert main(["generate", *model, *chosen]) == 0
-    [result] = json.loads(capsys.readouterr().out)["results"]
+@pytest.mark.parametrize("name", PLACES)
+def test_generate_takes_them(name, checkpoint, folder, capsys):
+    words = ["generate", checkpoint, "--prompt", "a document " * 12, "--max-new-tokens", "3", "--dtype", "float32"]
+    [result] = shown([*words, "--policy", PLACES[name], "--set", SETTINGS[name]], capsys)["results"]
     assert result["report"]["policy"]["name"] == name
     assert len(result["tokens"]) == 3
 
@@ -113,12 +112,9 @@ def test_generate_takes_them(name, setting, checkpoint, folder, capsys):
 def test_eval_draws_them(checkpoint, folder, capsys):
     """Both are in the results at their share, and in the picture in colors of their own."""
     arguments = ["eval", checkpoint, "--tasks", "agreement", "--lengths", "200", "--samples", "1", "--dtype", "float32"]
-    arguments += ["--policies", ",".join(PLACES.values()), "--shares", "0.6", "--out", "results", "--json"]
-    assert main(arguments) == 0
-    rows = json.loads(capsys.readouterr().out)["results"]
+    arguments += ["--policies", ",".join(PLACES.values()), "--shares", "0.6", "--out", "results"]
+    rows = shown(arguments, capsys)["results"]
     assert {row["name"] for row in rows if row.get("kl") is not None} == {"full", *PLACES}
-    from jshadow.evaluation.plots import plot_memory
-
     figure = plot_memory(rows, measure="kl")
     colors = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
     assert {style.look_of(name)["color"] for name in PLACES} <= colors
@@ -130,14 +126,12 @@ def test_bench(folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))  # small ceilings
     arguments = ["bench", "layer", "--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident", "--json"]
-    assert main(arguments) == 0
-    assert "key_norms" in {row["policy"] for row in json.loads(capsys.readouterr().out)["results"]}
+    arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident"]
+    assert "key_norms" in {row["policy"] for row in shown(arguments, capsys)["results"]}
 
 
 def test_an_installed_package_is_found_by_name(folder):
     """The page's entry points, as an installer writes them down beside a package."""
-    import tomllib
-
     [text] = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     points = tomllib.loads(text)["project"]["entry-points"]["jshadow.policies"]
     assert points == PLACES

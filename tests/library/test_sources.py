@@ -6,38 +6,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pypdf
 import pytest
 from byte_models import BARE, PARAMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+from pdf_files import LARGE, PAGES, pdf
 
 import jshadow
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, PromptError
+from jshadow.library.pdf import PdfLimits, read_pdf
+from jshadow.library.pdf_worker import Refusal, text_of
 from jshadow.library.sources import ids_of, read_document
-
-PAGES = ("The first page.", "The second page.")
-
-
-def pdf(pages=PAGES, password=None) -> bytes:
-    """A PDF with a line of text on each page. An empty line makes an empty page."""
-    writer = pypdf.PdfWriter()
-    font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
-    font = DictionaryObject({NameObject(key): NameObject(value) for key, value in font.items()})
-    for line in pages:
-        page = writer.add_blank_page(200, 200)
-        content = DecodedStreamObject()
-        content.set_data(f"BT /F1 12 Tf 10 100 Td ({line}) Tj ET".encode())
-        fonts = DictionaryObject({NameObject("/F1"): font})
-        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
-        page[NameObject("/Contents")] = writer._add_object(content)
-    if password is not None:
-        writer.encrypt(password, algorithm="RC4-128")
-    file = io.BytesIO()
-    writer.write(file)
-    return file.getvalue()
-
 
 PLAIN = pdf()
 
@@ -105,11 +84,30 @@ def test_a_file_that_cannot_be_a_document(tmp_path, name, content, message):
 
 @settings(max_examples=40, deadline=None)
 @given(place=st.integers(0, len(PLAIN) - 1), value=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_pdf_gives_a_text_or_a_typed_error(tmp_path_factory, place, value, cut):
+def test_a_damaged_pdf_gives_a_text_or_is_refused(place, value, cut):
     content = PLAIN[:place] if cut else PLAIN[:place] + bytes([value]) + PLAIN[place + 1 :]
-    path = written(tmp_path_factory.getbasetemp(), "damaged.pdf", content)
-    with contextlib.suppress(CheckpointError):
-        assert read_document(path).strip()
+    with contextlib.suppress(Refusal):
+        assert isinstance(text_of(io.BytesIO(content), 10, 1000), str)
+
+
+@pytest.mark.parametrize(
+    ("pages", "limits", "message"),
+    [
+        (PAGES, {"pages": 1}, "must have at most 1 pages, got 2"),
+        (PAGES, {"characters": 20}, "must have at most 20 characters, got more after 2 pages"),
+        (PAGES, {"memory": 2**25}, f"with {2**25} bytes of memory, got a PDF that needs more|ends its reader"),
+        (LARGE, {"seconds": 1}, r"must be read within (1 CPU|3) seconds"),
+    ],
+)
+def test_a_pdf_that_takes_more_than_the_limits(tmp_path, pages, limits, message):
+    path = written(tmp_path, "a.pdf", pdf(pages))
+    with pytest.raises(CheckpointError, match=message):
+        read_pdf(path, PdfLimits(**limits))
+
+
+def test_a_reading_ends_with_its_process(tmp_path):
+    with pytest.raises(CheckpointError, match="the reading was stopped"):
+        read_pdf(written(tmp_path, "a.pdf", pdf(LARGE)), begun=lambda process: process.kill())
 
 
 A_FILE = r"must be a pathlib\.Path to be read as a file"
