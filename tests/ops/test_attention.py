@@ -30,10 +30,16 @@ attend = jax.jit(attention.attend, static_argnums=2)
 
 
 SIZES = [  # length, head size, query heads of a KV head, dtype: not multiples of a block; one and several blocks
-    (27, 64, 1, "float32"), (61, 80, 2, "float32"), (113, 96, 3, "float32"), (300, 64, 8, "float32"),
-    (513, 80, 1, "float32"), (1, 64, 4, "float32"), (61, 96, 8, "bfloat16"), (300, 80, 3, "bfloat16"),
+    (27, 64, 1, "float32"),
+    (61, 80, 2, "float32"),
+    (113, 96, 3, "float32"),
+    (300, 64, 8, "float32"),
+    (513, 80, 1, "float32"),
+    (1, 64, 4, "float32"),
+    (61, 96, 8, "bfloat16"),
+    (300, 80, 3, "bfloat16"),
     (113, 64, 5, "bfloat16"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("length", "dim", "group", "dtype"), one_of(3, SIZES))
