@@ -20,7 +20,7 @@ from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library.identity import Identity
 from jshadow.library.memory import size_of
 from jshadow.library.shelf import Entry
-from jshadow.weights.convert.files import readable
+from jshadow.weights.convert.files import readable, remove_abandoned
 
 SUFFIX = ".safetensors"
 # Upper bounds of the bytes of a file's header: for the record, and for each array.
@@ -47,6 +47,7 @@ class Directory:
         self.root, self.identity, self.limit = root, identity, limit
         self.reserved: dict[str, int] = {}  # bytes of the files that are being written, by key
         self.lock = threading.Lock()  # held while a file's bytes are reserved
+        remove_abandoned(self.folder)
 
     @property
     def folder(self) -> Path:
@@ -117,7 +118,14 @@ class Directory:
             CheckpointError: the file cannot be written, such as on a full disk.
         """
         try:
-            return content.write(self.path(key))
+            # The files hold the text of documents. Nobody but the user of this process may read them.
+            try:
+                for folder in (self.root, self.folder):
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"file {self.path(key)} cannot be written: {error}") from error
+            remove_abandoned(self.folder)
+            return content.write(self.path(key), private=True)
         finally:
             self.release(key)
 

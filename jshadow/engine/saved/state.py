@@ -152,8 +152,10 @@ class StateContent:
         """
         return dataclasses.replace(self, leaves={name: off_device(leaf) for name, leaf in self.leaves.items()})
 
-    def write(self, target: Path) -> int:
+    def write(self, target: Path, *, private: bool = False) -> int:
         """Write the file completely or not at all, and return its bytes. One array at a time is copied to the host.
+
+        `private`: only the user of this process may read the file.
 
         Raises:
             CheckpointError: the file cannot be written (such as on a full disk).
@@ -167,6 +169,8 @@ class StateContent:
         layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in self.leaves.items()}
         with replacing(target), staged_file(target) as fresh:
             size, _ = write_hashed(fresh, layout, texts, lambda name: on_host(self.leaves[name]))
+            if private:
+                fresh.chmod(0o600)
         return size
 
 

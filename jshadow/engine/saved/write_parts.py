@@ -24,7 +24,7 @@ from jshadow.engine.saved.slices import sizes, whole
 from jshadow.engine.saved.together import together
 from jshadow.engine.saved.write import write_hashed
 from jshadow.errors import CheckpointError, DistributedError
-from jshadow.weights.convert.files import remove_for_good, staged_file, sync, workspace
+from jshadow.weights.convert.files import PARTIAL, remove_for_good, staged_file, sync, workspace
 from jshadow.weights.convert.safetensors_file import TensorFile
 from jshadow.weights.digest import canonical, host_array
 
@@ -53,7 +53,7 @@ def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any
             def begin() -> list[str]:
                 if jax.process_index() != 0:
                     return []
-                folder = stack.enter_context(workspace(target.parent, f".{target.name}.partial-"))
+                folder = stack.enter_context(workspace(target.parent, f".{target.name}{PARTIAL}"))
                 return [secrets.token_hex(16), folder.name]
 
             def write() -> dict[str, Any]:

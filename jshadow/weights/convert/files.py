@@ -17,6 +17,7 @@ from jshadow.errors import CheckpointError, ConfigError
 # `remove_for_good` tries up to REMOVALS times, a tenth of a second apart. It stops when the directory was gone QUIET
 # times in a row.
 REMOVALS, QUIET = 50, 3
+PARTIAL = ".partial-"  # in the names of directories that are being written
 LFS_HEAD = b"version https://git-lfs"
 
 
@@ -112,7 +113,7 @@ def staged(target: Path) -> Iterator[Path]:
     """
     refuse_existing(target)
     try:
-        with workspace(target.parent, f".{target.name}.partial-") as partial:
+        with workspace(target.parent, f".{target.name}{PARTIAL}") as partial:
             yield partial
             for path in sorted(partial.rglob("*")):
                 sync(path)
@@ -141,7 +142,7 @@ def staged_file(target: Path) -> Iterator[Path]:
         CheckpointError: `target` cannot be written.
     """
     try:
-        with workspace(target.parent, f".{target.name}.partial-") as partial:
+        with workspace(target.parent, f".{target.name}{PARTIAL}") as partial:
             fresh = partial / target.name
             yield fresh
             sync(fresh)
@@ -166,9 +167,7 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
         The directory.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
-        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError means that another process uses it
-            shutil.rmtree(path)
+    remove_abandoned(parent, prefix)
     folder, handle = _locked_folder(parent, prefix)
     try:
         yield folder
@@ -178,6 +177,15 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     finally:
         os.close(handle)
     shutil.rmtree(folder, ignore_errors=True)  # does nothing after a rename
+
+
+def remove_abandoned(parent: Path, prefix: str = ".") -> None:
+    """Remove the directories that killed processes left of files in `parent` whose temporary names have a prefix."""
+    with contextlib.suppress(OSError):
+        for path in list(parent.glob(f"{prefix}*")):
+            if PARTIAL in path.name and path.is_dir():
+                with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: another process uses it
+                    shutil.rmtree(path)
 
 
 def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
