@@ -28,7 +28,7 @@ DEAR: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a_state_gets_room": (("quest",), tuple(POLICY_CASES)),
     "shared_rows_go_on_alone": (("quest",), tuple(POLICY_CASES)),
     "joining_rows_go_on": (("shadowkv_plus",), tuple(POLICY_CASES)),
-    "tokens_given_back_leave_nothing": (("shadowkv_plus",), REWINDING),
+    "tokens_given_back_leave_nothing": (("quest",), REWINDING),
     "extend_is_steps": (("quest",), FEW),  # how logits are read off is the same for all
     "long_turn_is_steps": (("quest", "shadowkv"), tuple(POLICY_CASES)),
 }
