@@ -10,7 +10,7 @@ from small_state import equal
 from jshadow import generate, load_state
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved.leaves import bare, cache_fills, places
-from jshadow.library.memory import size_of, to_device, to_host
+from jshadow.library.memory import to_device, to_host
 
 
 def test_a_document_is_read_once_and_found_after_a_restart(opened, text, monkeypatch):
@@ -52,32 +52,17 @@ def test_a_long_beginning_is_extended_and_a_short_one_is_not(opened, text, monke
     assert int(np.asarray(state.last)[0]) == ids[-1]
 
 
-def test_states_move_down_and_up_again(opened, text):
-    library = opened()
-    keys = [library.add(text(seed)).key for seed in (10, 11, 12)]
-    size = size_of(library.load(keys[0]))
-    small = opened(limits={"device": size.device, "host": 2 * size.total})
-    states = {key: library.load(key) for key in keys}
-    small = opened(limits={"device": size.device, "host": 2 * size.total})
-
-    def tiers():
-        found = {stored.key: stored.tier for stored in small.documents()}
-        return " ".join(found[key] for key in keys)
-
-    assert tiers() == "disk disk disk"
-    for key, expected in ((0, "device disk disk"), (1, "host device disk"), (2, "disk host device")):
-        assert equal(small.load(keys[key]), states[keys[key]])
-        assert tiers() == expected
-    held = small.tiers.held[keys[1]]
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(held.state)} == {"pinned_host"}
-    assert equal(small.load(keys[1]), states[keys[1]])
-    assert tiers() == "disk device host"
-    assert [stored.key for stored in small.documents()] == [keys[0], keys[2], keys[1]], "the least recently used first"
-    assert small.tiers.used("device") == size.device
-    assert small.tiers.used("host") == size.host + size.total
-    state = states[keys[0]]
+def test_a_state_in_host_memory_is_moved_and_its_offloaded_rows_are_not(opened, text, size):
+    library = opened(limits={"device": size.device, "host": 2 * size.total})
+    first, second = (library.add(text(seed)).key for seed in (10, 11))
+    assert [(stored.key, stored.tier) for stored in library.documents()] == [(first, "host"), (second, "device")]
+    low = library.tiers.held[first].state
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(low)} == {"pinned_host"}
+    state = library.load(first)
+    assert equal(state, opened("other").load(opened("other").add(text(10)).key))
+    assert [(stored.key, stored.tier) for stored in library.documents()] == [(second, "host"), (first, "device")]
     low = to_host(state)
-    assert low.layers[0].host.prompt.array is state.layers[0].host.prompt.array, "offloaded rows do not move"
+    assert low.layers[0].host.prompt.array is state.layers[0].host.prompt.array
     assert equal(to_device(low), state)
 
 

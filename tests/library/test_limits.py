@@ -7,7 +7,8 @@ import pytest
 from small_state import equal
 
 from jshadow.engine.saved import write as saved
-from jshadow.errors import CapacityError, CheckpointError
+from jshadow.errors import CapacityError, CheckpointError, ConfigError
+from jshadow.library import TierLimits
 
 NOTHING = {"device": 0, "host": 0}  # the limits of a library that keeps no state in memory
 
@@ -93,25 +94,7 @@ def test_a_state_that_leaves_memory_for_a_full_disk_is_forgotten(opened, text, s
     assert equal(library.load(second), states[1].with_room(0))
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "disk", "disk, because of host rows alone"])
-def test_the_first_tier_that_can_hold_a_state_gets_it(opened, text, size, tier):
-    small = {"device": size.device - 1, "host": size.total}
-    limits = {"device": {"device": size.device, "host": size.host}, "host": small}
-    limits |= {"disk": small | {"host": size.total - 1}}
-    limits = limits.get(tier, {"device": size.device, "host": size.host - 1})
-    library = opened(limits=limits)
-    key = library.add(text(1)).key
-    assert tiers_of(library) == {key: tier.split(",")[0]}
-    assert all(library.tiers.used(name) <= limit for name, limit in limits.items())
-    again = opened(limits=limits)
-    assert equal(again.load(key), library.load(key))
-    assert tiers_of(again) == tiers_of(library)
-
-
-def test_a_state_that_fits_no_tier(opened, text, state_of, size):
-    library, state = opened(limits={"device": size.device - 1, "host": size.total - 1, "disk": 50}), state_of(1)
-    for durable in (True, False):
-        with pytest.raises(CapacityError, match=r"limits\.disk=50 bytes must hold the state, got a state of \d{4,} b"):
-            library.store(text(1), state, durable=durable)
-    assert library.documents() == files_below(library) == []
-    assert not library.tiers.held
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1"])
+def test_a_limit_is_a_number_of_bytes(wrong):
+    with pytest.raises(ConfigError, match=r"limits\.host must be None or a number of bytes"):
+        TierLimits(host=wrong)

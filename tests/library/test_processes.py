@@ -22,10 +22,9 @@ def workers():
 
 @pytest.fixture
 def both(workers, tmp_path):
-    """Calls a function in both processes at once. Each has a library over the directory."""
+    """Calls a function in both processes at once, with the arguments of each. They have libraries over one folder."""
 
     def call(function, *arguments):
-        """The arguments are those of each process."""
         futures = [worker.submit(function, *own) for worker, own in zip(workers, arguments or ((), ()), strict=True)]
         return lambda: [future.result() for future in futures]
 
@@ -106,15 +105,12 @@ def test_a_temporary_folder_that_another_process_removes_is_made_again(opened, t
     library, real, caught = opened(), os.open, []
 
     def removing(path, flags, *rest, **options):
-        if ".partial-" in str(path) and len(caught) < 2:
-            caught.append(path)
-            if len(caught) == 1:
-                shutil.rmtree(path)
-            else:
-                handle = real(path, flags, *rest, **options)
-                shutil.rmtree(path)
-                return handle
-        return real(path, flags, *rest, **options)
+        if not (".partial-" in str(path) and len(caught) < 2):
+            return real(path, flags, *rest, **options)
+        caught.append(path)
+        handle = real(path, flags, *rest, **options) if len(caught) == 2 else None
+        shutil.rmtree(path)
+        return handle or real(path, flags, *rest, **options)
 
     monkeypatch.setattr(convert_files.os, "open", removing)
     key = library.add(text(1)).key

@@ -1,4 +1,4 @@
-"""A library against a plain model of it: tiers, files, restarts, and another process on the same directory."""
+"""Random calls against plain models: of the memory tiers, and of a library with files, restarts and another process."""
 
 import functools
 import shutil
@@ -10,18 +10,122 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from small_state import POLICY, SMALL, equal
-from tier_model import TierModel
 
 import jshadow
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library import TierLimits
 from jshadow.library.memory import size_of
-from jshadow.library.tiers import DEVICE
+from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size
 from jshadow.weights.params import init_params
 
+KEYS = st.sampled_from("abcdefgh")
+SIZES = st.builds(Size, st.integers(0, 12), st.integers(0, 12))
+LIMITS = st.one_of(st.none(), st.integers(0, 30))
 COUNT = 5
-TEXTS = st.integers(0, COUNT - 1)
-FEW = st.integers(0, 3)
+TEXTS, FEW = st.integers(0, COUNT - 1), st.integers(0, 3)
+
+
+class TierModel:
+    """A list of rows, and no bookkeeping of bytes. `rows` are [key, size, tier], the least recently used first."""
+
+    def __init__(self, device, host):
+        self.limits = {DEVICE: device, HOST: host}
+        self.rows = []
+
+    def taken(self, tier):
+        here = [size.device * (where == tier) for _, size, where in self.rows]  # a state that moved down has all there
+        return sum(here) + sum(size.host for _, size, _ in self.rows) * (tier == HOST)
+
+    def over(self, tier):
+        return self.limits[tier] is not None and self.taken(tier) > self.limits[tier]
+
+    def tier_of(self, key):
+        return next((tier for name, _, tier in self.rows if name == key), None)
+
+    def put(self, key, size):
+        """Put a state. Return its tier, or None, and the keys that leave."""
+        others, self.rows = [row for row in self.rows if row[0] != key], []
+        for where in (DEVICE, HOST):
+            self.rows = [[key, size, where]]
+            if not self.over(DEVICE) and not self.over(HOST):
+                break
+        else:
+            self.rows = []
+        tier = self.tier_of(key)
+        gone = self._made_to_fit(others) if self.rows else []
+        self.rows = others + self.rows
+        return tier, gone
+
+    def _made_to_fit(self, others):
+        """Move the oldest of `others` down until all limits hold. Return the keys that left."""
+        new, gone = self.rows, []
+        while True:
+            self.rows = others + new
+            if self.over(DEVICE):
+                row = next(row for row in others if row[2] == DEVICE and row[1].device)
+                row[2] = HOST
+                if self.limits[HOST] is None or row[1].total <= self.limits[HOST]:
+                    continue
+            elif self.over(HOST):
+                row = next(row for row in others if (row[1].host if row[2] == DEVICE else row[1].total))
+            else:
+                self.rows = new
+                return gone
+            others.remove(row)
+            gone.append(row[0])
+
+    def use(self, key):
+        """Make a state the most recently used."""
+        self.rows.sort(key=lambda row: row[0] == key)
+
+    def drop(self, key):
+        self.rows = [row for row in self.rows if row[0] != key]
+
+
+def on_host(state):
+    """A state here is its key and the memory it is in."""
+    return state[0], HOST
+
+
+class Tiers(RuleBasedStateMachine):
+    @initialize(device=LIMITS, host=LIMITS)
+    def begin(self, device, host):
+        self.left = []
+        self.model = TierModel(device, host)
+        self.tiers = MemoryTiers(TierLimits(device, host), on_host, lambda key, state: self.left.append(key))
+
+    @rule(key=KEYS, size=SIZES)
+    def put(self, key, size):
+        self.left.clear()
+        assert (self.tiers.put(key, (key, DEVICE), size), self.left) == self.model.put(key, size)
+
+    @rule(key=KEYS)
+    def get(self, key):
+        held, tier = self.tiers.get(key), self.model.tier_of(key)
+        assert (held is not None) == (tier is not None)
+        if held is not None:
+            self.model.use(key)
+            assert held.state == (key, tier)
+
+    @rule(key=KEYS)
+    def drop(self, key):
+        self.left.clear()
+        self.tiers.drop(key)
+        self.model.drop(key)
+        assert not self.left
+
+    @invariant()
+    def bytes_and_order_are_the_model_s(self):
+        if hasattr(self, "model"):
+            held = [[key, one.size, one.tier] for key, one in self.tiers.held.items()]
+            assert held == self.model.rows
+            for tier, limit in self.model.limits.items():
+                assert self.tiers.used(tier) == self.model.taken(tier)
+                assert limit is None or self.model.taken(tier) <= limit
+
+
+TestTiers = Tiers.TestCase
+TestTiers.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 @functools.cache
@@ -122,30 +226,22 @@ class Machine(RuleBasedStateMachine):
             return
         self.listed.add(text)
 
-    @rule(text=TEXTS)
-    def load(self, text):
+    @rule(text=TEXTS, removes=st.booleans())
+    def load_or_remove(self, text, removes):
+        call = self.library.remove if removes else self.library.load
         if text not in self.listed:
             with pytest.raises(CheckpointError):
-                self.library.load(self.keys[text])
+                call(self.keys[text])
             return
-        assert equal(self.library.load(self.keys[text]), self.states[text])
-        tier = self.model.tier_of(text)
-        if tier == DEVICE or (tier is not None and not self.fits_device()):
+        state, tier = call(self.keys[text]), self.model.tier_of(text)
+        fits_device = self.size.device <= self.limits.device and self.size.host <= self.limits.host
+        if removes:
+            self.forget(text)
+        elif tier == DEVICE or (tier is not None and not fits_device):
             self.model.use(text)
         else:
             self.put(text)
-
-    def fits_device(self):
-        return self.size.device <= self.limits.device and self.size.host <= self.limits.host
-
-    @rule(text=TEXTS)
-    def remove(self, text):
-        if text not in self.listed:
-            with pytest.raises(CheckpointError):
-                self.library.remove(self.keys[text])
-            return
-        self.library.remove(self.keys[text])
-        self.forget(text)
+        assert removes or equal(state, self.states[text])
 
     def forget(self, text):
         self.files.discard(text)
@@ -161,22 +257,16 @@ class Machine(RuleBasedStateMachine):
         self.model.rows.clear()
         self.listed = set(self.files)
 
-    @rule(text=TEXTS)
-    def another_process_stores(self, text):
-        self.other.store(self.texts[text], self.states[text])
-        self.files.add(text)
-        self.listed.add(text)
-
-    @rule(text=TEXTS)
-    def another_process_removes(self, text):
-        if text in self.files:
+    @rule(text=TEXTS, removes=st.booleans())
+    def another_process_stores_or_removes(self, text, removes):
+        if not removes:
+            self.other.store(self.texts[text], self.states[text])
+            self.files.add(text)
+            self.listed.add(text)
+        elif text in self.files:
+            assert equal(self.other.load(self.keys[text]), self.states[text])
             self.other.remove(self.keys[text])
             self.forget(text)
-
-    @rule(text=TEXTS)
-    def another_process_loads(self, text):
-        if text in self.files:
-            assert equal(self.other.load(self.keys[text]), self.states[text])
 
     @invariant()
     def all_is_the_model_s(self):

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -76,42 +77,33 @@ def test_what_a_late_writer_makes_is_removed_too(tmp_path, late):
     """A thread of a failed writer creates the directory again after it was removed."""
 
     def write(made):
-        time.sleep(late)
         made.mkdir(parents=True, exist_ok=True)
         (made / "file").write_text("late")
 
     def fail():
         with workspace(tmp_path, ".out.partial-") as made:
-            threads.append(threading.Thread(target=write, args=(made,)))
-            threads[0].start()
+            timers.append(threading.Timer(late, write, [made]))
+            timers[0].start()
             raise KeyboardInterrupt
 
-    threads: list[threading.Thread] = []
+    timers: list[threading.Timer] = []
     with pytest.raises(KeyboardInterrupt):
         fail()
-    threads[0].join()
+    timers[0].join()
     assert os.listdir(tmp_path) == []
 
 
-@pytest.fixture(params=["gguf", "directory", "orbax"])
-def kind(request):
-    """What a conversion reads, or which format it writes."""
-    return request.param
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
-def test_a_failed_conversion_leaves_nothing(tmp_path, request, error, kind):
-    source = request.getfixturevalue("source" if kind == "gguf" else "directory")
+@pytest.mark.parametrize(
+    ("kind", "format"), [("source", "huggingface"), ("directory", "huggingface"), ("directory", "orbax")]
+)
+def test_a_failed_conversion_leaves_nothing(tmp_path, request, error, kind, format):
+    source, stop = request.getfixturevalue(kind), Mock(side_effect=[None] * 4 + [error("stop")])
     before = sorted(os.listdir(tmp_path))
-
-    def stop(done, total):
-        if done == 5:
-            raise error("stop")
-
     expected = CheckpointError if error is OSError else error
-    format = "orbax" if kind == "orbax" else "huggingface"
-    with pytest.raises((expected, CheckpointError) if kind == "orbax" else expected):
+    with pytest.raises((expected, CheckpointError) if format == "orbax" else expected):
         convert(source, tmp_path / "out", progress=stop, format=format)
+    assert stop.call_count == 5
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -153,57 +145,40 @@ def test_what_may_not_be_read_is_told(tmp_path, directory, monkeypatch):
     """The error is that of a file of a different user. It is simulated, because root can read all files."""
     convert(directory, tmp_path / "c", "float32")
     really = Path.open
+
+    def closed(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", closed)
     for name in ("config.json", "model.safetensors", "manifest.json"):
-
-        def closed(path: Path, *args: Any, name: str = name, **options: Any) -> Any:
-            if path.name == name:
-                raise PermissionError(13, "Permission denied", str(path))
-            return really(path, *args, **options)
-
-        monkeypatch.setattr(Path, "open", closed)
         for call in (lambda: load(tmp_path / "c"), lambda: convert(tmp_path / "c", tmp_path / "o")):
             with pytest.raises(CheckpointError, match=f"{name}.*Permission denied"):
                 call()
-        monkeypatch.setattr(Path, "open", really)
-
-
-PATH, MESH, DTYPE = "must be a string or a path", r"mesh must be a jax\.sharding\.Mesh", "dtype"
-REFUSED = [
-    (lambda source, out: convert(None, out), PATH),
-    (lambda source, out: convert(source, None), PATH),
-    (lambda source, out: convert(source, "a\0b"), PATH),
-    (lambda source, out: save(init_params(TINY), None), PATH),
-    (lambda source, out: load(None), PATH),
-    *((lambda source, out, mesh=mesh: load(source, mesh=mesh), MESH) for mesh in (3, "cpu", [1])),
-    *((lambda source, out, seed=seed: init_params(TINY, seed), "seed") for seed in (-1, 1.5, None, True)),
-    *(
-        (lambda source, out, call=call, dtype=dtype: call(source, dtype), DTYPE)
-        for call in (load, lambda _, dtype: init_params(TINY, dtype=dtype))
-        for dtype in ("float64", "int8", None, 3, np.float32, [])
-    ),
-    *(
-        (lambda source, out, options=options: convert(source, out, **options), told)
-        for options, told in (
-            ({"format": "pickle"}, "format must be one of"),
-            ({"shard_bytes": 0}, "shard_bytes must be"),
-            ({"shard_bytes": True}, "shard_bytes must be"),
-            ({"dtype": "int8"}, "dtype must be one of"),
-            ({"dtype": "int4"}, DTYPE),
-            ({"dtype": None}, DTYPE),
-        )
-    ),
-]
 
 
 @pytest.mark.parametrize("kind", ["source", "directory"])
-def test_bad_arguments_are_refused(tmp_path, request, kind):
-    source = request.getfixturevalue(kind)
+def test_bad_arguments_are_refused(tmp_path, request, params, kind):
+    source, out = request.getfixturevalue(kind), tmp_path / "out"
     before = sorted(os.listdir(tmp_path))
-    for call, told in REFUSED:
+    paths = [partial(convert, None, out), partial(convert, source, None), partial(convert, source, "a\0b")]
+    dtypes = ("float64", "int8", None, 3, np.float32, [])
+    options = [({"format": "pickle"}, "format must be one of"), ({"dtype": "int8"}, "dtype must be one of")]
+    options += [({"shard_bytes": size}, "shard_bytes must be") for size in (0, True)]
+    options += [({"dtype": dtype}, "dtype") for dtype in ("int4", None)]
+    for call, told in (
+        *((call, "must be a string or a path") for call in (*paths, partial(save, params, None), partial(load, None))),
+        *((partial(load, source, mesh=mesh), r"mesh must be a jax\.sharding\.Mesh") for mesh in (3, "cpu", [1])),
+        *((partial(init_params, TINY, seed), "seed") for seed in (-1, 1.5, None, True)),
+        *((partial(load, source, dtype), "dtype") for dtype in dtypes),
+        *((partial(init_params, TINY, dtype=dtype), "dtype") for dtype in dtypes),
+        *((partial(convert, source, out, **changes), told) for changes, told in options),
+    ):
         with pytest.raises(ConfigError, match=told):
-            call(source, tmp_path / "out")
+            call()
     for size in ("inf", "nan", "0", "-1"):
-        assert main(["convert", str(source), str(tmp_path / "out"), "--shard-gb", size]) == 2
+        assert main(["convert", str(source), str(out), "--shard-gb", size]) == 2
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -304,12 +279,8 @@ def cut(keep: float) -> Edit:
     return lambda d: (d / W).write_bytes((d / W).read_bytes()[: int((d / W).stat().st_size * keep)])
 
 
-def tensors(edit: Callable[[dict[str, np.ndarray]], Any]) -> Edit:
-    return lambda d: edit_tensors(d, edit)
-
-
-def becomes(**changes: np.ndarray) -> Edit:
-    return tensors(lambda held: held.update(changes))
+def tensors(edit: Callable[[dict[str, np.ndarray]], Any] = lambda held: None, **changes: np.ndarray) -> Edit:
+    return lambda d: edit_tensors(d, lambda held: (held.update(changes), edit(held)))
 
 
 def set_value(name: str, value: float) -> Edit:
@@ -375,8 +346,8 @@ BAD: dict[str, tuple[Edit, type[JshadowError], tuple[str, ...]]] = {
     "LFS pointer": (weights(LFS), CheckpointError, (W, "Git LFS pointer", "git lfs pull")),
     "a directory": (lambda d: ((d / W).unlink(), (d / W).mkdir()), CheckpointError, (W, "not a regular file")),
     "missing": (tensors(lambda t: t.pop(Q0)), CheckpointError, (Q0, "missing")),
-    "extra": (becomes(stranger=ONES), CheckpointError, ("stranger", "extra")),
-    "stray bias": (becomes(**{Q0.replace("weight", "bias"): ONES}), CheckpointError, ("q_proj.bias", "extra")),
+    "extra": (tensors(stranger=ONES), CheckpointError, ("stranger", "extra")),
+    "stray bias": (tensors(**{Q0.replace("weight", "bias"): ONES}), CheckpointError, ("q_proj.bias", "extra")),
     "misshaped": (config(intermediate_size=48), CheckpointError, ("up_proj", "[48, 32]", "[64, 32]")),
     "integers": (tensors(lambda t: t.update({Q0: t[Q0].astype(np.int8)})), CheckpointError, (Q0, "I8", "BF16")),
     "all in one error": (

@@ -30,14 +30,6 @@ from jshadow.weights.params import init_params, load, save
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def family_directory(name: str, path: Path, dtype: str) -> Path:
-    """Write a checkpoint of a family with random weights, also for norms and biases, and a tokenizer file."""
-    save(load(seeded.write_checkpoint(name, path.with_name("seeded")), dtype), path)
-    edit_json(path / "config.json", mark=name)  # a key that no reader knows
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    return path
-
-
 def tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
     """Tensor name -> dtype, shape and bytes, for all safetensors files of a directory."""
     return {
@@ -55,7 +47,9 @@ CASES = [
 
 @pytest.mark.parametrize(("dtype", "name", "shard_bytes"), one_of(9, CASES))
 def test_huggingface_to_orbax_and_back_is_bit_equal(tmp_path, name, dtype, shard_bytes):
-    family_directory(name, tmp_path / "plain", dtype)
+    save(load(seeded.write_checkpoint(name, tmp_path / "seeded"), dtype), tmp_path / "plain")  # norms and biases too
+    edit_json(tmp_path / "plain" / "config.json", mark=name)  # a key that no reader knows
+    (tmp_path / "plain" / "chat_template.jinja").write_text("{{ messages }}")
     convert(tmp_path / "plain", tmp_path / "source", dtype, shard_bytes=shard_bytes)
     shards = list((tmp_path / "source").glob("*.safetensors"))
     assert (len(shards) > 1) == (shard_bytes == 20_000)
@@ -95,8 +89,7 @@ def test_save_to_orbax_is_the_same_model_and_any_orbax_user_reads_it(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, tree, params.weights)
 
 
-def test_the_command(tmp_path, capsys):
-    directory, params = tiny_directory(tmp_path / "m")
+def test_the_command(tmp_path, directory, params, capsys):
     assert main(["convert", str(directory), str(tmp_path / "o"), "--dtype", "float32", "--format", "orbax"]) == 0
     assert main(["convert", str(tmp_path / "o"), str(tmp_path / "h"), "--dtype", "float32", "--shard-gb", "1e-5"]) == 0
     assert len(list((tmp_path / "h").glob("model-*.safetensors"))) > 1
@@ -118,31 +111,22 @@ def run(code: str, *arguments: Any, **environment: str) -> str:
 MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
-from jshadow import Full, ShadowKV, generate, load, prefill, save
-mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "tp"))
-params = load(sys.argv[1], "float32", mesh=mesh)
-flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}
-for path, leaf in flat.items():
-    held = {shard.device: shard.data.nbytes for shard in leaf.addressable_shards}
-    assert len(held) == 4, path
-    parts = 1 if "norm" in path else 4
-    assert set(held.values()) == {leaf.nbytes // parts}, (path, held)
-alone = load(sys.argv[1], "float32")
-tokens = np.arange(40)[None] % 90
-want, _ = prefill(alone, tokens, np.array([40]), Full(), capacity=48, logits="all")
-got, _ = prefill(params, tokens, np.array([40]), Full(), capacity=48, logits="all")
-np.testing.assert_allclose(got, want, atol=1e-4)
-for policy in (Full(), ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=1)):
-    asked = dict(max_new_tokens=4, fetch="resident")
-    outs = [generate(one, list(range(3, 43)), policy, **asked).tokens for one in (params, alone)]
-    assert outs[0] == outs[1], outs
-explicit = load(sys.argv[1], "float32", mesh=jax.make_mesh((2,), ("tp",)))
-got, _ = prefill(explicit, tokens, np.array([40]), Full(), capacity=48, logits="all")
-np.testing.assert_allclose(got, want, atol=1e-4)
+from jshadow import Full, load, prefill, save
+alone, tokens = load(sys.argv[1], "float32"), np.arange(40)[None] % 90
+asked = dict(policy=Full(), capacity=48, logits="all")
+want, _ = prefill(alone, tokens, np.array([40]), **asked)
+four = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "tp"))
+for mesh in (jax.make_mesh((2,), ("tp",)), four):
+    params, devices = load(sys.argv[1], "float32", mesh=mesh), mesh.shape["tp"]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]:
+        held = {shard.device: shard.data.nbytes for shard in leaf.addressable_shards}
+        assert len(held) == devices, path
+        assert {*held.values()} == {leaf.nbytes // (1 if "norm" in str(path) else devices)}, (path, held)
+    got, _ = prefill(params, tokens, np.array([40]), **asked)
+    np.testing.assert_allclose(got, want, atol=1e-4)
 save(params, sys.argv[2], format="orbax")
-again = load(sys.argv[2], "float32")
-jax.tree.map(np.testing.assert_array_equal, again.weights, alone.weights)
-int8 = load(sys.argv[1], "float32", quantize="int8", mesh=mesh)
+jax.tree.map(np.testing.assert_array_equal, load(sys.argv[2], "float32").weights, alone.weights)
+int8 = load(sys.argv[1], "float32", quantize="int8", mesh=four)
 assert len(int8.weights["layer_0"]["mlp"]["up"]["kernel"].addressable_shards) == 4
 print("spread")
 """

@@ -30,18 +30,11 @@ from safetensors.numpy import load_file
 
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.weights.convert import convert
-from jshadow.weights.convert.gguf import unpermute
 from jshadow.weights.params import load
 
 pytestmark = pytest.mark.timeout(120)
 
-Q4 = gguf.GGMLQuantizationType.Q4_1
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"tie_embeddings": True},
-    {"attention_bias": True, "mlp_bias": True},
-    {"head_dim": 6, "kv_heads": 1},
-]
+VARIANTS = [{}, {"tie_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 6, "kv_heads": 1}]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "+".join(changes) or "plain")
@@ -57,14 +50,6 @@ def test_gguf_gives_the_same_model(tmp_path: Path, changes: dict[str, Any]) -> N
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == TINY.norm_eps
 
 
-def test_default_dtype_halves_the_file(tmp_path, directory, source):
-    convert(source, tmp_path / "out")
-    original, stored = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "out"))
-    assert {value.dtype.name for value in stored.values()} == {"bfloat16"}
-    for name, value in original.items():
-        np.testing.assert_array_equal(stored[name], value.astype(stored[name].dtype))
-
-
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
 def test_quantized_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
     directory, _ = tiny_directory(tmp_path / "m", head_dim=16)
@@ -72,24 +57,19 @@ def test_quantized_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
     source = write_gguf(tmp_path / "x.gguf", directory, config, kind=gguf.GGMLQuantizationType[kind])
     convert(source, tmp_path / "out", dtype="float32")
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    for tensor in gguf.GGUFReader(source).tensors:
-        if tensor.name in ("token_embd.weight", "output_norm.weight"):
-            name = {"token_embd.weight": "model.embed_tokens.weight"}.get(tensor.name, "model.norm.weight")
-            np.testing.assert_array_equal(stored[name], gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        if tensor.name == "blk.1.attn_k.weight":
-            theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            ours = stored["model.layers.1.self_attn.k_proj.weight"]
-            np.testing.assert_array_equal(ggml_order(ours, config.kv_heads), theirs)
+    theirs = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(source).tensors}
+    for name, ours in (("token_embd", "model.embed_tokens"), ("output_norm", "model.norm")):
+        np.testing.assert_array_equal(stored[f"{ours}.weight"], theirs[f"{name}.weight"])
+    ours = ggml_order(stored["model.layers.1.self_attn.k_proj.weight"], config.kv_heads)
+    np.testing.assert_array_equal(ours, theirs["blk.1.attn_k.weight"])
 
 
-def test_unpermute_undoes_the_order_of_ggml() -> None:
-    rows = np.arange(3 * 8 * 2).reshape(24, 2)
-    np.testing.assert_array_equal(unpermute(ggml_order(rows, 3), 3), rows)
-    np.testing.assert_array_equal(unpermute(np.array([0, 2, 1, 3]), 1), [0, 1, 2, 3])
-
-
-def test_tokenizer_and_template(tmp_path, source):
+def test_the_default_dtype_and_the_tokenizer(tmp_path, directory, source):
     convert(source, tmp_path / "out")
+    original, stored = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "out"))
+    assert {value.dtype.name for value in stored.values()} == {"bfloat16"}
+    for name, value in original.items():
+        np.testing.assert_array_equal(stored[name], value.astype(stored[name].dtype))
     tokenizer = load(tmp_path / "out").tokenizer
     for text in ("hello 12 héllo\n\t 日本 🎉  ", "<|user|>hell<|end|>", "<tool>x"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -126,18 +106,10 @@ def test_pre_types_and_ends(tmp_path, directory, metadata, text, expected):
 
 
 def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
-    """The divisors that llama.cpp stores, computed from the definition of the scaling, one pair at a time."""
-    out = []
-    for i in range(width // 2):
-        wavelength = 2 * np.pi * theta ** (2 * i / width)
-        if wavelength < 8192 / 4:
-            out.append(1.0)
-        elif wavelength > 8192 / 1:
-            out.append(factor)
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            out.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(out, np.float32)
+    """The divisors that llama.cpp stores, by the definition: 1 for short wavelengths, `factor` for long ones."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
+    smooth = np.clip((8192 / wavelengths - 1) / (4 - 1), 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
 def test_what_metadata_become(tmp_path, directory):
@@ -201,11 +173,7 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...
     "experts": ({"metadata": {"llama.expert_count": 8}}, ConfigError, ("expert_count", "8")),
     "partial rope": ({"metadata": {"llama.rope.dimension_count": 4}}, ConfigError, ("dimension_count", "8", "4")),
     "yarn": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, ("scaling.type", "yarn")),
-    "divisors": (
-        {"extra_tensors": {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}},
-        ConfigError,
-        ("rope_freqs",),
-    ),
+    "divisors": ({"extra_tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, ConfigError, ("rope_freqs",)),
     "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
     "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("up_proj", "[48, 32]")),
     "alignment": ({"metadata": {"general.alignment": 24}}, CheckpointError, ("general.alignment", "24")),
@@ -274,20 +242,16 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         refused(source, tmp_path / "out", CheckpointError, ("x.gguf",))
 
 
-def test_missing_and_wrong_sources(tmp_path):
-    refused(tmp_path / "none.gguf", tmp_path / "out", CheckpointError, ("none.gguf", "no such file"))
+def test_missing_and_wrong_sources(tmp_path, source):
+    out = tmp_path / "out"
     (tmp_path / "dir.gguf").mkdir()
-    refused(tmp_path / "dir.gguf", tmp_path / "out", CheckpointError, ("dir.gguf", "not a regular file"))
-    refused(tmp_path / "none" / "at" / "all", tmp_path / "out", CheckpointError, ("does not exist",))
-
-
-def test_nan_in_gguf_is_refused(tmp_path, source):
-    content = bytearray(source.read_bytes())
-    content[-4:] = struct.pack("<f", np.nan)
-    data = gguf.GGUFReader(source).tensors[-1]
+    refused(tmp_path / "none.gguf", out, CheckpointError, ("none.gguf", "no such file"))
+    refused(tmp_path / "dir.gguf", out, CheckpointError, ("dir.gguf", "not a regular file"))
+    refused(tmp_path / "none" / "at" / "all", out, CheckpointError, ("does not exist",))
+    content, data = bytearray(source.read_bytes()), gguf.GGUFReader(source).tensors[-1]
     content[data.data_offset : data.data_offset + 4] = struct.pack("<f", np.inf)
     source.write_bytes(content)
-    refused(source, tmp_path / "out", CheckpointError, ("NaN or Inf",))
+    refused(source, out, CheckpointError, ("NaN or Inf",))
 
 
 def test_without_the_gguf_package(tmp_path, source, monkeypatch):
