@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import functools
 import re
 
 import pytest
@@ -55,33 +54,19 @@ def anchors(text: str, spaces: str) -> set[str]:
     return {re.sub(spaces, "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
 
 
-def nav_pages(entry: object) -> list[str]:
-    """All pages of a navigation tree."""
-    if isinstance(entry, str):
-        return [entry]
-    parts = entry.values() if isinstance(entry, dict) else entry
-    return [page for part in parts for page in nav_pages(part)]  # type: ignore[attr-defined]
+def options_below(current: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], set[str]]:
+    """The options of a command and of those below it, by their words."""
+    found = {option for action in current._actions for option in action.option_strings}
+    table = {words: found}
+    for action in current._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, parser in action.choices.items():
+                table |= {below: found | own for below, own in options_below(parser, (*words, name)).items()}
+    return table
 
 
-@functools.cache
-def options_of(words: tuple[str, ...]) -> frozenset[str]:
-    """The options of `jshadow WORDS...`, the subcommand's where it has one."""
-    current: argparse.ArgumentParser | None = parser()
-    options: set[str] = set()
-    for word in ("", *words):
-        assert current is not None
-        if word:
-            current = subcommands(current).get(word)
-        if current is None:
-            break
-        options |= {option for action in current._actions for option in action.option_strings}
-    return frozenset(options)
-
-
-def subcommands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands below a parser, by name."""
-    found = [action for action in of._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(found[0].choices) if found else {}
+OPTIONS = options_below(parser())
+COMMANDS = {words[0] for words in OPTIONS if words}
 
 
 def command_lines(text: str) -> list[str]:
@@ -95,21 +80,16 @@ def command_lines(text: str) -> list[str]:
 
 def test_the_navigation_has_every_page_once():
     nav = yaml.safe_load((REPO / "mkdocs.yml").read_text())["nav"]
-    assert sorted(nav_pages(nav)) == sorted(PAGES)
+    assert sorted(re.findall(r"[\w/-]+\.md", str(nav))) == sorted(PAGES)
 
 
 def test_links_lead_to_pages_and_headings():
-    wrong = []
-    by_mkdocs, by_github = [(DOCS / page, text, r"\s+") for page, text in PAGES.items()], GITHUB.items()
-    for page, text, spaces in (*by_mkdocs, *((REPO / page, text, " ") for page, text in by_github)):
-        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
-            place, _, anchor = target.partition("#")
+    by_mkdocs = [(DOCS / page, text, r"\s+") for page, text in PAGES.items()]
+    for page, text, spaces in (*by_mkdocs, *((REPO / page, text, " ") for page, text in GITHUB.items())):
+        for place, anchor in re.findall(r"\]\((?!https:|mailto:)([^)\s#]*)#?([^)\s]*)\)", without_code(text)):
             path = page.parent / place if place else page
-            if not target.startswith(("https://", "mailto:")) and not (
-                path.exists() and (not anchor or anchor in anchors(path.read_text(), spaces))
-            ):
-                wrong.append(f"{page.name}: {target}")
-    assert not wrong
+            assert path.exists(), f"{page.name}: {place}"
+            assert not anchor or anchor in anchors(path.read_text(), spaces), f"{page.name}: {place}#{anchor}"
 
 
 def test_pages_on_github_are_short_and_wait_for_no_figure():
@@ -127,17 +107,14 @@ def test_pages_on_github_are_short_and_wait_for_no_figure():
 
 def test_commands_and_their_options_exist():
     """An option that stands alone in a sentence belongs to some command, or to a program that is named there."""
-    commands, wrong = subcommands(parser()), []
-    every = set(options_of(())).union(*(options_of((name,)) for name in commands))
-    every |= {"--model_args", "--out", "--help", "--json"}  # the first: lm-evaluation-harness's
-    every = every.union(*(options_of((name, part)) for name in commands for part in subcommands(commands[name])))
+    every, wrong = set().union(*OPTIONS.values()) | {"--model_args", "--out"}, []  # the first: lm-evaluation-harness's
     for page, text in PAGES.items():
         for line in command_lines(text):
-            words = line.split()[1:]
-            command = words[0] if words and not words[0].startswith("-") else ""
-            named = tuple(word for word in words[:2] if not word.startswith("-")) if command.islower() else ()
-            wrong += [line] if command.islower() and command not in commands else []
-            wrong += [f"{option} in {line}" for option in OPTION.findall(line) if option not in options_of(named)]
+            words = tuple(word for word in line.split()[1:3] if not word.startswith("-"))
+            words = words if words and words[0].islower() and not line.split()[1].startswith("-") else ()
+            wrong += [line] if words and words[0] not in COMMANDS else []
+            known = OPTIONS.get(words) or OPTIONS.get(words[:1]) or OPTIONS[()]
+            wrong += [f"{option} in {line}" for option in OPTION.findall(line) if option not in known]
         if "/" not in page:  # benchmarks/ names other programs too
             found = re.findall(r"`(--[a-z][a-z_-]*)", without_code(text))
             wrong += [f"{option} in {page}" for option in found if option not in every]
@@ -147,11 +124,9 @@ def test_commands_and_their_options_exist():
 def test_the_reference_has_every_command_and_every_option():
     """Each section of cli.md is a command, and names all of its options; some stand at the top for all commands."""
     sections = dict(re.findall(r"^## jshadow (\S+)\n(.*?)(?=^## |\Z)", PAGES["cli.md"], flags=re.DOTALL | re.MULTILINE))
-    commands = subcommands(parser())
-    assert sections.keys() == commands.keys()
+    assert sections.keys() == COMMANDS
     for name, text in sections.items():
-        parts = subcommands(commands[name])
-        known = set(options_of((name,))).union(*(options_of((name, part)) for part in parts))
+        known = set().union(*(options for words, options in OPTIONS.items() if words[:1] == (name,)))
         named = set(OPTION.findall(text))
         assert named | COMMON == known | COMMON, named ^ known
 
@@ -172,21 +147,20 @@ def test_the_interface_page_has_every_public_name():
 
 
 def test_python_blocks_compile_and_set_names_settings_that_exist():
-    known = {name for policy in POLICIES.values() for name in setting_types(policy)} | {"dense_first", "pyramid"}
+    known = {name for policy in POLICIES.values() for name in setting_types(policy)}
     for page, text in PAGES.items():
         for number, body in enumerate(code_of(page)):
             compile(body, f"{page}, block {number + 1}", "exec")
         for name in re.findall(r"--set ([a-z_.]+)=", text) if page != "add_a_policy.md" else ():
-            assert name in known or name.split(".")[0] in known, f"{page}: {name}"
+            assert name in known or name.startswith(("dense_first.", "pyramid.")), f"{page}: {name}"
 
 
 def test_the_tables_of_methods_models_and_tasks_are_the_library_s():
     named = re.findall(r"^\| `(\w+)` \| `\w+` \|", PAGES["methods.md"], flags=re.MULTILINE)
     assert sorted(named) == sorted(POLICIES)
     for name, source in ((name, policy.source) for name, policy in POLICIES.items() if "arXiv" in policy.source):
-        number = source.split()[1].rstrip(",")
-        row = next(line for line in PAGES["methods.md"].splitlines() if line.startswith(f"| `{name}` |"))
-        assert number in row or "the same" in row, row
+        row, *_ = re.findall(rf"^\| `{name}` \| `.*", PAGES["methods.md"], flags=re.MULTILINE)
+        assert source.split()[1].rstrip(",") in row or "the same" in row, row
     for name, family in FAMILIES.items():
         assert f"| `{name}` | {family.models} |" in PAGES["models.md"]
     section = PAGES["evaluation.md"].split("## Tasks")[1].split("## Equal")[0]

@@ -1,18 +1,24 @@
-"""Policies from outside: errors name what is wrong with one, and the case and the difference of a broken law."""
+"""Policies from outside: those of docs/add_a_policy.md, and bad ones, whose errors and broken laws say why."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import byte_models
 import pytest
 from conftest import REPO
 from plugins import strangers
 
+import jshadow
 from jshadow.cli.main import main
 from jshadow.evaluation.laws import LAWS, LawBroken, run_laws, subject_of
+from jshadow.evaluation.plots import plot_memory, style
+from jshadow.evaluation.speed import timing
 from jshadow.policies import POLICIES, find_policy, parse_policy, split_policy
 from jshadow.policies.settings import policy_settings
 
@@ -37,13 +43,10 @@ class Newest(EvictingPolicy):
         return jnp.broadcast_to(position, shape), jnp.zeros_like(prompt.lengths)
 """
 # Writes the tokens of rows that pause as well.
-IGNORES_VALID = (
-    GOOD
-    + """
+IGNORES_VALID = f"""{GOOD}
     def append(self, spec, state, step):
         return super().append(spec, state, step.replace(valid=jnp.ones_like(step.valid)))
 """
-)
 # Attends to other tokens where its rows would be offloaded.
 BY_MODE = """
 import dataclasses
@@ -80,8 +83,6 @@ def laws(folder: Path, text: str, *options: str) -> int:
     (folder / "stranger.py").write_text(text)
     return main(["laws", f"stranger:{'ByMode' if 'ByMode' in text else 'Newest'}", *options])
 
-
-# What cannot be used
 
 NEWEST = "stranger:Newest"
 ABSTRACT = GOOD.replace("def slots", "def places")
@@ -140,9 +141,6 @@ def test_what_cannot_be_used_is_refused(text, words, messages, folder, capsys):
     assert text in (GOOD, WRONG_SMALL) or "newest" not in POLICIES
 
 
-# Laws that are broken
-
-
 def test_a_law_is_broken_or_not_claimed(folder, capsys):
     """An error on the way breaks it. The other laws still run."""
     names = ["small_is_not_full", "lossless_is_full"]
@@ -161,11 +159,13 @@ def test_a_law_is_broken_or_not_claimed(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_law_that_is_kept_is_said(folder, capsys):
+def test_a_law_that_is_kept_is_said_and_settings_that_drop_nothing_break_one(folder, capsys):
     assert laws(folder, NO_LOSSLESS, "--law", "lossless_is_full", "--law", "bytes_are_the_leaves_bytes") == 0
     _, kept, last = capsys.readouterr().out.splitlines()
     assert kept.startswith("ok          bytes_are_the_leaves_bytes (1 case, ")
     assert last == "newest: 1 law kept, 1 not claimed, 0 broken"
+    assert main(["laws", NEWEST, "--law", "small_is_not_full", "--set", "kept=90"]) == 1
+    assert "differ from full attention's by" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -198,12 +198,6 @@ def test_a_policy_that_attends_by_fetch_mode(folder, capsys):
     assert shown.endswith("by_mode: 0 laws kept, 0 not claimed, 1 broken\n")
 
 
-@pytest.mark.slow
-def test_settings_that_drop_nothing(folder, capsys):
-    assert laws(folder, GOOD, "--law", "small_is_not_full", "--set", "kept=90") == 1
-    assert "differ from full attention's by" in capsys.readouterr().out
-
-
 def test_the_list_of_laws(capsys):
     assert main(["laws", "--list"]) == 0
     shown = capsys.readouterr().out
@@ -211,25 +205,17 @@ def test_the_list_of_laws(capsys):
     assert all(law.statement.endswith(".") for law in LAWS.values())
 
 
-# The registry
-
-
-def test_a_place_is_told_from_a_setting(folder):
+def test_a_place_is_told_from_a_setting_and_a_stranger_comes_last(folder):
     """In NAME:key=value:..., also when the policy is registered by then, and where a setting lacks its value."""
-    (folder / "newest.py").write_text(GOOD)
+    built_in = list(POLICIES)
+    assert built_in == sorted(built_in)
+    (folder / "a_newest.py").write_text(GOOD.replace("newest", "a_stranger"))
     for _ in range(2):
-        assert split_policy("newest:Newest:kept=3") == ("newest:Newest", ["kept=3"])
-        assert policy_settings(parse_policy(*split_policy("newest:Newest:kept=3"))) == {"kept": 3}
+        assert split_policy("a_newest:Newest:kept=3") == ("a_newest:Newest", ["kept=3"])
+        assert policy_settings(parse_policy(*split_policy("a_newest:Newest:kept=3"))) == {"kept": 3}
     assert split_policy("quest:budget:unit=4") == ("quest", ["budget", "unit=4"])
     assert split_policy("quest") == ("quest", [])
-
-
-def test_built_in_policies_are_in_the_order_of_their_names(folder):
-    built_in = [name for name, policy in POLICIES.items() if policy.__module__.startswith("jshadow.")]
-    assert built_in == sorted(built_in)
-    (folder / "stranger.py").write_text(GOOD.replace("newest", "a_stranger"))
-    find_policy("stranger:Newest")
-    assert list(POLICIES)[-1] == "a_stranger"
+    assert list(POLICIES) == [*built_in, "a_stranger"]
 
 
 @pytest.mark.slow
@@ -254,3 +240,115 @@ print(jshadow.__file__, style.look_of("newest")["color"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
+
+
+PAGE = (REPO / "docs" / "add_a_policy.md").read_text()
+*FILES, SNIPPET = sorted(
+    re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), key=lambda it: "@register" not in it
+)
+BLOCKS = {re.findall(r'^    name = "(\w+)"$', block, flags=re.MULTILINE)[0]: block for block in FILES}
+PLACES = {"key_norms": "key_norms:KeyNorms", "page_maxima": "page_maxima:PageMaxima"}
+CHOSEN = {"key_norms": "kept=40", "page_maxima": "budget=32"}
+MOST_LINES = 60
+UNCLAIMED = {
+    "key_norms": {"fetch_modes_agree", "steps_leave_the_host_alone"},
+    "page_maxima": {"one_program_without_host_rows"},
+}
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path):
+    """The files of the page, in the working directory."""
+    for name, block in BLOCKS.items():
+        (tmp_path / f"{name}.py").write_text(block)
+    with strangers(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    jshadow.save(byte_models.PARAMS, path)
+    return str(path)
+
+
+def test_the_page_has_two_small_whole_files():
+    assert set(BLOCKS) == set(PLACES)
+    for name, block in BLOCKS.items():
+        assert block.count("\n") <= MOST_LINES, name
+        assert f"Write this to `{name}.py`" in PAGE
+        imported = set(re.findall(r"^(?:from|import) (\S+)", block, flags=re.MULTILINE))
+        assert imported == {"dataclasses", "jax.numpy", "jshadow.policies"}, "from public modules"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_they_keep_every_law(name, page_folder):
+    outcomes = list(run_laws(subject_of(find_policy(PLACES[name]))))
+    assert [outcome.law.name for outcome in outcomes] == list(LAWS)
+    assert not [str(broken) for outcome in outcomes for broken in outcome.broken]
+    assert {outcome.law.name for outcome in outcomes if outcome.unclaimed} == UNCLAIMED[name]
+    assert f"{len(LAWS) - 2} laws kept, 2 not claimed, 0 broken" in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_command_works_from_the_folder(page_folder, capsys):
+    """And the page's snippet runs there."""
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "jshadow", "laws", "key_norms:KeyNorms", "--law", "consumed_state_says_so"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=page_folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"ok +consumed_state_says_so \(1 case, [\d.]+ s\)\nkey_norms: 1 law kept", done.stdout)
+    exec(compile(SNIPPET, "docs/add_a_policy.md", "exec"), {"KeyNorms": find_policy(PLACES["key_norms"])})
+    assert capsys.readouterr().out.startswith("ok A row gives")
+
+
+def shown(words, capsys) -> dict:
+    """What a command prints as JSON."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_and_the_table_of_policies_take_them(checkpoint, page_folder, capsys):
+    sizes = [checkpoint, "--context", "300"]
+    for name, setting in CHOSEN.items():
+        [plan, *_] = shown(["plan", *sizes, "--policy", PLACES[name], "--set", setting], capsys)["plans"]
+        assert plan["chosen"]["policy"]["name"] == name
+        assert shown(["policies", "--model", *sizes, "--policies", f"{PLACES[name]}:{setting}"], capsys)
+
+
+@pytest.mark.slow
+def test_eval_draws_them(checkpoint, page_folder, capsys):
+    """Both are in the results at their share, and in the picture in colors of their own."""
+    arguments = ["eval", checkpoint, "--tasks", "agreement", "--lengths", "200", "--samples", "1", "--dtype", "float32"]
+    arguments += ["--policies", ",".join(PLACES.values()), "--shares", "0.6", "--out", "results"]
+    rows = shown(arguments, capsys)["results"]
+    assert {row["name"] for row in rows if row.get("kl") is not None} == {"full", *PLACES}
+    figure = plot_memory(rows, measure="kl")
+    colors = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
+    assert {style.look_of(name)["color"] for name in PLACES} <= colors
+    assert (page_folder / "results" / "memory_kl.png").exists()
+
+
+@pytest.mark.slow
+def test_bench(page_folder, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))  # small ceilings
+    arguments = ["bench", "layer", "--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident", "--json"]
+    arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident"]
+    assert "key_norms" in {row["policy"] for row in shown(arguments, capsys)["results"]}
+
+
+def test_an_installed_package_is_found_by_name(page_folder):
+    """The page's entry points, as an installer writes them down beside a package."""
+    [text] = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    points = tomllib.loads(text)["project"]["entry-points"]["jshadow.policies"]
+    assert points == PLACES
+    info = page_folder / "my_policies-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policies\nVersion: 0.1\n")
+    lines = [f"{name} = {place}" for name, place in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[jshadow.policies]", *lines, ""]))
+    sys.path.insert(0, str(page_folder))
+    assert find_policy("page_maxima").name == "page_maxima"

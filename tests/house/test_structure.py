@@ -28,28 +28,20 @@ ROOMS = ["errors", "ops", "models", "cache", "policies", "weights", "planner", "
 ROOMS += ["library", "serving", "cli", "__init__", "__main__"]
 # Packages that only some places may import.
 ONLY_IN = {
-    "safetensors": ("weights/convert",),
-    "orbax": ("weights/convert",),
-    "gguf": ("weights/convert",),
-    "huggingface_hub": ("weights/convert",),
+    "safetensors orbax gguf huggingface_hub": ("weights/convert",),
     "torch": ("evaluation/speed",),
     "matplotlib": ("evaluation/plots",),
-    "pyarrow": ("evaluation",),
-    "lm_eval": ("evaluation",),
+    "pyarrow lm_eval": ("evaluation",),
     "obstore": ("library/remote.py",),
     "pypdf": ("library/pdf_worker.py",),
-    "fastapi": ("serving/http", "cli/serve.py"),
-    "starlette": ("serving/http",),
-    "pydantic": ("serving/http",),
-    "uvicorn": ("serving/http", "cli/serve.py"),
-    "prometheus_client": ("serving/http", "cli/serve.py"),
-    "llguidance": ("serving/http", "cli/serve.py"),
+    "starlette pydantic": ("serving/http",),
+    "fastapi uvicorn prometheus_client llguidance": ("serving/http", "cli/serve.py"),
     "transformers": ("weights", "evaluation/speed"),
-    "triton": (),
-    "jax_triton": (),
+    "triton jax_triton": (),
     "optax": ("policies/less",),
     "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "cache/mesh_rows.py", "policies/shadowkv"),
 }
+ONLY_IN = {name: places for names, places in ONLY_IN.items() for name in names.split()}
 
 
 def imports(path: Path) -> set[str]:

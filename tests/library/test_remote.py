@@ -208,9 +208,6 @@ def test_places_that_cannot_be_opened(opened, tmp_path, monkeypatch):
     assert not Path("s3:").exists()
 
 
-# What other machines have put into the store and removed from it
-
-
 def test_what_other_machines_put_and_removed_is_noticed(opened, text, store, monkeypatch):
     library, other = opened(store), opened(store)
     kept, removed = other.add(text(1), title="A book").key, other.add(text(2)).key

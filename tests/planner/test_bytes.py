@@ -1,23 +1,26 @@
-"""Bytes before anything exists: the figures of README.md and docs/benchmarks/memory.md, from the config alone.
-
-Also the bytes that the planner counts for a step, beside those that each kernel says it moves. Nothing is compiled.
-"""
+"""Bytes from the config alone, before anything exists: of states, of the kernels of a step and of a prefill."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from cases import TINY
+from policy_inputs import llama
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
 from jshadow.engine.step import step_writes
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, abstract_state, footprint
-from jshadow.planner.gpu import Planner, checked
+from jshadow.planner.bytes import abstract_of, footprint, prefill_peak
+from jshadow.planner.gpu import Planner, capacity_plan, checked
 from jshadow.planner.gpu_plan import Serving
-from jshadow.planner.gpu_specs import GPUS
-from jshadow.policies import POLICIES, Full, ShadowKV
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
+from jshadow.planner.prefill_operations import attention_operations, layer_operations
+from jshadow.planner.prefill_pieces import rows_at_once
+from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE
+from jshadow.policies import H2O, POLICIES, Full, ShadowKV
 from jshadow.policies.shadowkv.costs import SECTOR, beside
 
 
@@ -57,13 +60,6 @@ def test_llama_8b_at_122k_matches_the_published_arithmetic():
     assert full["device_bytes"] == full["full_bytes"] == 16 * 2**30
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_allocated(name):
-    sizes = {"batch": 8, "capacity": 131072, "prompt": 131000, "dtype": "bfloat16", "fetch": "device_put"}
-    state = abstract_state(LLAMA_31_8B, POLICIES[name](), **sizes)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
-
-
 def test_a_row_with_a_room_costs_the_same_after_every_prompt():
     """Without a room, a row that begins with a short prompt needs an exact window for nearly the whole capacity."""
     sizes = {"capacity": 131072, "fetch": "device_put"}
@@ -74,9 +70,6 @@ def test_a_row_with_a_room_costs_the_same_after_every_prompt():
     token = 2 * LLAMA_31_8B.num_layers * LLAMA_31_8B.key_columns * 2
     least = footprint(LLAMA_31_8B, ShadowKV(), prompt=131072, room=0, **sizes)
     assert made[0]["device_bytes"] - least["device_bytes"] == 1024 * token
-
-
-# Kernels
 
 
 ONE_LAYER = dataclasses.replace(LLAMA_31_8B, num_layers=1)
@@ -131,3 +124,99 @@ def test_padding_by_counting_sectors(row):
     places = range(0, row * SECTOR, row) if row else ()
     touched = [SECTOR * ((start + row - 1) // SECTOR - start // SECTOR + 1) - row for start in places]
     assert beside(row) == (sum(touched) / len(touched) if touched else 0)
+
+
+A100 = GPUS["a100-80gb"]
+
+ROWS = [(1, 2048, 2048, 1), (24, 2048, 2048, 1), (24, 100, 2048, 12), (50, 100, 2048, 10), (7, 500, 2048, 1)]
+
+
+def test_rows_at_once():
+    for batch, size, chunk, rows in (*ROWS, (8, 4, 2, 1)):
+        assert rows_at_once(batch, size, chunk) == rows
+
+
+def test_the_bound_on_a_gpu():
+    """Beside one row's queries and outputs, only what the results need grows with the rows."""
+
+    def peak(config=LLAMA_31_8B, batch=1, **changes):
+        settings = dict(batch=batch, tokens=122_880, capacity=123_904, fetch="device_put", backend="gpu")
+        return prefill_peak(config, changes.pop("policy", ShadowKV()), **settings | changes)
+
+    one, four = peak(), peak(batch=4)
+    row = 122_880 * 32 * 128 * 2
+    assert one["attention"] == 2 * row
+    assert four["attention"] == 2 * row + 2 * row // 4  # and its keys and values
+    assert four["piece"] == one["piece"]
+    assert four["hidden"] == 4 * one["hidden"]
+    usual = peak(backend="cpu")
+    assert usual["attention"] == 0 < one["piece"] < usual["piece"]
+    assert peak(dtype="float32") == peak(dtype="float32", backend="cpu")
+    assert peak(policy=H2O()) == peak(policy=H2O(), backend="cpu")
+    wide = dataclasses.replace(LLAMA_31_8B, q_heads=16, kv_heads=4, head_dim=256)
+    assert peak(wide)["attention"] == 2 * row
+    assert peak(wide)["piece"] == peak(wide, backend="cpu")["piece"]  # an A100 reads it in pieces
+
+
+FITS = [
+    (120 * 1024, "shadowkv", 1, range(5, 15)),
+    (120 * 1024, "h2o", 1, range(6, 40)),
+    (1000, "shadowkv", 1, range(100, 1000)),
+    (100, "full", 0.1995, range(1, 20)),  # up to 20 prompts go through a layer at once
+    (131000, "full", 0.4, range(1)),
+]
+
+
+@pytest.mark.parametrize("fetch", ["device_put", "resident"])
+@pytest.mark.parametrize(("context", "name", "share", "fits"), FITS)
+def test_one_more_prompt_would_not_fit(context, name, share, fits, fetch):
+    gpu = dataclasses.replace(A100, memory_bytes=int(A100.memory_bytes * share))
+    policy = POLICIES[name]().resolve(LLAMA_31_8B, context + 64)
+    planner = Planner(LLAMA_31_8B, LLAMA_31_8B, gpu, Serving(context, 64, fetch=fetch))
+    rows, room = planner.prefill_batch(policy), gpu.memory_bytes - CONTEXT_RESERVE
+
+    def peak(batch):
+        sizes = dict(batch=batch, tokens=context, capacity=context + 64, fetch=fetch, backend="gpu")
+        return sum(prefill_peak(LLAMA_31_8B, policy, **sizes).values())
+
+    assert rows in fits
+    assert rows == 0 or peak(rows) <= room
+    assert room < peak(rows + 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 100])
+@pytest.mark.parametrize(("first", "tokens"), [(0, 1), (0, 16), (5, 9), (14, 30), (64, 64)])
+def test_attention_counts_the_pairs_of_queries_and_keys(window, first, tokens):
+    q, k = np.arange(first, first + tokens)[:, None], np.arange(first + tokens)[None]
+    seen = (k <= q) & (True if window is None else k > q - window)
+    pairs = seen.sum() * TINY.q_heads * TINY.head_dim
+    assert attention_operations(TINY, window, first, tokens) == 4 * pairs  # a score and a weighted value
+
+
+def test_a_layer_counts_its_weights_once_a_token():
+    """A product of a token and a matrix takes two operations for each weight."""
+    layer = abstract_weights(llama())["layer_0"]
+    matrices = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(layer) if len(leaf.shape) >= 2)
+    linear = layer_operations(llama(), None, 1000) - attention_operations(llama(), None, 0, 1000)
+    assert linear == 2 * 1000 * matrices
+    sliding = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0,))
+    plan = capacity_plan(sliding, Full(), GPUS["l4"], Serving(150, fetch="resident"))
+    rest = (TINY.num_layers - 1) * layer_operations(TINY, None, 150)
+    assert plan.chosen.prefill.flops == layer_operations(TINY, 8, 150) + rest, "sliding layers take less"
+
+
+def test_the_plan_of_a_prefill():
+    plan = capacity_plan(llama(), ShadowKV(), GPUS["h200"], Serving(122_880, fetch="resident"))
+    time, full = plan.chosen.prefill, plan.full.prefill
+    assert time.flops == full.flops == 32 * layer_operations(llama(), None, 122_880)
+    assert time.seconds == pytest.approx(time.flops / (PREFILL_SHARE * 989.5e12))
+    assert 0.001 < time.compress_flops / time.flops < 0.003
+    assert 32 * 1000 < time.compress_launches < 32 * 2000
+    operations = time.compress_flops / time.flops * time.seconds
+    assert time.compress_seconds == pytest.approx(operations + LAUNCH_SECONDS * time.compress_launches)
+    assert (full.compress_flops, full.compress_launches, full.compress_seconds) == (0, 0, 0)
+    assert full.restore_seconds > time.restore_seconds > 0
+    device = plan.chosen.row_bytes[0]
+    assert time.restore_seconds == pytest.approx(device / 63e9)
+    assert time.first_token_seconds > time.restore_seconds
+    assert plan.to_json()["chosen"]["prefill"]["seconds"] == time.seconds

@@ -2,24 +2,25 @@
 
 import dataclasses
 import functools
+import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
 from few import quick
-from real_shapes import LLAMA_31_8B
+from mesh_measured import BATCH, MIDDLE, step_memory
+from real_shapes import LLAMA_31_8B, LLAMA_31_8B_JSON
 
 from jshadow.cache import accounting, offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.engine.step import step_writes
+from jshadow.cli.main import main
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving, step_bound
-from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS, HOST_GATHER
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, custom_gpu, gpu_named
 from jshadow.planner.mesh import MeshSizes
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
@@ -123,6 +124,7 @@ def test_bytes_are_those_of_the_abstract_state(name):
     side = planned(name, batch=3).chosen
     sizes = {"batch": 3, "capacity": 122 * 1024 + 64, "prompt": 122 * 1024, "dtype": "bfloat16"}
     state = abstract_state(LLAMA_3_8B_1M, side.policy, fetch="device_put", **sizes)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)), "nothing is allocated"
     parts = state_nbytes(state)
     assert {part: (3 * device, 3 * host) for part, (device, host) in side.row_parts.items()} == parts
     assert side.host_bytes == sum(host for _, host in parts.values()) == offload.host_bytes(state.specs)
@@ -209,9 +211,6 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
         assert read == held
 
 
-MIDDLE = dataclasses.replace(
-    TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32, vocab_size=503, context=8192
-)
 MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"keys.profile": (32, 64, 32)}}
 MIDDLE_POLICIES = {"full": Full(), "streaming_llm": StreamingLLM(window=1000)}
 for name, case in POLICY_CASES.items():
@@ -223,22 +222,14 @@ for name, case in POLICY_CASES.items():
 @pytest.mark.parametrize("name", quick(["full"], MIDDLE_POLICIES))
 def test_temporaries_bound_the_compiled_step(name):
     """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
-    sizes = {"batch": 3, "dtype": "float32", "fetch": "resident"}
-    side = capacity_plan(MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, **sizes)).chosen
-    state = abstract_state(MIDDLE, side.policy, capacity=4160, prompt=4096, **sizes)
-    state = abstract_of(on_backend(state.specs, "gpu"), state.policy)
-    reads, writes = state.split()
-    program = jax.jit(
-        lambda weights, reads, writes, tokens, new: step_writes(weights, MIDDLE, tokens, new, reads, writes),
-        donate_argnums=2,
-        keep_unused=True,  # a step does not read the quantizers' steps, which later keys are coded with
-    )
-    tokens, new = jax.ShapeDtypeStruct((3, 1), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
-    needed = program.lower(abstract_weights(MIDDLE), reads, writes, tokens, new).compile().memory_analysis()
-    planned_bytes = sum(side.temporaries.values())
-    assert needed.temp_size_in_bytes <= planned_bytes
-    given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(MIDDLE))) * 4 + 3 * side.row_bytes[0]
-    assert 0 <= needed.argument_size_in_bytes - given <= 1024  # tokens, lengths and counters are left out
+    sizes = {"batch": BATCH, "dtype": "float32", "fetch": "resident"}
+    plan = capacity_plan(MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, **sizes))
+    state = abstract_state(MIDDLE, plan.chosen.policy, capacity=4160, prompt=4096, **sizes)
+    weights = abstract_weights(MIDDLE)
+    arguments, temporaries = step_memory(MIDDLE, weights, abstract_of(on_backend(state.specs, "gpu"), state.policy))
+    assert temporaries <= sum(plan.chosen.temporaries.values())
+    given = plan.weights_bytes + BATCH * plan.chosen.row_bytes[0]
+    assert 0 <= arguments - given <= 1024  # tokens, lengths and counters are left out
 
 
 def test_several_gpus_split_weights_and_heads():
@@ -296,3 +287,47 @@ def test_more_than_2_gib_of_packed_values_in_a_layer_are_planned(small, fetch, r
     assert sum(side.row_parts["host rows"]) == 32 * 8 * 15_356 * 544
     assert 2**31 < rows * 8 * 15_356 * 544 < 2**32
     assert side.repeat_share == 0.6
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_figures_are_of_the_right_order(gpu):
+    """Of a slip in a unit or a digit."""
+    assert 20 <= gpu.memory_bytes / GIB <= 190
+    assert 3e11 <= gpu.hbm_bytes_per_second <= 8e12
+    assert gpu.pcie_bytes_per_second in (31.5e9, 63e9)
+    assert 70e12 <= gpu.flops <= 2.3e15
+    # operations for each byte that is read: between a card of 2020 and a card for large batches
+    assert 70 <= gpu.flops / gpu.hbm_bytes_per_second <= 450
+
+
+def test_cards_of_servers_and_of_desks_are_known():
+    assert {"a100-80gb", "h100", "h200", "b200", "l4", "l40s", "rtx-4090", "rtx-5090"} <= set(GPUS)
+    assert [gpu_named(name).name for name in DEFAULT_GPUS] == list(DEFAULT_GPUS)
+
+
+def test_a_gpu_by_its_figures():
+    gpu = custom_gpu(None, gib=16, bandwidth=500, link=12.5, tflops=50)
+    assert (gpu.memory_bytes, gpu.hbm_bytes_per_second) == (16 * GIB, 500e9)
+    assert (gpu.pcie_bytes_per_second, gpu.flops) == (12.5e9, 50e12)
+    known = GPUS["h100"]
+    changed = custom_gpu(known, gib=None, bandwidth=None, link=25, tflops=None)
+    assert (changed.name, changed.pcie_bytes_per_second, changed.flops) == ("h100, changed", 25e9, known.flops)
+    assert custom_gpu(known, gib=None, bandwidth=None, link=None, tflops=None) == known
+
+
+def test_the_command_plans_a_gpu_by_its_figures(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
+
+    def plan(words):
+        sizes = ["--context", "8192", "--policy", "quest", "--fetch", "device_put", "--json"]
+        assert main(["plan", str(tmp_path / "config.json"), *sizes, *words.split()]) == 0
+        [plan] = json.loads(capsys.readouterr().out)["plans"]
+        return plan
+
+    figures = "--gpu-gib 139.8 --bandwidth 4800 --link 63 --tflops 989.5"
+    gpu = plan(figures)["gpu"]
+    assert gpu["nvlink_bytes_per_second"] == gpu["pcie_bytes_per_second"] == 63e9
+    own, known = plan(f"{figures} --nvlink 450"), plan("--gpu h200")
+    assert own["gpu"].pop("name") == "custom GPU"
+    assert known["gpu"].pop("name") == "h200"
+    assert own == known

@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import json
 
-import mesh_compiled
-import mesh_measured
+import mesh_measured as four
 import pytest
 from cases import TINY
 from forced_devices import FOUR
@@ -143,9 +142,6 @@ def test_the_command(capsys):
         assert told in out
 
 
-# Forced devices
-
-
 def devices(test):
     """Mark a test that asks the process of four devices, which one worker has."""
     for mark in (pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("mesh")):
@@ -154,13 +150,8 @@ def devices(test):
 
 
 @functools.cache
-def measured():
-    return FOUR.call(mesh_measured.measure)
-
-
-@functools.cache
-def compiled():
-    return FOUR.call(mesh_compiled.compile_all)
+def called(name):
+    return FOUR.call(getattr(four, name))
 
 
 def planner_of(name):
@@ -175,7 +166,7 @@ def planner_of(name):
 def test_each_device_holds_what_is_planned(name):
     """In its own memory and in host memory, to the byte, weights too."""
     (data, sp, tp), _ = MESHES[name]
-    planner, found = planner_of(name), measured()[name]
+    planner, found = planner_of(name), called("measure")[name]
     devices = [str(device) for device in range(data * sp * tp)]
     assert found["weights"] == {"device": dict.fromkeys(devices, planner.weights_bytes)}
     for policy, record in found["policies"].items():
@@ -185,52 +176,31 @@ def test_each_device_holds_what_is_planned(name):
         assert record["held"] == {memory: dict.fromkeys(devices, size) for memory, size in want.items() if size}, policy
 
 
-# Where each part lies, as the table of jshadow/cache/shards.py says: the axes that split it.
-BY_HEAD, BY_UNIT, WHOLE = ["tp"], ["sp", "tp"], []
-KEPT = dict.fromkeys(("lengths", "last", "counters", "count", "chunks", "units", "frozen.lengths"), WHOLE)
+# As the table of jshadow/cache/shards.py says: what is split by head (tp), what by unit (sp and tp), and what is whole.
+WHOLE = "lengths last counters count chunks units frozen.lengths"
+UNITS = "frozen.left frozen.landmarks candidates outliers frozen.spread resident host.prompt"
+LATER = "right window live.landmarks live.kept extra cut host.tail"
 PARTS = {
-    "full": {"cache": BY_UNIT},
-    "snapkv": {"kept": BY_UNIT, "window": BY_HEAD},
-    "quest": {
-        "frozen.summaries": BY_UNIT,
-        "live.summaries": BY_HEAD,
-        "recent": BY_HEAD,
-        "live.selected": BY_UNIT,
-        "host.prompt": BY_UNIT,
-        "host.tail": BY_HEAD,
-    },
-    "shadowkv": {
-        "frozen.left": BY_UNIT,
-        "right": BY_HEAD,
-        "frozen.landmarks": BY_UNIT,
-        "candidates": BY_UNIT,
-        "outliers": BY_UNIT,
-        "frozen.spread": BY_UNIT,
-        "window": BY_HEAD,
-        "resident": BY_UNIT,
-        "host.prompt": BY_UNIT,
-    },
+    "full": ("", "cache", ""),
+    "snapkv": ("window", "kept", ""),
+    "quest": ("live.summaries recent host.tail", "frozen.summaries live.selected host.prompt", ""),
+    "shadowkv": ("right window", UNITS, ""),
+    "packed": ("right window", UNITS, "right.step"),  # of columns that all heads share
+    "shadowkv_plus": (LATER, UNITS, "live.left"),  # of later chunks, which serve all heads
+    "plus_int4": (f"{LATER} live.left frozen.later", UNITS, ""),
 }
-PARTS["packed"] = {"right.step": WHOLE} | PARTS["shadowkv"]  # of columns that all heads share
-PARTS["shadowkv_plus"] = PARTS["shadowkv"] | {
-    "live.left": WHOLE,  # of later chunks, which serve all heads
-    "live.landmarks": BY_HEAD,
-    "live.kept": BY_HEAD,
-    "extra": BY_HEAD,
-    "cut": BY_HEAD,
-    "host.tail": BY_HEAD,
-}
-PARTS["plus_int4"] = PARTS["shadowkv_plus"] | {"live.left": BY_HEAD, "frozen.later": BY_HEAD}
 
 
 @devices
 @pytest.mark.parametrize("method", POLICIES)
 def test_nothing_lies_whole_on_a_device_but_what_the_table_says(method):
-    parts = PARTS[method] | KEPT
-    for path, axes in measured()["tp2 sp2"]["policies"][method]["splits"].items():
+    by_head, by_unit, whole = (parts.split() for parts in PARTS[method])
+    parts = dict.fromkeys(by_head, "tp") | dict.fromkeys(by_unit, "sp tp")
+    parts |= dict.fromkeys((*whole, *WHOLE.split()), "")
+    for path, axes in called("measure")["tp2 sp2"]["policies"][method]["splits"].items():
         matching = [part for part in parts if f".{part}" in f".{path}"]
         assert matching, path
-        assert axes == parts[max(matching, key=len)], path
+        assert " ".join(axes) == parts[max(matching, key=len)], path
 
 
 @devices
@@ -240,18 +210,17 @@ def test_a_compiled_step_sends_what_is_planned(mesh, method):
     """The counters and the logits are left out."""
     step = planner_of(mesh).step(POLICIES[method].resolve(CONFIG, CAPACITY), ROWS)
     want = {"tp": step.sent[0] - step.link_bytes["logits"][0], "sp": step.sent[1]}
-    assert measured()[mesh]["policies"][method]["sent"] == want
+    assert called("measure")[mesh]["policies"][method]["sent"] == want
 
 
 @devices
-@pytest.mark.parametrize("method", mesh_compiled.POLICIES)
+@pytest.mark.parametrize("method", four.MIDDLE_POLICIES)
 def test_a_compiled_step_takes_what_is_planned(method):
     """Its arguments to the byte, and temporaries within the bound, on each of tp 2 x sp 2 devices."""
-    it = mesh_compiled
-    sizes = {"max_new_tokens": it.NEW, "batch": it.ROWS, "dtype": "float32", "fetch": "resident"}
-    serving = Serving(it.CONTEXT, **sizes, mesh=MeshSizes(it.TP, it.SP))
-    side = capacity_plan(it.MIDDLE, it.POLICIES[method], H200, serving)
-    needed = compiled()[method]
-    assert 0 < needed["temporaries"] <= sum(side.chosen.temporaries.values())
-    given = side.weights_bytes + it.ROWS * side.chosen.row_bytes[0]
-    assert 0 <= needed["arguments"] - given <= 1024  # tokens, lengths and counters are left out
+    sizes = {"max_new_tokens": four.NEW, "batch": four.BATCH, "dtype": "float32", "fetch": "resident"}
+    serving = Serving(four.CONTEXT, **sizes, mesh=MeshSizes(four.TP, four.SP))
+    side = capacity_plan(four.MIDDLE, four.MIDDLE_POLICIES[method], H200, serving)
+    arguments, temporaries = called("compile_all")[method]
+    assert 0 < temporaries <= sum(side.chosen.temporaries.values())
+    given = side.weights_bytes + four.BATCH * side.chosen.row_bytes[0]
+    assert 0 <= arguments - given <= 1024  # tokens, lengths and counters are left out

@@ -3,13 +3,11 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
-from cases import PACKED, SMALL, TINY, TRANSFORM, model, random_tokens
+from cases import PACKED, SMALL, TINY, TRANSFORM
 from real_shapes import LLAMA_31_8B
 
 from jshadow.cache.offload import host_bytes
-from jshadow.engine.prefill.whole import prefill
 from jshadow.errors import CapacityError
 from jshadow.planner.bytes import abstract_state
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
@@ -51,18 +49,6 @@ def test_bytes_are_those_of_states(name):
     on_host = host_bytes(group.specs)
     assert on_host == own.group_bytes[1]
     assert bool(on_host) == (name != "full")
-
-
-@pytest.mark.slow
-def test_bytes_are_those_of_a_real_state():
-    lengths, settings = np.full(3, SIZES.prompt, np.int32), {"capacity": SIZES.capacity, "room": SIZES.room}
-    tokens, plan = random_tokens(SIZES.group_rows, SIZES.prompt), tiny_plan(STATES["packed"], SIZES)
-    state = prefill(model(TWO), tokens, lengths, STATES["packed"], fetch="device_put", **settings)[1]
-    state = prefill(model(TWO), tokens, lengths, STATES["packed"], fetch="device_put", **settings)[1]
-    leaves = jax.tree.leaves(state.split())
-    assert sum(leaf.nbytes for leaf in leaves) == sum(plan.group_bytes)
-    host = sum(leaf.nbytes for leaf in leaves if leaf.sharding.memory_kind == "pinned_host")
-    assert host == plan.group_bytes[1] > 0
 
 
 H200 = GPUS["h200"]

@@ -1,7 +1,7 @@
-"""What four forced CPU devices hold and exchange. `forced_devices.FOUR` runs it.
+"""What four forced CPU devices hold and exchange, and what a step takes there. `forced_devices.FOUR` runs it.
 
-For each mesh and policy: the bytes of a state by device and memory, how each array is split, and what a compiled step
-sends over links.
+`measure`: for each mesh and policy, the bytes of a state by device and memory, how each array is split, and what a
+compiled step sends over links. `compile_all`: the bytes of a step as XLA compiles it from shapes alone.
 """
 
 import dataclasses
@@ -10,26 +10,37 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from flax import traverse_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshadow.cache.shards import Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
+from jshadow.cache.state_splits import layer_splits
 from jshadow.engine import decode
+from jshadow.engine.step import step_writes
 from jshadow.evaluation.laws.inputs import TINY
-from jshadow.policies import Full, Quest, ShadowKV, ShadowKVPlus, SnapKV
+from jshadow.models.config import ModelConfig
+from jshadow.models.partition import AXES, sharding_of
+from jshadow.models.transformer import abstract_weights
+from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
+from jshadow.policies import Full, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV
+from jshadow.policies.settings import with_settings
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=1, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96, eos_ids=())
 LENGTHS, CAPACITY, ROWS = (60, 41), 112, 2
 SMALL: dict[str, Any] = {"chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2, "budget": 16}
+PLUS: dict[str, Any] = {"rank": 12, "extra_outlier_chunks": 2, "extend_piece": 6} | SMALL
 POLICIES = {
     "full": Full(),
     "quest": Quest(budget=12, unit=4, dense_layers=0),
     "snapkv": SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3),
     "shadowkv": ShadowKV(rank=12, **SMALL),
     "packed": dataclasses.replace(ShadowKV.packed(), **SMALL),
-    "shadowkv_plus": ShadowKVPlus(rank=12, extra_outlier_chunks=2, extend_piece=6, later_keys="projected", **SMALL),
-    "plus_int4": ShadowKVPlus(rank=12, extra_outlier_chunks=2, extend_piece=6, **SMALL),
+    "shadowkv_plus": ShadowKVPlus(later_keys="projected", **PLUS),
+    "plus_int4": ShadowKVPlus(**PLUS),
 }
 # data, sp, tp; and where left rows lie
 MESHES = {
@@ -45,6 +56,11 @@ ALONG_SP = ("replica_groups={{0,2}", "{'sp'}")  # in the text of such a step, as
 OPERATION = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 ARRAY = re.compile(r"(f32|s32|u8)\[([\d,]+)\]")
 NUMBER = {"f32": 4, "s32": 4, "u8": 1}
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    """A mesh of the axes data, sp and tp."""
+    return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), AXES)
 
 
 def held(tree: Any) -> dict[str, dict[str, int]]:
@@ -96,17 +112,14 @@ def exchanged(params: Params, state: KVState) -> dict[str, int]:
 
 
 def measure() -> dict[str, Any]:
-    """Return what the devices of each mesh hold for each policy."""
+    """What the devices of each mesh hold for each policy."""
     plain = init_params(CONFIG, seed=1)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, LENGTHS[0]), np.int32)
+    asked, policies = (tokens, np.array(LENGTHS, np.int32)), list(POLICIES.values())
     results: dict[str, Any] = {}
     for name, (sizes, left) in MESHES.items():
-        mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), ("data", "sp", "tp"))
-        params = spread(plain, mesh, left)
-        policies = list(POLICIES.values())
-        made = decode.prefill_many(
-            params, tokens, np.array(LENGTHS, np.int32), policies, capacity=CAPACITY, fetch="device_put"
-        )
+        params = spread(plain, mesh_of(*sizes), left)
+        made = decode.prefill_many(params, *asked, policies, capacity=CAPACITY, fetch="device_put")
         results[name] = {"weights": held(params.weights), "policies": {}}
         for policy, (_, state) in zip(POLICIES, made, strict=True):
             found = {"held": held((state.layers, state.shared, state.fitted)), "splits": dict(splits(state))}
@@ -114,3 +127,60 @@ def measure() -> dict[str, Any]:
                 found["sent"] = exchanged(params, state)
             results[name]["policies"][policy] = found
     return results
+
+
+# A step from shapes alone
+
+
+MIDDLE = dataclasses.replace(
+    TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32, vocab_size=512, context=8192
+)
+CONTEXT, NEW, BATCH, SP, TP = 4096, 64, 3, 2, 2
+BUDGET = {"budget": 512, "outlier_chunks": 8}
+MIDDLE_POLICIES = {
+    "full": Full(),
+    "shadowkv": ShadowKV(rank=64, **BUDGET),
+    "packed": with_settings(ShadowKV.packed(), BUDGET | {"keys.bits": None, "keys.profile": (32, 64, 32)}),
+}
+
+
+def abstract(policy: Policy, mesh: Mesh) -> KVState:
+    """The global state of a mesh, with ShapeDtypeStructs that have shardings in place of arrays."""
+    shards = Shards(mesh)
+    specs = cache_specs(MIDDLE, policy, BATCH, CONTEXT + NEW, CONTEXT, "float32", "resident")
+    state = abstract_of(on_backend(tuple(local_spec(spec, shards) for spec in specs), "gpu"), policy)
+
+    def whole(leaf: Any, split: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008
+        shape = whole_shape(shards, split, leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, split))
+
+    layers = zip(state.layers, state.specs, strict=True)
+    everywhere = {name: jax.tree.map(whole, getattr(state, name)) for name in ("lengths", "last", "counters")}
+    return state.replace(
+        layers=tuple(jax.tree.map(whole, layer, layer_splits(spec)) for layer, spec in layers), **everywhere
+    )
+
+
+def step_memory(config: ModelConfig, weights: Any, state: KVState) -> tuple[int, int]:
+    """The bytes that XLA takes for the arguments and for the temporaries of a step from shapes alone."""
+    reads, writes = state.split()
+    program = jax.jit(
+        lambda weights, reads, writes, tokens, new: step_writes(weights, config, tokens, new, reads, writes),
+        donate_argnums=2,
+        keep_unused=True,  # a step does not read the quantizers' steps, which later keys are coded with
+    )
+    tokens, new = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32), jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    needed = program.lower(weights, reads, writes, tokens, new).compile().memory_analysis()
+    return needed.argument_size_in_bytes, needed.temp_size_in_bytes
+
+
+def compile_all() -> dict[str, tuple[int, int]]:
+    """`step_memory` of each policy on one device of four."""
+    mesh = mesh_of(1, SP, TP)
+    weights = {
+        path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding_of(mesh, path, leaf.shape))
+        for path, leaf in traverse_util.flatten_dict(abstract_weights(MIDDLE), sep="/").items()
+    }
+    tree = traverse_util.unflatten_dict(weights, sep="/")
+    resolved = {name: policy.resolve(MIDDLE, CONTEXT + NEW) for name, policy in MIDDLE_POLICIES.items()}
+    return {name: step_memory(MIDDLE, tree, abstract(policy, mesh)) for name, policy in resolved.items()}

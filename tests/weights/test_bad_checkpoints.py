@@ -182,9 +182,6 @@ def test_bad_arguments_are_refused(tmp_path, request, params, kind):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-# Manifests
-
-
 def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
@@ -265,9 +262,6 @@ def test_weights_that_the_manifest_does_not_name(converted, tmp_path):
         with pytest.raises(CheckpointError, match="written or copied in part"):
             load(converted)
         refused(converted, tmp_path / "out", CheckpointError, ("written or copied in part",))
-
-
-# Checkpoints
 
 
 Q0, EMBED, W = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.safetensors"

