@@ -26,10 +26,12 @@ BAD = [
     (["--api-key-file", "no.keys"], "no.keys must be a readable UTF-8 file of API keys"),
     (["--api-key-file", "empty"], "empty must have at least one API key in it, got none"),
     (["--library", "empty"], "--library must be a directory, got the file empty"),
-    (
-        ["--host", "300.0.0.1", "--api-key-file", "keys"],
-        "must name a free address, got 300.0.0.1 and 8000",
-    ),
+    (["--host", "300.0.0.1", "--api-key-file", "keys"], "must name a free address, got 300.0.0.1 and 8000"),
+    (["--host", "0.0.0.0"], "address of this machine alone in a server without keys, got 0.0.0.0"),
+    (["--host", "::"], "address of this machine alone in a server without keys, got ::"),
+    (["--host", "box.lan"], "address of this machine alone in a server without keys, got box.lan"),
+    (["--host", "300.0.0.1", "--insecure"], "must name a free address, got 300.0.0.1 and 8000"),
+    (["--allowed-host", "http://a"], "allowed_hosts must be names or addresses without a port, got 'http://a'"),
 ]
 
 

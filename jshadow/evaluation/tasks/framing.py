@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jshadow.engine.text import special_tokens
 from jshadow.ops.buckets import round_up
 
 HEAD = "Read this text, then answer a question about it.\n\n"
@@ -121,6 +120,8 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 @functools.lru_cache(maxsize=8)
 def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
     """The token ids of each special token's text as plain text."""
+    from jshadow.engine.text import special_tokens  # which imports JAX
+
     names, backend = list(special_tokens(tokenizer)), getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {name: tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True) for name in names}
