@@ -1,5 +1,6 @@
 """Checks of a speculation, before anything runs."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,12 +85,17 @@ def limits(state: KVState, reached: Array) -> Array:
     if not isinstance(state.lengths, jax.ShapeDtypeStruct):
         return earliest(state, reached)
 
-    def of_zeros(reached: Array) -> Array:
-        # The compiler removes the arrays that `earliest` does not read, so the caches are not allocated.
-        return earliest(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state), reached)
+    leaves, tree = jax.tree.flatten(state)
+    return _limits_of_zeros((tree, tuple(leaves)), reached)
 
-    result: Array = jax.jit(of_zeros)(reached)
-    return result
+
+@functools.partial(jax.jit, static_argnums=0)
+def _limits_of_zeros(abstract: tuple[Any, tuple[Any, ...]], reached: Array) -> Array:
+    """Return `earliest` of a state of zeros. `abstract` is the tree of the state and its ShapeDtypeStructs."""
+    tree, leaves = abstract
+    # The compiler removes the arrays that `earliest` does not read, so the caches are not allocated.
+    zeros = jax.tree.unflatten(tree, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
+    return earliest(zeros, reached)
 
 
 def can_rewind(state: KVState) -> bool:
