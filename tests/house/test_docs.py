@@ -186,7 +186,6 @@ def test_packed_bytes_are_the_planner_s():
     kinds = [parse_policy("shadowkv", []).paper(), *(POLICIES["shadowkv"].packed(small=small) for small in (0, 1))]
     for tokens in (4096, 32768, 131072):
         capacity = min(tokens + 64, config.context)
-        capacity = min(tokens + 64, config.context)
         places = {"capacity": capacity, "prompt": capacity - 64, "fetch": "device_put"}
         sizes = [footprint(config, kind, **places)["device_bytes"] for kind in kinds]
         row = f"| {tokens:,} tokens | {sizes[1] / sizes[0]:.2f} | {sizes[2] / sizes[0]:.2f} |"

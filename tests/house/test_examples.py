@@ -30,7 +30,7 @@ RUNS = [
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a script in an empty folder. Returns what it prints."""
+    """Runs a script. Returns what it prints."""
 
     def run(name, *arguments):
         path = REPO / "examples" / f"{name}.py"
@@ -38,7 +38,6 @@ def run(tmp_path, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return run
 
@@ -51,7 +50,8 @@ def test_every_script_is_run_and_short():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "expected", "_"), RUNS)
-def test_it_runs_on_a_tiny_model(name, arguments, expected, _, run, tmp_path):
+def test_it_runs_on_a_tiny_model(name, arguments, expected, _, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "document.txt").write_text("A bridge and a ferry. " * 10)
     roomy = dataclasses.replace(byte_models.CONFIG, context=1024)
     jshadow.save(dataclasses.replace(byte_models.PARAMS, config=roomy), tmp_path / "tiny")

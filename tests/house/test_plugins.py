@@ -22,6 +22,11 @@ from jshadow.evaluation.speed import timing
 from jshadow.policies import POLICIES, find_policy, parse_policy, split_policy
 from jshadow.policies.settings import policy_settings
 
+PAGE = (REPO / "docs" / "add_a_policy.md").read_text()
+*FILES, SNIPPET = sorted(
+    re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), key=lambda it: "@register" not in it
+)
+BLOCKS = {re.findall(r'^    name = "(\w+)"$', block, flags=re.MULTILINE)[0]: block for block in FILES}
 # Keeps the newest tokens; what comes in place of the marks makes it bad in one way each.
 GOOD = """
 import dataclasses
@@ -74,6 +79,9 @@ BREAKS_DOWN = NO_LOSSLESS.replace("jnp.zeros_like(prompt.lengths)", "prompt.leng
 
 @pytest.fixture
 def folder(tmp_path: Path):
+    """The working directory, with the files of the page."""
+    for name, block in BLOCKS.items():
+        (tmp_path / f"{name}.py").write_text(block)
     with strangers(tmp_path):
         yield tmp_path
 
@@ -242,11 +250,6 @@ print(jshadow.__file__, style.look_of("newest")["color"])
     assert done.stdout.startswith(str(tmp_path))
 
 
-PAGE = (REPO / "docs" / "add_a_policy.md").read_text()
-*FILES, SNIPPET = sorted(
-    re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), key=lambda it: "@register" not in it
-)
-BLOCKS = {re.findall(r'^    name = "(\w+)"$', block, flags=re.MULTILINE)[0]: block for block in FILES}
 PLACES = {"key_norms": "key_norms:KeyNorms", "page_maxima": "page_maxima:PageMaxima"}
 CHOSEN = {"key_norms": "kept=40", "page_maxima": "budget=32"}
 MOST_LINES = 60
@@ -254,15 +257,6 @@ UNCLAIMED = {
     "key_norms": {"fetch_modes_agree", "steps_leave_the_host_alone"},
     "page_maxima": {"one_program_without_host_rows"},
 }
-
-
-@pytest.fixture
-def page_folder(tmp_path: Path):
-    """The files of the page, in the working directory."""
-    for name, block in BLOCKS.items():
-        (tmp_path / f"{name}.py").write_text(block)
-    with strangers(tmp_path):
-        yield tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +277,7 @@ def test_the_page_has_two_small_whole_files():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
-def test_they_keep_every_law(name, page_folder):
+def test_they_keep_every_law(name, folder):
     outcomes = list(run_laws(subject_of(find_policy(PLACES[name]))))
     assert [outcome.law.name for outcome in outcomes] == list(LAWS)
     assert not [str(broken) for outcome in outcomes for broken in outcome.broken]
@@ -293,11 +287,11 @@ def test_they_keep_every_law(name, page_folder):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_command_works_from_the_folder(page_folder, capsys):
+def test_the_command_works_from_the_folder(folder, capsys):
     """And the page's snippet runs there."""
     env = os.environ | {"PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "jshadow", "laws", "key_norms:KeyNorms", "--law", "consumed_state_says_so"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=page_folder, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     assert re.match(r"ok +consumed_state_says_so \(1 case, [\d.]+ s\)\nkey_norms: 1 law kept", done.stdout)
     exec(compile(SNIPPET, "docs/add_a_policy.md", "exec"), {"KeyNorms": find_policy(PLACES["key_norms"])})
@@ -310,7 +304,7 @@ def shown(words, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_plan_and_the_table_of_policies_take_them(checkpoint, page_folder, capsys):
+def test_plan_and_the_table_of_policies_take_them(checkpoint, folder, capsys):
     sizes = [checkpoint, "--context", "300"]
     for name, setting in CHOSEN.items():
         [plan, *_] = shown(["plan", *sizes, "--policy", PLACES[name], "--set", setting], capsys)["plans"]
@@ -319,7 +313,7 @@ def test_plan_and_the_table_of_policies_take_them(checkpoint, page_folder, capsy
 
 
 @pytest.mark.slow
-def test_eval_draws_them(checkpoint, page_folder, capsys):
+def test_eval_draws_them(checkpoint, folder, capsys):
     """Both are in the results at their share, and in the picture in colors of their own."""
     arguments = ["eval", checkpoint, "--tasks", "agreement", "--lengths", "200", "--samples", "1", "--dtype", "float32"]
     arguments += ["--policies", ",".join(PLACES.values()), "--shares", "0.6", "--out", "results"]
@@ -328,27 +322,26 @@ def test_eval_draws_them(checkpoint, page_folder, capsys):
     figure = plot_memory(rows, measure="kl")
     colors = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
     assert {style.look_of(name)["color"] for name in PLACES} <= colors
-    assert (page_folder / "results" / "memory_kl.png").exists()
+    assert (folder / "results" / "memory_kl.png").exists()
 
 
 @pytest.mark.slow
-def test_bench(page_folder, capsys, monkeypatch):
+def test_bench(folder, capsys, monkeypatch):
     monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))  # small ceilings
     arguments = ["bench", "layer", "--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-    arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident", "--json"]
     arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident"]
     assert "key_norms" in {row["policy"] for row in shown(arguments, capsys)["results"]}
 
 
-def test_an_installed_package_is_found_by_name(page_folder):
+def test_an_installed_package_is_found_by_name(folder):
     """The page's entry points, as an installer writes them down beside a package."""
     [text] = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     points = tomllib.loads(text)["project"]["entry-points"]["jshadow.policies"]
     assert points == PLACES
-    info = page_folder / "my_policies-0.1.dist-info"
+    info = folder / "my_policies-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policies\nVersion: 0.1\n")
     lines = [f"{name} = {place}" for name, place in points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[jshadow.policies]", *lines, ""]))
-    sys.path.insert(0, str(page_folder))
+    sys.path.insert(0, str(folder))
     assert find_policy("page_maxima").name == "page_maxima"

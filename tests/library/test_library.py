@@ -7,7 +7,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from small_state import equal
+from small_state import SMALL, equal
 
 from jshadow import generate, load_state
 from jshadow.engine.saved import file as saved_file
@@ -16,6 +16,7 @@ from jshadow.engine.saved.leaves import bare, cache_fills, places
 from jshadow.errors import CapacityError, CheckpointError, ConfigError
 from jshadow.library import TierLimits
 from jshadow.library.memory import to_device, to_host
+from jshadow.weights.params import init_params
 
 
 def test_a_document_is_read_once_and_found_after_a_restart(opened, text, monkeypatch):
@@ -158,7 +159,8 @@ def test_the_disk_limit(opened, text, state_of):
     key, state = opened().add(text(1)).key, state_of(2)
     taken = opened().files.directory.used()
     library = opened(limits={"disk": taken + 100, **NOTHING})
-    other = opened(capacity=39, limits={"disk": taken + 100})  # files of all libraries in the directory count
+    # Files of all libraries in the directory count.
+    other = opened(params=init_params(SMALL, seed=1), limits={"disk": taken + 100})
     before, first = files_below(library), library.load(key)
     message = rf"limits\.disk={taken + 100} bytes must hold the state, got a state of \d+ bytes beside {taken} bytes"
     for add in (
@@ -205,6 +207,7 @@ def test_a_state_that_leaves_memory_for_a_full_disk_is_forgotten(opened, text, s
     first, second = (library.store(text(seed), states[seed - 1], durable=False) for seed in (1, 2))
     library.catalog.wait(first)
     assert tiers_of(library) == {second: "host"}
+    assert library.documents()[0].bytes == size.total
     with pytest.raises(CheckpointError, match="there is no such file"):
         library.load(first)
     end()

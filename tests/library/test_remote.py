@@ -264,3 +264,5 @@ def test_a_state_that_is_put_during_a_look_stays(opened, text, store, monkeypatc
     monkeypatch.setattr(remote_module.Remote, "keys", listing)
     library.look()
     assert [found.key for found in library.documents()] == keys
+    library.look()
+    assert [found.key for found in library.documents()] == keys
