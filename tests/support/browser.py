@@ -1,6 +1,5 @@
 """Headless Chromium for tests of the page, over the DevTools protocol in pipes: JSON messages that end with a zero."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -10,18 +9,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+
+from server_cases import until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Chromium reads from descriptor 3 and writes to 4. The pipes have other numbers here, so a process between sets them.
 LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu"),
-    *("--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"),
-)
-KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Space": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, "")}
+FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run", "hide-scrollbars")
 
 
 def chromium():
@@ -41,16 +37,12 @@ def tab(url, *, width=1200, height=800, dark=False):
                 os.close(side)
             theirs.append(pipe[end])
             ours.append(pipe[1 - end])
-        arguments = [*FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *map(str, theirs), chromium(), *arguments],
-            pass_fds=theirs,
-            stderr=subprocess.DEVNULL,
-        )
+            stack.callback(os.close, pipe[1 - end])
+        arguments = [f"--{flag}" for flag in (*FLAGS, "remote-debugging-pipe", f"user-data-dir={profile}")]
+        command = [sys.executable, "-c", LAUNCH, *map(str, theirs), chromium(), *arguments]
+        process = subprocess.Popen(command, pass_fds=theirs, stderr=subprocess.DEVNULL)
         for side in theirs:
             os.close(side)
-        for side in ours:
-            stack.callback(os.close, side)
         try:
             made = Tab(*ours)
             made.open(url, width, height, dark)
@@ -76,7 +68,8 @@ class Tab:
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "DOM", "Accessibility"):
             self.call(f"{domain}.enable")
-        self.resize(width, height)
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **sizes)
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=media)
         self.call("Page.navigate", url=url)
@@ -90,7 +83,11 @@ class Tab:
             message["sessionId"] = self.session
         os.write(self.write, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self.number:
-            self._note(answer)
+            details = answer.get("params", {})
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.problems.append(details["exceptionDetails"])
+            if answer.get("method") == "Log.entryAdded" and details["entry"]["level"] == "error":
+                self.problems.append(details["entry"])
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
@@ -103,29 +100,23 @@ class Tab:
         message, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(message)
 
-    def _note(self, event):
-        details = event.get("params", {})
-        if event.get("method") == "Runtime.exceptionThrown":
-            self.problems.append(details["exceptionDetails"])
-        if event.get("method") == "Log.entryAdded" and details["entry"]["level"] == "error":
-            self.problems.append(details["entry"])
-
-    def resize(self, width, height):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
     def run(self, script):
         """The value of a script's last expression. A promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, script, seconds=60.0):
-        """Wait until a script's value is true, and return it."""
-        end = time.monotonic() + seconds
-        while not (value := self.run(script)):
-            assert time.monotonic() < end, (script, self.run("document.body.innerText"))
-            time.sleep(0.02)
-        return value
+    def wait(self, *scripts):
+        """Wait until the value of each script is true, one after the other."""
+        for script in scripts:
+            try:
+                until(lambda script=script: self.run(script), 60)
+            except AssertionError:
+                raise AssertionError(script, self.run("document.body.innerText")) from None
+
+    def of(self, name, expression):
+        """The value of an expression of the element with an id, such as "hidden"."""
+        return self.run(f"document.getElementById('{name}').{expression}")
 
     def text(self, selector):
         """The text of the first element of a CSS selector."""
@@ -134,33 +125,23 @@ class Tab:
     def click(self, selector):
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def press(self, key, modifiers=0):
-        """Press a key. `modifiers` 8 is Shift."""
-        code, text = KEYS[key]
-        event = {"key": text if key == "Space" else key, "code": key, "windowsVirtualKeyCode": code}
-        event["modifiers"] = modifiers
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+    def enter(self, name, text):
+        """Type text into the field with an id, and press Enter."""
+        self.of(name, "focus()")
+        self.call("Input.insertText", text=text)
+        event = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text="\r", **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def type(self, text):
-        self.call("Input.insertText", text=text)
-
-    def choose_files(self, selector, *paths):
-        """Choose files, as a person does in the dialog of a file input."""
+    def choose_file(self, selector, path):
+        """Choose a file, as a person does in the dialog of a file input."""
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
     def names(self):
-        """The role and the accessible name of everything that takes the focus."""
-        nodes = self.call("Accessibility.getFullAXTree")["nodes"]
-        named = []
-        for node in nodes:
+        """The accessible name of everything that takes the focus."""
+        for node in self.call("Accessibility.getFullAXTree")["nodes"]:
             focusable = any(one["name"] == "focusable" and one["value"]["value"] for one in node.get("properties", []))
             if focusable and not node["ignored"]:
-                named.append((node["role"]["value"], node.get("name", {}).get("value", "")))
-        return named
-
-    def screenshot(self, path):
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=False)["data"]
-        path.write_bytes(base64.b64decode(data))
+                yield node.get("name", {}).get("value", "")

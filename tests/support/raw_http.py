@@ -1,10 +1,16 @@
-"""Clients over plain sockets. This file imports little, because processes of their own run them."""
+"""Clients over plain sockets. This file imports little, because processes of their own run them.
+
+Many of them at a server read, leave, are slow, or hold their connections.
+"""
 
 import asyncio
 import contextlib
 import json
+import random
+from collections import Counter
 
 NAME = "tiny"  # the model of server_cases
+WAYS = ("whole", "stream", "leave", "leave stream", "slow")
 
 
 def message(path, body=None, *, method=None, headers=""):
@@ -59,3 +65,46 @@ async def ask(address, data):
         writer.write(data)
         await writer.drain()
         return await read_answer(reader)
+
+
+def asked(address, data):
+    return asyncio.run(ask(address, data))
+
+
+async def one_way(address, seed):
+    """Send one request in one of the ways, by its number. Returns the way and the status, or the way and 0."""
+    way, rng = WAYS[seed % len(WAYS)], random.Random(seed)
+    stream = way not in ("whole", "leave")
+    data = completion(prompt="x" * rng.randint(1, 12), max_tokens=rng.randint(1, 8), seed=seed, stream=stream)
+    async with connected(address) as (reader, writer):
+        writer.write(data)
+        if way == "leave":
+            await asyncio.sleep(rng.random() * 0.05)
+            writer.transport.abort()
+            return way, 0
+        if way == "leave stream":
+            status, _ = await read_head(reader)
+            writer.transport.abort()
+            return way, 0 if status == 200 else status
+        if way == "slow":
+            await asyncio.sleep(rng.random() * 0.1)
+        status, body = await read_answer(reader)
+        if stream and status == 200:
+            assert body.endswith(b"data: [DONE]\n\n"), body
+        return way, status
+
+
+async def mixed(address, seeds, at_once):
+    found, left = Counter(), iter(seeds)
+
+    async def client():
+        for seed in left:
+            found[await one_way(address, seed)] += 1
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return found
+
+
+def load(address, seeds, at_once):
+    """Send the requests of `seeds`, so many at once. Returns the number of requests by way and status."""
+    return asyncio.run(mixed(address, seeds, at_once))

@@ -1,14 +1,12 @@
 """What the tests of serving share: one model, two classes of rows, and options. So all files share compiled programs.
 
-The first test that needs some of these pays for them, and may take more than two seconds. Rows of the short class are
-dense.
-
-The engine's tests call `run_once` themselves. The servers of server_cases.py have the same engine in a thread. Prompts
-in the class of long ones have 65 to 128 tokens where `generate` answers them too, because it rounds their lengths up
-to 64 or 128.
+Rows of the short class are dense. The engine's tests call `run_once` themselves. The servers of server_cases.py have
+the same engine in a thread. Prompts in the class of long ones have 65 to 128 tokens where `generate` answers them too,
+because it rounds their lengths up to 64 or 128.
 """
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +18,20 @@ import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Engine, EngineOptions, Request, RowClass
+from jshadow.serving.groups import Group
 
 END = 256  # the end token
 PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(END,)))  # answers may end
 CLASSES = (RowClass(32, 16, 4), RowClass(320, 64, 4))
-PLAIN = EngineOptions(prefill_chunk=32, turn_chunk=16)
-THREADED = dataclasses.replace(PLAIN, penalties=True, bias_limit=8, grammar=True, logprobs=True)
-SYNC = dataclasses.replace(THREADED, threaded=False)
+OPTIONS = EngineOptions(
+    prefill_chunk=32, turn_chunk=16, penalties=True, bias_limit=8, grammar=True, logprobs=True, threaded=False
+)
 WARM = RowSettings(Sampler(1.2, top_k=40, top_p=0.95), seed=11)
 
 
-def engine_of(classes=CLASSES, options=SYNC, **settings):
-    return Engine(PARAMS, SHADOW, classes=classes, options=options, **settings)
+def engine_of(params=PARAMS, policy=SHADOW, *, classes=CLASSES, library=None, limits=None, **options):
+    options = dataclasses.replace(OPTIONS, **options)
+    return Engine(params, policy, classes=classes, library=library, limits=limits, options=options)
 
 
 def prompt_of(length, seed=0):
@@ -41,6 +41,18 @@ def prompt_of(length, seed=0):
 def run(engine):
     while engine.run_once():
         pass
+
+
+def finish(engine):
+    """Run an engine to its end. A turn without work waits for the threads that read files."""
+    while engine.run_once() or engine.report().waiting:
+        time.sleep(0)
+
+
+def until_answered(engine, answer, pieces=1):
+    """Run an engine until an answer has so many pieces."""
+    while len(answer._pieces) < pieces:
+        assert engine.run_once()
 
 
 def answers_of(engine, requests):
@@ -66,20 +78,16 @@ def random_requests(count, seed):
     ]
 
 
+def class_of(prompt, new):
+    """The class of rows that a request takes."""
+    return next(one for one in CLASSES if one.prompt >= prompt and one.room >= new)
+
+
 def offline(request):
     """What `generate` answers at the capacity of the request's class."""
-    count, new = len(request.prompt), request.max_new_tokens
-    one = next(one for one in CLASSES if one.prompt >= count and one.room >= new)
-    return jshadow.generate(
-        PARAMS,
-        request.prompt,
-        SHADOW,
-        max_new_tokens=new,
-        sampler=request.settings.sampler,
-        seed=request.settings.seed,
-        stop=request.stop,
-        capacity=one.capacity,
-    )
+    ids, new, settings = request.prompt, request.max_new_tokens, request.settings
+    draw = {"sampler": settings.sampler, "seed": settings.seed, "stop": request.stop}
+    return jshadow.generate(PARAMS, ids, SHADOW, max_new_tokens=new, capacity=class_of(len(ids), new).capacity, **draw)
 
 
 def poison(group, slot):
@@ -100,3 +108,15 @@ def poison(group, slot):
         else:
             state = state.with_row_trees(jax.tree.map(fill, state.row_trees()))
         group.pool = group.pool._replace(state=state, rows=jax.tree.map(fill, rows))
+
+
+def poison_what_is_released(monkeypatch):
+    """Fill all free rows of a group with NaN, whenever one of its rows is freed."""
+    release = Group.release
+
+    def release_and_poison(group, slot):
+        release(group, slot)
+        for free in np.flatnonzero([job is None for job in group.jobs]):
+            poison(group, free)
+
+    monkeypatch.setattr(Group, "release", release_and_poison)

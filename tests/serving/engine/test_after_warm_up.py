@@ -4,12 +4,10 @@ One worker runs its cases in their order. A case needs only the programs to be f
 The earlier cases of this file compile nothing after their warm-up.
 """
 
-import time
-
 import jax
 import numpy as np
 import pytest
-from serving_cases import CLASSES, PARAMS, SHADOW, answers_of, engine_of, prompt_of, random_requests
+from serving_cases import CLASSES, PARAMS, SHADOW, answers_of, engine_of, finish, prompt_of, random_requests
 
 import jshadow
 from jshadow.engine.report import CompileClock
@@ -26,15 +24,14 @@ def forgotten():
     jax.clear_caches()
 
 
-# Over two seconds, because it compiles what the other tests of serving use.
-@pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.slow)])
-def test_requests_compile_nothing(count):
+def test_requests_compile_nothing():
+    """It takes over two seconds, because it compiles what the other tests of serving use."""
     warm = engine_of()
     warm.warm()
     before = CompileClock.programs
-    answers_of(warm, random_requests(count, seed=3))
+    answers_of(warm, random_requests(12, seed=3))
     assert CompileClock.programs == before
-    assert warm.report().counts.finished == count + 2
+    assert warm.report().counts.finished == 14
 
 
 @pytest.mark.slow
@@ -51,22 +48,16 @@ def test_questions_on_any_document_compile_nothing(tmp_path):
         library.add(documents[3])
         engine = engine_of(library=library)
         engine.warm()
-        compiled, rng, answers = CompileClock.programs, np.random.default_rng(count), []
+        compiled, rng, answers, rooms = CompileClock.programs, np.random.default_rng(count), [], set()
         for index in range(count):
             question = int(rng.integers(1, 20))
             new, ids = int(rng.integers(1, (25 if index % 2 else 65) - question)), prompt_of(question, index)
             settings = RowSettings(Sampler(float(rng.uniform(0.3, 2))), seed=int(rng.integers(-(1 << 40), 1 << 40)))
-            document = [*documents, []][index % 5]
-            answers.append(engine.submit(Request([*document, *ids], new, settings)))
+            answers.append(engine.submit(Request([*[*documents, []][index % 5], *ids], new, settings)))
             if index % 3 == 0:
                 finish(engine)
+                rooms |= {group.plan.row_class.room for group in engine._loop.groups if group.base is not None}
         finish(engine)
         assert CompileClock.programs == compiled
-        stored = {answer.result(0).report.stored_tokens for answer in answers}
-        assert stored == {0, *lengths}
-
-
-def finish(engine):
-    """Run an engine to its end. A turn without work waits for the threads that read files."""
-    while engine.run_once() or engine.report().waiting:
-        time.sleep(0)
+        assert {answer.result(0).report.stored_tokens for answer in answers} == {0, *lengths}
+        assert rooms == {one.room for one in CLASSES}

@@ -2,54 +2,77 @@
 
 import concurrent.futures
 import dataclasses
-import time
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from serving_cases import CLASSES, PARAMS, SHADOW, SYNC, WARM, answers_of, engine_of, offline, poison, prompt_of, run
+from serving_cases import (
+    CLASSES,
+    OPTIONS,
+    PARAMS,
+    SHADOW,
+    WARM,
+    answers_of,
+    engine_of,
+    finish,
+    offline,
+    poison,
+    poison_what_is_released,
+    prompt_of,
+    run,
+    until_answered,
+)
 
 import jshadow
+from jshadow import errors
 from jshadow.engine.rows.settings import RowSettings
-from jshadow.errors import CapacityError, CheckpointError, ConfigError, DocumentError, NumericalError, StateMismatch
+from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.policies import Full
-from jshadow.serving import Engine, Request
-from jshadow.serving.groups import Group
+from jshadow.serving import Request
 
 DOCUMENT = prompt_of(96, 5)
-PIECE = SYNC.turn_chunk
+PIECE = OPTIONS.turn_chunk
+
+
+def library_in(folder, policy=SHADOW):
+    return jshadow.Library(folder, PARAMS, policy, capacity=CLASSES[1].capacity)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    with jshadow.Library(tmp_path_factory.mktemp("library"), PARAMS, SHADOW, capacity=CLASSES[1].capacity) as library:
+    with library_in(tmp_path_factory.mktemp("library")) as library:
         library.add(DOCUMENT)
         yield library
 
 
-def on_stored(library, request, count=96):
+@pytest.fixture
+def engine(library):
+    """Its rows are those of the long class, so that all tests share their programs."""
+    return engine_of(library=library, classes=CLASSES[1:])
+
+
+def on_stored(library, request, count=96, room=CLASSES[1].room):
     """The tokens of `generate` on the stored state of the first `count` tokens of a prompt.
 
     A long question is read in other pieces than those of the engine.
     """
     key, question = library.longest(request.prompt[:count]).key, request.prompt[count:]
-    settings, state = request.settings, library.load(key).with_room(CLASSES[1].room)
+    new, settings, state = request.max_new_tokens, request.settings, library.load(key).with_room(room)
     if len(question) > PIECE:
         first = len(question) - PIECE
         padded = np.pad([question[:first]], ((0, 0), (0, PIECE - first)))
         state, question = jshadow.extend(PARAMS, padded, [first], state)[1], question[first:]
-    return jshadow.generate(
-        PARAMS,
-        question,
-        max_new_tokens=request.max_new_tokens,
-        sampler=settings.sampler,
-        seed=settings.seed,
-        state=state,
-    ).tokens
+    draw = {"sampler": settings.sampler, "seed": settings.seed}
+    return jshadow.generate(PARAMS, question, max_new_tokens=new, state=state, **draw).tokens
 
 
-def test_questions_on_a_document_share_its_prompt_half(library):
-    engine = engine_of(library=library)
+def answer_of(engine, *args, **settings):
+    """The result of one request."""
+    return answers_of(engine, [Request(*args, **settings)])[0]
+
+
+def test_questions_on_a_document_share_its_prompt_half(library, engine):
     warm = RowSettings(WARM.sampler, seed=3)
     questions = [
         Request([*DOCUMENT, *prompt_of(length, 7)], 30 - length, settings)
@@ -73,90 +96,56 @@ def test_questions_on_a_document_share_its_prompt_half(library):
     assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, 1)
 
 
-def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, monkeypatch):
-    """All free rows are filled with NaN whenever one is freed, and one active row is."""
-    engine, release = engine_of(library=library), Group.release
-
-    def release_and_poison(group, slot):
-        release(group, slot)
-        for free in np.flatnonzero([job is None for job in group.jobs]):
-            poison(group, free)
-
-    monkeypatch.setattr(Group, "release", release_and_poison)
-    news = (9, 3, 12, 5, 8, 4, 10, 7)
-    requests = [Request([*DOCUMENT, *prompt_of(2, row)], new) for row, new in enumerate(news)]
+def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, engine, monkeypatch):
+    poison_what_is_released(monkeypatch)
+    requests = [Request([*DOCUMENT, *prompt_of(2, row)], new) for row, new in enumerate((9, 3, 12, 5, 8, 4, 10, 7))]
     answers = [engine.submit(request) for request in requests]
     bad = answers[2]
-    while len(bad._pieces) < 2:
-        assert engine.run_once()
+    until_answered(engine, bad, 2)
     group = next(one for one in engine._loop.groups if any(job and job.answer is bad for job in one.jobs))
     poison(group, [job and job.answer for job in group.jobs].index(bad))
     run(engine)
-    with pytest.raises(NumericalError, match="NaN"):
+    with pytest.raises(errors.NumericalError, match="NaN"):
         bad.result(0)
     for request, answer in zip(requests, answers, strict=True):
         assert answer is bad or answer.result(0).tokens == on_stored(library, request)
 
 
-def test_states_are_stored_when_asked(library):
+def test_states_are_stored_when_asked(library, engine):
     """The state at the end of the answer, the last token included, is where the next turn begins."""
-    engine = engine_of(library=library)
-    first = Request(prompt_of(70, 9), 5, store=True)
-    answer = engine.submit(first)
-    run(engine)
-    result = answer.result(0)
+    first = prompt_of(70, 9)
+    result = answer_of(engine, first, 5, store=True)
     assert result.report.not_stored is None
-    held = [*first.prompt, *result.tokens]
-    assert [library.longest(ids).tokens for ids in (first.prompt, held)] == [70, 75]
-    turn = Request([*held, *prompt_of(3, 1)], 6, store=True)
-    follow = engine.submit(turn)
-    run(engine)
-    assert follow.result(0).report.stored_tokens == 75
-    assert follow.result(0).tokens == on_stored(library, turn, 75)
-    assert library.longest([*turn.prompt, *follow.result(0).tokens]).tokens == 75 + 3 + 6
-    one = Request([*held, 5], 1, store=True)  # its only token is the first one, which no step feeds
-    tokens = answers(engine, one)
-    assert library.longest([*one.prompt, *tokens]).tokens == 77
+    held = [*first, *result.tokens]
+    assert [library.longest(ids).tokens for ids in (first, held)] == [70, 75]
+    turn = Request([*held, 7], 6, store=True)
+    [follow] = answers_of(engine, [turn])
+    assert follow.report.stored_tokens == 75
+    # The four tokens that were fed after the prompt leave less room, and so the programs are those of other tests.
+    assert follow.tokens == on_stored(library, turn, 75, CLASSES[1].room - 4)
+    assert library.longest([*turn.prompt, *follow.tokens]).tokens == 75 + 1 + 6
+    one = [*held, 5]
+    tokens = answer_of(engine, one, 1, store=True).tokens  # its only token is the first one, which no step feeds
+    assert library.longest([*one, *tokens]).tokens == 77
+    # A request with a title stores its prompt alone.
+    titled = prompt_of(91, 2)
+    result = answer_of(engine, titled, 1, store=True, title="Harbor")
+    new = library.longest([*titled, *result.tokens])
+    assert new.key == result.report.stored.result(60)
+    assert (new.title, new.ends, new.tokens) == ("Harbor", "document", 91)
+    full = mock.Mock(side_effect=errors.CapacityError("the disk must have at most 1 byte, got 2"))
+    with mock.patch.object(library, "start_store", full):
+        report = answer_of(engine, prompt_of(80, 3), 2, store=True).report
+    assert report.not_stored == "the disk must have at most 1 byte, got 2"
 
 
-def test_a_titled_request_stores_its_prompt_alone(library):
-    engine = engine_of(library=library)
-    before = {stored.key for stored in library.documents()}
-    answer = engine.submit(Request(prompt_of(61, 2), 1, store=True, title="Harbor"))
-    run(engine)
-    key = answer.result(0).report.stored.result(60)
-    [new] = [stored for stored in library.documents() if stored.key not in before]
-    assert (new.key, new.title, new.ends, new.tokens) == (key, "Harbor", "document", 61)
-    with pytest.raises(ConfigError, match="title must be None without store"):
-        Request([3], title="Harbor")
-
-
-def answers(engine, request):
-    answer = engine.submit(request)
-    run(engine)
-    return answer.result(0).tokens
-
-
-def test_a_state_that_cannot_be_stored_is_told(library, monkeypatch):
-    engine = engine_of(library=library)
-
-    def refuse(*_):
-        raise CapacityError("the disk must have at most 1 byte, got 2")
-
-    monkeypatch.setattr(library, "start_store", refuse)
-    answer = engine.submit(Request(prompt_of(80, 3), 2, store=True))
-    run(engine)
-    assert answer.result(0).report.not_stored == "the disk must have at most 1 byte, got 2"
-
-
-def test_a_damaged_state_fails_its_request_and_a_slow_one_holds_up_nobody(library, monkeypatch):
-    engine = engine_of(library=library)
+def test_a_damaged_state_fails_its_request_and_a_slow_one_holds_up_nobody(library, engine, monkeypatch):
     futures = [concurrent.futures.Future() for _ in range(2)]
     waiting = iter(futures)
     monkeypatch.setattr(library, "prepare", lambda key: next(waiting))
     damaged, slow = (engine.submit(Request([*DOCUMENT, token], 2)) for token in (5, 6))
     plain = Request(prompt_of(80, 8), 6)
-    assert answers(engine, plain) == offline(plain).tokens
+    assert answers_of(engine, [plain])[0].tokens == offline(plain).tokens
     assert not slow.done
     futures[0].set_exception(CheckpointError("the file must have its digest, got another"))
     futures[1].set_result(None)
@@ -171,58 +160,60 @@ def test_a_document_without_room_for_the_answer_is_read_anew(library):
     engine = engine_of(library=library)
     request = Request([*DOCUMENT, *prompt_of(60, 2)], 10)
     [other] = answers_of(engine_of(), [request])
-    assert answers(engine, request) == other.tokens
-    assert np.all([plan.document is None for plan in engine.plans])
+    assert answers_of(engine, [request])[0].tokens == other.tokens
+    assert [plan.document for plan in engine.plans] == [None, None]
 
 
-def finish(engine):
-    """Run an engine to its end. A turn without work waits for the threads that read files."""
-    while engine.run_once() or engine.report().waiting:
-        time.sleep(0)
+def damage_file(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
 
 
-@pytest.mark.parametrize("damage", ["deleted", "damaged", "of another library"])
-def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, damage, monkeypatch):
-    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
+def of_another_library(path):
+    folder = path.parents[1] / "foreign"
+    with library_in(folder, Full()) as foreign:
+        foreign.add(DOCUMENT)
+    [other] = [one for one in folder.rglob("*") if one.suffix == path.suffix]
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("lose", "error"),
+    [
+        (lambda path: path.unlink(), CheckpointError),
+        (damage_file, CheckpointError),
+        (of_another_library, errors.StateMismatch),
+    ],
+    ids=["deleted", "damaged", "of another library"],
+)
+def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, lose, error, monkeypatch):
     other = prompt_of(90, 6)  # its length is rounded up to that of DOCUMENT
-    with jshadow.Library(tmp_path, **settings) as before:
+    with library_in(tmp_path) as before:
         for document in (DOCUMENT, other):
             before.add(document)
-    with jshadow.Library(tmp_path, **settings) as library:
-        prepare = library.prepare
+    with library_in(tmp_path) as library:
+        prepare, [path] = library.prepare, tmp_path.rglob(f"{library.longest(DOCUMENT).key}*")
 
         def prepare_later(key):
             """The file is lost after the request has found it."""
-            [path] = tmp_path.rglob(f"{library.longest(DOCUMENT).key}*")
-            if damage == "deleted":
-                path.unlink()
-            elif damage == "damaged":
-                path.write_bytes(path.read_bytes()[:-1] + b"!")
-            else:
-                with jshadow.Library(tmp_path / "foreign", PARAMS, Full(), capacity=CLASSES[1].capacity) as foreign:
-                    foreign.add(DOCUMENT)
-                [foreign_path] = [one for one in (tmp_path / "foreign").rglob("*") if one.suffix == path.suffix]
-                path.write_bytes(foreign_path.read_bytes())
+            lose(path)
             monkeypatch.undo()
             return prepare(key)
 
         monkeypatch.setattr(library, "prepare", prepare_later)
-        engine = engine_of(library=library)
+        engine = engine_of(library=library, classes=CLASSES[1:])
         requests = [Request([*DOCUMENT, 5], 3), Request([*other, 5], 3), Request(prompt_of(70, 4), 3)]
         lost, *good = [engine.submit(request) for request in requests]
         finish(engine)
-        with pytest.raises(StateMismatch if damage == "of another library" else CheckpointError):
+        with pytest.raises(error):
             lost.result(0)
-        assert good[0].result(0).tokens == on_stored(library, good[0].request, 90)
-        assert good[1].result(0).tokens == offline(good[1].request).tokens
-        report = engine.report()
-        assert (report.counts.failed, report.rows_in_use) == (1, 0)
+        assert good[0].result(0).tokens == on_stored(library, requests[1], 90)
+        assert good[1].result(0).tokens == offline(requests[2]).tokens
+        assert (engine.report().counts.failed, engine.report().rows_in_use) == (1, 0)
 
 
-def test_a_read_that_failed_is_tried_again_and_a_damaged_file_is_read_anew(tmp_path, monkeypatch):
-    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
+def test_a_read_that_failed_is_tried_again_and_a_damaged_file_is_read_anew(tmp_path):
     request = Request([*DOCUMENT, 5], 3)
-    with jshadow.Library(tmp_path, **settings) as before:
+    with library_in(tmp_path) as before:
         before.add(DOCUMENT)
 
     def outcome(engine):
@@ -230,20 +221,17 @@ def test_a_read_that_failed_is_tried_again_and_a_damaged_file_is_read_anew(tmp_p
         finish(engine)
         return answer._error or (answer.result(0).tokens, answer.result(0).report.stored_tokens)
 
-    with jshadow.Library(tmp_path, **settings) as library:
-        engine, key = engine_of(library=library), library.longest(DOCUMENT).key
+    with library_in(tmp_path) as library:
+        engine, key = engine_of(library=library, classes=CLASSES[1:]), library.longest(DOCUMENT).key
 
-        def broken(*_):
-            raise CheckpointError("the file cannot be read: Input/output error") from OSError(5, "Input/output error")
-
-        with monkeypatch.context() as disk:
-            disk.setattr(library.files, "read", broken)
+        broken = CheckpointError("the file cannot be read: Input/output error")
+        broken.__cause__ = OSError(5, "Input/output error")
+        with mock.patch.object(library.files, "read", side_effect=broken):
             assert isinstance(outcome(engine), DocumentError)
-        again = outcome(engine)
-        assert again == (on_stored(library, request), len(DOCUMENT))
-    with jshadow.Library(tmp_path, **settings) as library:
-        engine, path = engine_of(library=library), library.files.directory.path(key)
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        assert outcome(engine) == (on_stored(library, request), len(DOCUMENT))
+    with library_in(tmp_path) as library:
+        engine = engine_of(library=library)
+        damage_file(library.files.directory.path(key))
         assert isinstance(outcome(engine), DocumentError)
         assert library.documents()[0].problem
         [whole] = answers_of(engine_of(), [request])
@@ -254,20 +242,16 @@ def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
     """Of the classes that can hold a request, one with that capacity is picked, though a smaller one would do."""
     engine = engine_of(library=library)
     short = Request(prompt_of(9, 4), 2, store=True)
-    result = engine.submit(short)
-    run(engine)
-    assert result.result(0).report.not_stored is None
-    assert library.longest([*short.prompt, *result.result(0).tokens]).tokens == 11
+    [result] = answers_of(engine, [short])
+    assert result.report.not_stored is None
+    assert library.longest([*short.prompt, *result.tokens]).tokens == 11
     small = engine_of(library=library, classes=CLASSES[:1])
-    with pytest.raises(CapacityError, match=r"capacity of the library, 384, got .* the capacity 48 "):
-        small.submit(short)
-    other = engine_of(library=library, options=dataclasses.replace(SYNC, fetch="device_put"))
-    with pytest.raises(ConfigError, match="fetch mode of the library, 'resident', got 'device_put'"):
-        other.submit(short)
-
-
-def test_a_library_must_be_of_the_engine(library):
-    other = dataclasses.replace(PARAMS)
-    for params, policy, match in ((other, SHADOW, "params"), (PARAMS, Full(), "policy of the engine")):
-        with pytest.raises(ConfigError, match=match):
-            Engine(params, policy, classes=CLASSES, library=library)
+    other = engine_of(library=library, fetch="device_put")
+    for call, error, match in (
+        (lambda: small.submit(short), errors.CapacityError, r"capacity of the library, 384, got .* the capacity 48 "),
+        (lambda: other.submit(short), ConfigError, "fetch mode of the library, 'resident', got 'device_put'"),
+        (lambda: engine_of(params=dataclasses.replace(PARAMS), library=library), ConfigError, "params"),
+        (lambda: engine_of(policy=Full(), library=library), ConfigError, "policy of the engine"),
+    ):
+        with pytest.raises(error, match=match):
+            call()

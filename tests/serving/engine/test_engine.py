@@ -1,48 +1,45 @@
-"""The engine against `generate`: the same tokens in every slot and group, and each failure stays in its request.
-
-Also answers while they arrive: pieces of text, and the threads that read them.
-"""
+"""The engine against `generate` and single steps: the same tokens in every slot and group. Each failure is alone."""
 
 import dataclasses
 import itertools
 import threading
 import types
 
+import jax
 import numpy as np
 import pytest
 from serving_cases import (
+    CLASSES,
     END,
-    PLAIN,
-    SYNC,
-    THREADED,
+    OPTIONS,
+    PARAMS,
     WARM,
     answers_of,
     engine_of,
     offline,
     poison,
+    poison_what_is_released,
     prompt_of,
     random_requests,
     run,
+    until_answered,
 )
 
+import jshadow
+from jshadow import errors
+from jshadow.engine.decode import decode_step, prefill
+from jshadow.engine.rows.sampling import draw, pack_mask, row_of
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
-from jshadow.errors import (
-    CapacityError,
-    ConfigError,
-    HostMemoryError,
-    NumericalError,
-    PromptError,
-    QueueFull,
-    RequestCancelled,
-    ServingError,
-)
+from jshadow.errors import CapacityError, ConfigError, PromptError, ServingError
+from jshadow.policies import Full, Loki
 from jshadow.serving import Limits, Request, RowClass
 from jshadow.serving.admission import needed_bytes
-from jshadow.serving.groups import Group
 from jshadow.serving.waiting import WaitingQueue
 
+VOCABULARY = PARAMS.config.vocab_size
 UNEQUAL = [(100, 9), (3, 8), (65, 16), (32, 1), (112, 5), (90, 12)]
+ONE = Request([3], 1)
 
 
 @pytest.fixture
@@ -50,24 +47,19 @@ def engine():
     return engine_of()
 
 
-def test_the_short_class_is_dense_and_the_long_one_is_not(engine):
-    assert [plan.fallback is None for plan in engine.plans] == [False, True]
-
-
 def test_short_prompts_are_read_in_larger_parts(engine):
     """Two layers of 32 tokens are four units, which are one part if the part has tokens enough."""
     for chunk, turns in ((128, 1), (64, 2), (32, 3)):
-        larger = engine_of(options=dataclasses.replace(SYNC, prefill_chunk=chunk))
+        larger = engine_of(prefill_chunk=chunk)
         answers_of(larger, [Request(prompt_of(9), 2)])
         assert larger.report().counts.units == turns
     answers_of(engine, [Request(prompt_of(80), 2)])  # two layers of three pieces with 32 tokens
     assert 4 <= engine.report().counts.units <= 6  # a part may end late by one unit
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(24, marks=pytest.mark.slow)])
-def test_unequal_requests_are_answered_as_generate_does(engine, count):
-    greedy = [dataclasses.replace(one, settings=RowSettings()) for one in random_requests(count - 6, seed=4)]
-    requests = [Request(prompt_of(length), new) for length, new in UNEQUAL] + greedy
+def test_unequal_requests_are_answered_as_generate_does(engine):
+    assert [plan.fallback is None for plan in engine.plans] == [False, True]  # the short class is dense
+    requests = [Request(prompt_of(length), new) for length, new in UNEQUAL]
     for request, got in zip(requests, answers_of(engine, requests), strict=True):
         want = offline(request)
         assert (got.tokens, got.text) == (want.tokens, want.text)
@@ -86,54 +78,22 @@ def test_a_seed_draws_the_same_tokens_in_every_slot_and_group(engine):
     assert engine.report().groups >= 2
 
 
-def test_released_rows_are_never_read(engine, monkeypatch):
-    """All free rows are filled with NaN, whenever one is freed."""
-    release = Group.release
-
-    def release_and_poison(group, slot):
-        release(group, slot)
-        for free in np.flatnonzero([job is None for job in group.jobs]):
-            poison(group, free)
-
-    monkeypatch.setattr(Group, "release", release_and_poison)
-    requests = random_requests(24, seed=1)
-    poisoned = answers_of(engine, requests)
-    monkeypatch.undo()
-    assert [got.tokens for got in poisoned] == [want.tokens for want in answers_of(engine_of(), requests)]
-
-
-def test_a_nan_fails_its_own_row_alone(engine):
-    requests = [Request(prompt_of(length), 16) for length in (90, 91, 92, 93)]
-    answers = [engine.submit(request) for request in requests]
-    while not all(map(list.__len__, (answer._pieces for answer in answers))):
-        engine.run_once()
-    group = next(group for group in engine._loop.groups if group.active.all())
-    poison(group, group.jobs.index(next(job for job in group.jobs if job.answer is answers[1])))
-    run(engine)
-    with pytest.raises(NumericalError, match=r"NaN in those that follow the prompt and [1-9]"):
-        answers[1].result(0)
-    for place in (0, 2, 3):
-        assert answers[place].result(0).tokens == offline(requests[place]).tokens
+def test_released_rows_are_never_read_and_a_nan_fails_its_own_row_alone(engine, monkeypatch):
+    requests, failed = random_requests(24, seed=1), Request(prompt_of(90), 16)
+    with monkeypatch.context() as poisoning:
+        poison_what_is_released(poisoning)
+        bad, *answers = [engine.submit(request) for request in (failed, *requests)]
+        until_answered(engine, bad, 2)
+        group = next(one for one in engine._loop.groups if bad in [job and job.answer for job in one.jobs])
+        poison(group, [job and job.answer for job in group.jobs].index(bad))
+        run(engine)
+    with pytest.raises(errors.NumericalError, match=r"NaN in those that follow the prompt and [1-9]"):
+        bad.result(0)
+    assert [got.result(0).tokens for got in answers] == [want.tokens for want in answers_of(engine_of(), requests)]
     assert engine.report().rows_in_use == 0
 
 
-def test_cancelled_requests_free_their_row_their_prefill_or_their_place(engine):
-    requests = [Request(prompt_of(100, seed), 17) for seed in range(3)]
-    active, reading, waiting = [engine.submit(request) for request in requests]
-    while not active._pieces:
-        engine.run_once()
-    engine.run_once()
-    assert engine._loop.readings[0].job.answer is reading
-    for answer in (active, reading, waiting):
-        engine.cancel(answer)
-    run(engine)
-    for answer in (active, reading, waiting):
-        with pytest.raises(RequestCancelled, match="cancelled"):
-            answer.result(0)
-    report = engine.report()
-    assert (report.rows_in_use, report.waiting, report.reading) == (0, 0, False)
-    engine.cancel(active)  # nothing happens
-    assert answers_of(engine, requests[:1])[0].tokens == offline(requests[0]).tokens
+# The order of requests
 
 
 def test_a_request_that_waits_is_overtaken_for_a_short_time_only():
@@ -144,22 +104,9 @@ def test_a_request_that_waits_is_overtaken_for_a_short_time_only():
     assert [item.name for item in queue] == ["urgent", "soon", "upload", "same", "late"]
 
 
-def test_requests_come_by_priority_and_then_by_arrival(engine):
-    plan = engine.plans[1]
-    one_group = engine_of(limits=Limits(device_bytes=needed_bytes([plan])[0]))
-    order, kept = [], [one_group.submit(Request(prompt_of(100, seed), 20)) for seed in range(4)]
-    requests = [Request(prompt_of(70, place), 2, priority=priority) for place, priority in enumerate((0, 1, 0, 2, 1))]
-    answers = [one_group.submit(request) for request in requests]
-    while one_group.run_once():
-        order += [place for place, answer in enumerate(answers) if answer.done and place not in order]
-    assert order == [3, 1, 4, 0, 2]
-    assert all(answer.result(0).report.generated_tokens == 20 for answer in kept)
-
-
 def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
     long, short = Request(prompt_of(100), 5, WARM, priority=-1), Request(prompt_of(90, 2), 5)
-    plan = engine.plans[1]
-    both = needed_bytes([plan])[0] + plan.bytes.reading
+    both = needed_bytes([engine.plans[1]])[0] + engine.plans[1].bytes.reading
     for limit, first in ((both, short), (both - 1, long)):
         tight = engine_of(limits=Limits(device_bytes=limit))
         answers = [tight.submit(long)]
@@ -168,8 +115,7 @@ def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
         answers.append(tight.submit(short))
         while not any(answer.done for answer in answers):
             tight.run_once()
-        [done] = [answer for answer in answers if answer.done]
-        assert done.request is first
+        assert [answer.request for answer in answers if answer.done] == [first]
         run(tight)
         assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
 
@@ -187,11 +133,10 @@ def test_a_part_is_read_between_two_interruptions(engine):
 
 def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
     """The groups of the long class take all bytes. A short request waits for one of them to be empty."""
-    long, short = engine.plans[1], engine.plans[0]
+    short, long = engine.plans
     small = engine_of(limits=Limits(device_bytes=needed_bytes([long])[0]))
     first = small.submit(Request(prompt_of(100), 4))
-    while not first._pieces:
-        small.run_once()
+    until_answered(small, first)
     waits, later = small.submit(Request(prompt_of(5), 8)), small.submit(Request(prompt_of(100, 1), 4))
     while not waits.done:
         assert not later._pieces
@@ -202,86 +147,94 @@ def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
     assert later.result(0).tokens == offline(later.request).tokens
 
 
-def test_requests_that_can_never_fit_are_refused(engine):
-    for prompt, new in ((321, 1), (3, 65)):
-        with pytest.raises(CapacityError, match=rf"prompt=320 \+ room=64\), got {prompt} \+ {new} tokens"):
-            engine.submit(Request(prompt_of(prompt), new))
-    small = engine_of(limits=Limits(device_bytes=1000))
-    with pytest.raises(CapacityError, match=r"device_bytes=1000 .*, got \d+ and 0 bytes"):
-        small.submit(Request(prompt_of(100), 1))
+# Refusals and failures
+
+
+def even_then_odd(tokens):
+    """Tokens of even and of odd ids in turn."""
+    return np.arange(VOCABULARY) % 2 == len(tokens) % 2
+
+
+def submit(request, **settings):
+    return lambda: engine_of(**settings).submit(request)
+
+
+def biased(bias):
+    return submit(Request([3], 1, RowSettings(logit_bias=bias)), bias_limit=1)
+
+
+REFUSED = [
+    (submit(Request(prompt_of(321), 1)), CapacityError, r"prompt=320 \+ room=64\), got 321 \+ 1 tokens"),
+    (submit(Request(prompt_of(3), 65)), CapacityError, r"prompt=320 \+ room=64\), got 3 \+ 65 tokens"),
+    (
+        submit(Request(prompt_of(100), 1), limits=Limits(device_bytes=1000)),
+        CapacityError,
+        r"device_bytes=1000 .*, got \d+ and 0 bytes",
+    ),
+    (submit(Request([300], 1)), PromptError, "vocab_size=257"),
+    (submit(Request([3], 1, store=True)), ConfigError, "store must be False"),
+    (
+        submit(Request([3], 1, RowSettings(presence_penalty=1.0)), penalties=False),
+        ConfigError,
+        "batch without penalties",
+    ),
+    (biased({3: 1, 4: 1}), ConfigError, "bias_limit=1"),
+    (biased({257: 1}), PromptError, "vocab_size=257"),
+    (submit(Request([3], 1, allowed=even_then_odd), grammar=False), ConfigError, r"options\.grammar"),
+    (submit(Request([3], 1, logprobs=0), logprobs=False), ConfigError, r"options\.logprobs"),
+    (lambda: Request([3], 0), ConfigError, "max_new_tokens"),
+    (lambda: Request([3], priority=True), ConfigError, "priority"),
+    (lambda: Request([3], settings=Sampler()), ConfigError, "settings"),
+    (lambda: Request([3], store=1), ConfigError, "store"),
+    (lambda: Request([3], title="Harbor"), ConfigError, "title must be None without store"),
+    (lambda: Request([3], allowed=[True]), ConfigError, "allowed must be a function"),
+    *(
+        (lambda count=count: Request([3], logprobs=count), ConfigError, "logprobs must be")
+        for count in (-1, 21, True, 2.0)
+    ),
+    (lambda: engine_of(classes=()), ConfigError, "classes"),
+    (lambda: RowClass(3, 0), ConfigError, r"row_class\.room"),
+    (lambda: engine_of(classes=(RowClass(500, 13),)), CapacityError, "context=512"),
+    (lambda: Limits(waiting=0), ConfigError, r"limits\.waiting"),
+    (lambda: engine_of(policy=Full(), fitted={"x": 1}), ConfigError, "fitted"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REFUSED, ids=[match for *_, match in REFUSED])
+def test_what_cannot_be_answered_is_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_a_full_queue_and_requests_of_which_one_is_bad_are_refused_as_a_whole():
     full = engine_of(limits=Limits(waiting=2))
     for _ in range(2):
-        full.submit(Request([5], 1))
-    with pytest.raises(QueueFull, match=r"limits\.waiting=2"):
-        full.submit(Request([5], 1))
+        full.submit(ONE)
+    with pytest.raises(errors.QueueFull, match=r"limits\.waiting=2"):
+        full.submit(ONE)
     run(full)
-    for refused, kind in ((3 * [Request([5], 1)], ConfigError), ([Request([5], 1), Request([], 1)], PromptError)):
+    for refused, kind in (([ONE, ONE, ONE], ConfigError), ([ONE, Request([], 1)], PromptError)):
         with pytest.raises(kind):
             full.submit_all(refused)
         assert full.report().waiting == 0
         assert not full.run_once()
 
 
-def test_bad_arguments_are_refused(engine):
-    with pytest.raises(PromptError, match="vocab_size=257"):
-        engine.submit(Request([300], 1))
-    with pytest.raises(ConfigError, match="store must be False"):
-        engine.submit(Request([3], 1, store=True))
-    for field, value in (("max_new_tokens", 0), ("priority", True), ("settings", Sampler()), ("store", 1)):
-        with pytest.raises(ConfigError, match=field):
-            Request([3], **{field: value})
-    with pytest.raises(ConfigError, match="classes"):
-        engine_of(classes=())
-    with pytest.raises(ConfigError, match=r"row_class\.room"):
-        RowClass(3, 0)
-    with pytest.raises(CapacityError, match="context=512"):
-        engine_of(classes=(RowClass(500, 13),))
-    with pytest.raises(ConfigError, match=r"limits\.waiting"):
-        Limits(waiting=0)
-    with pytest.raises(ConfigError, match="batch without penalties"):
-        engine_of(options=PLAIN).submit(Request([3], 1, RowSettings(presence_penalty=1.0)))
-    biased = engine_of(options=dataclasses.replace(SYNC, bias_limit=1))
-    for bias, error, match in (({3: 1, 4: 1}, ConfigError, "bias_limit=1"), ({257: 1}, PromptError, "vocab_size=257")):
-        with pytest.raises(error, match=match):
-            biased.submit(Request([3], 1, RowSettings(logit_bias=bias)))
-
-
-def test_an_error_of_one_request_does_not_stop_the_others(engine, monkeypatch):
-    programs, begin = engine._loop.programs, engine._loop.programs.begin
-
-    def begin_or_fail(plan, ids):
-        if ids[0] == 99:
-            raise HostMemoryError("host_bytes must be at most 1, got 2")
-        return begin(plan, ids)
-
-    monkeypatch.setattr(programs, "begin", begin_or_fail)
-    bad, good = engine.submit(Request([99, 3], 2)), engine.submit(Request([98, 3], 2))
-    run(engine)
-    with pytest.raises(HostMemoryError):
-        bad.result(0)
-    assert good.result(0).tokens == offline(good.request).tokens
-    assert engine.report().rows_in_use == 0
-
-
-def test_a_failure_of_the_loop_ends_all_answers():
-    broken = engine_of()
-
+def test_a_failure_of_the_loop_ends_all_answers(engine, monkeypatch):
     def fail(*_):
         raise RuntimeError("INTERNAL: the device is lost")
 
-    broken._loop.programs.step = fail
-    answers = [broken.submit(Request(prompt_of(5, seed), 4)) for seed in range(3)]
-    run(broken)
-    for answer in answers:
+    monkeypatch.setattr(engine._loop.programs, "step", fail)
+    answers = [engine.submit(Request(prompt_of(5, seed), 4)) for seed in range(3)]
+    run(engine)
+    for call in (*(lambda answer=answer: answer.result(0) for answer in answers), lambda: engine.submit(ONE)):
         with pytest.raises(ServingError, match="the device is lost"):
-            answer.result(0)
-    assert "the device is lost" in str(broken.failure)
-    with pytest.raises(ServingError, match="the device is lost"):
-        broken.submit(Request([3], 1))
+            call()
+    assert "the device is lost" in str(engine.failure)
 
 
 def test_an_engine_closed_at_once_ends_its_answers():
-    closed = engine_of(options=THREADED)
+    closed = engine_of(threaded=True)
     answers = [closed.submit(Request(prompt_of(100, seed), 16)) for seed in range(4)]
     closed.close(drain=False)
     with pytest.raises(ServingError, match="closed before the answer"):
@@ -291,8 +244,7 @@ def test_an_engine_closed_at_once_ends_its_answers():
 # Answers while they arrive
 
 
-def test_stop_strings_and_pieces_of_text():
-    engine = engine_of()
+def test_stop_strings_and_pieces_of_text(engine):
     free = offline(Request(prompt_of(70, 4), 16, WARM))
     stop = free.text[3:5]
     request = Request(prompt_of(70, 4), 16, WARM, stop=stop)
@@ -301,22 +253,21 @@ def test_stop_strings_and_pieces_of_text():
     busy = engine.report().counts.busy_seconds
     run(engine)
     got, want = answer.result(0), offline(request)
-    assert (got.tokens, got.text) == (want.tokens, want.text)
+    assert (got.tokens, got.text, got.report.finish) == (want.tokens, want.text, "stop")
     count = got.report.generated_tokens
     assert heard == [(place, False) for place in range(1, count + 1)] + [(count, True)]
     assert answer.since(count - 1) == (list(answer)[-1:], True)
     assert engine.report().counts.busy_seconds > busy
     assert engine.failure is None
-    assert got.report.finish == "stop"
     assert "".join(piece.text for piece in answer) == got.text == free.text[: free.text.index(stop)]
     end = Request(prompt_of(70, 4), 16, WARM, stop=free.tokens[2])
     assert answers_of(engine, [end])[0].tokens == offline(end).tokens
 
 
-def test_threads_submit_and_read_at_once():
-    """The engine runs in its own thread; four others submit, stream and cancel."""
+def test_threads_submit_and_read_at_once(engine):
+    """The engine runs in its own thread. Four others submit and stream."""
     requests, got = random_requests(12, seed=2), {}
-    with engine_of(options=THREADED) as threaded:
+    with engine_of(threaded=True) as threaded:
 
         def client(part):
             for place in part:
@@ -334,30 +285,125 @@ def test_threads_submit_and_read_at_once():
         with pytest.raises(TimeoutError):
             late[1].result(0)
     assert all(len(answer.result(0).tokens) == 16 for answer in late)  # they were drained
-    engine = engine_of()
     assert got == {place: answers_of(engine, [request])[0].tokens for place, request in enumerate(requests)}
     with pytest.raises(ServingError, match="closed"):
-        threaded.submit(Request([3], 1))
+        threaded.submit(ONE)
     with pytest.raises(ConfigError, match=r"options\.threaded"):
         threaded.run_once()
 
 
-def test_requests_with_one_prompt_read_it_once():
-    engine, prompt = engine_of(), prompt_of(70, 4)
+def test_requests_with_one_prompt_read_it_once(engine):
+    prompt = prompt_of(70, 4)
     settings = [RowSettings(WARM.sampler, seed) for seed in range(5)]
     requests = [Request(prompt, new, one) for new, one in zip((25, 19, 1, 25, 18), settings, strict=True)]
-    longer, other = Request(prompt, 28, settings[1]), Request(prompt_of(70, 5), 5)
-    parts = engine.report().counts.units
-    answers = [engine.submit(request) for request in (*requests, longer, other)]
-    run(engine)
-    assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
+    requests += [Request(prompt, 28, settings[1]), Request(prompt_of(70, 5), 5)]
+    got = answers_of(engine, requests)
+    assert [one.tokens for one in got] == [offline(request).tokens for request in requests]
+    units = engine.report().counts.units
+    answers_of(engine, [Request(prompt, 1)])
     # Four rows are enough for five answers: that of one token is complete at once. The longer one reads for itself.
-    assert engine.report().counts.units - parts == 3 * units_of(engine, prompt)
+    assert units == 3 * (engine.report().counts.units - units)
 
 
-def units_of(engine, prompt):
-    """The number of turns that the reading of a prompt takes."""
-    before = engine.report().counts.units
-    engine.submit(Request(prompt, 1))
+# Settings, grammars and log-probabilities of a row
+
+
+def even_then_odd_words(tokens):
+    """The bit masks of `even_then_odd`, with bits set past the vocabulary."""
+    words = pack_mask(even_then_odd(tokens))
+    words[-1] |= np.uint32(0xFFFFFFFF << VOCABULARY % 32 & 0xFFFFFFFF)
+    return words
+
+
+def steps(request):
+    """The tokens of one row of the short class, and the logits [V] of single steps from which each is drawn."""
+    row = row_of(request.settings, OPTIONS.parts(PARAMS), prompt=request.prompt)
+    padded = np.pad([request.prompt], ((0, 0), (0, CLASSES[0].prompt - len(request.prompt))))
+    logits, state = prefill(PARAMS, padded, [len(request.prompt)], Full(), capacity=CLASSES[0].capacity)
+    tokens = []
+    while True:
+        if request.allowed is not None:
+            mask = request.allowed(tokens)
+            row = row.replace(allowed=jax.device_put((pack_mask(mask) if mask.dtype == bool else mask)[None]))
+        token, row = draw(*jax.device_put((row, logits), jax.devices()[0]))
+        tokens.append(int(np.asarray(token)[0]))
+        yield tokens[-1], np.asarray(logits)[0]
+        if len(tokens) == request.max_new_tokens or tokens[-1] == END:
+            return
+        logits, state = decode_step(PARAMS, token, state)
+
+
+def step_by_step(request):
+    return [token for token, _ in steps(request)]
+
+
+DRAW = Sampler(1.1)
+REQUESTS = [
+    Request(prompt_of(20), 12, RowSettings(**settings), allowed=allowed)
+    for settings, allowed in (
+        ({}, None),
+        ({"presence_penalty": 2.0, "frequency_penalty": 1.0, "logit_bias": {7: 4.0, 9: 3.0}}, None),
+        ({"sampler": DRAW, "seed": 5, "repetition_penalty": 1.7}, None),
+        ({"logit_bias": {7: 100.0, 9: 99.9}, "frequency_penalty": 0.5}, None),
+        ({"sampler": DRAW, "seed": 6}, even_then_odd),
+        ({}, even_then_odd_words),
+    )
+]
+
+
+def test_each_row_has_its_own_settings(engine):
+    wanted = [step_by_step(request) for request in REQUESTS]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # so each setting has an effect
+    assert [answer.tokens for answer in answers_of(engine, REQUESTS)] == wanted
+    [again] = answers_of(engine, REQUESTS[:1])  # in a row that had a grammar
+    assert again.tokens == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "match"),
+    [
+        (lambda tokens: np.ones(3, bool), r"got bool \[3\]"),
+        (lambda tokens: np.arange(VOCABULARY) >= 0 if not tokens else np.zeros(VOCABULARY, bool), "with 0"),
+        (lambda tokens: np.ones(3, np.uint32), r"or uint32 \[9\] with at least one token, got uint32 \[3\]"),
+        (lambda tokens: np.array([0] * 8 + [2], np.uint32), "with 0 that are not zero"),  # token 257 of 257
+        (lambda tokens: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_bad_grammar_fails_its_own_request(engine, allowed, match):
+    bad, good = engine.submit(Request(prompt_of(20), 5, allowed=allowed)), engine.submit(REQUESTS[0])
     run(engine)
-    return engine.report().counts.units - before
+    with pytest.raises(ConfigError, match=match):
+        bad.result(0)
+    assert good.result(0).tokens == step_by_step(good.request)
+    assert engine.report().rows_in_use == 0
+
+
+def test_logprobs_are_those_of_the_unchanged_logits(engine):
+    warm = Request(prompt_of(20), 12, RowSettings(DRAW, 5, logit_bias={7: 4.0}, repetition_penalty=1.7), logprobs=3)
+    requests = [warm, REQUESTS[0], dataclasses.replace(REQUESTS[-1], logprobs=20), Request([3, 4], 1, logprobs=0)]
+    answers = [engine.submit(request) for request in requests]
+    run(engine)
+    for answer in answers:
+        count = answer.request.logprobs
+        for piece, (token, logits) in zip(answer, steps(answer.request), strict=True):
+            assert piece.token == token
+            assert (piece.logprobs is None) == (count is None)
+            if count is not None:
+                wide = logits.astype(np.float64)
+                expected = wide - np.log(np.exp(wide).sum())
+                np.testing.assert_allclose(piece.logprobs.chosen, expected[token], atol=1e-5)
+                ids = [token for token, _ in piece.logprobs.top]
+                assert ids == np.argsort(-wide, kind="stable")[:count].tolist()
+                np.testing.assert_allclose([value for _, value in piece.logprobs.top], expected[ids], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_policy_with_learned_arrays():
+    policy, settings = Loki(budget=16, columns=6, calibration="offline"), {"capacity": CLASSES[1].capacity}
+    fitted = policy.fit(PARAMS, np.asarray(prompt_of(90, 1)))
+    engine = engine_of(policy=policy, classes=CLASSES[1:], fitted=fitted)
+    assert engine.plans[0].fallback is None
+    requests = [Request(prompt_of(length, 3), 10) for length in (100, 70, 80)]
+    for request, answer in zip(requests, answers_of(engine, requests), strict=True):
+        want = jshadow.generate(PARAMS, request.prompt, policy, max_new_tokens=10, fitted=fitted, **settings)
+        assert answer.tokens == want.tokens

@@ -1,28 +1,192 @@
-"""Slots, groups, the queue, the admission and the tiers of a library, at random, against a plain model of them."""
+"""Slots, groups, the queue, the admission and the tiers of a library, at random, against a plain model of them.
 
+The model and the library are of plain Python. A state is a list of tokens.
+"""
+
+import concurrent.futures
+import dataclasses
+import types
 from unittest import mock
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from few import slow
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from plain_serving import PLANS, STOP, Grammar, PlainLibrary, PlainPrograms, expected, next_token, plan_rows
 
+from jshadow import errors
+from jshadow.engine.sampling import NO_TOKEN
 from jshadow.engine.text import TextStream
-from jshadow.errors import CheckpointError, RequestCancelled, ServingError
+from jshadow.library.shelf import Stored
+from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, TierLimits
+from jshadow.policies import Full
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission, Limits
-from jshadow.serving.classes import fitting, storable
+from jshadow.serving.classes import EngineOptions, GroupBytes, PlannedClass, RowClass, fitting, storable
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
+from jshadow.serving.programs import Pool
 from jshadow.serving.requests import Answer, Request
+
+PLANS = tuple(
+    PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
+    for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
+)
+STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read
+WORDS = 50
+
+
+def next_token(history):
+    """The token after a history. It depends on all of it."""
+    token = hash(tuple(history)) % WORDS
+    return NO_TOKEN if token == NAN else token
+
+
+def expected(request):
+    """The tokens of an answer, and the type of its error."""
+    if request.prompt[0] == FAILS:
+        return [], errors.HostMemoryError
+    tokens = []
+    while len(tokens) < request.max_new_tokens and not {STOP, *(request.stop or ())}.intersection(tokens):
+        if request.allowed is not None and len(tokens) >= request.allowed.most:
+            return tokens, errors.PromptError
+        token = next_token([*request.prompt, *tokens])
+        if token == NO_TOKEN:
+            return tokens, errors.NumericalError
+        tokens.append(token)
+    return tokens, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """It lets all words follow, and fails after so many."""
+
+    most: int
+
+    def __call__(self, tokens):
+        if len(tokens) >= self.most:
+            raise errors.PromptError(f"the grammar must end before {self.most} tokens")
+        return np.ones(WORDS, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainPrefill:
+    ids: list
+    left: int
+    done = property(lambda self: self.left == 0)
+
+
+def begin(plan, ids):
+    if ids[0] == FAILS:
+        raise errors.HostMemoryError("host_bytes must be at most 0, got 1")
+    return PlainPrefill(ids, len(ids))
+
+
+def step(pool, tokens, active):
+    fed = [[*held, int(token)] if on else held for held, token, on in zip(pool.state, tokens, active, strict=True)]
+    logits = np.array([next_token(held) if on else 99 for held, on in zip(fed, active, strict=True)])
+    return logits, pool._replace(state=fed)
+
+
+def insert(pool, slot, state, row):
+    return pool._replace(state=[state if place == slot else held for place, held in enumerate(pool.state)])
+
+
+PROGRAMS = types.SimpleNamespace(
+    options=EngineOptions(turn_chunk=2),
+    parts=types.SimpleNamespace(vocab_size=WORDS),
+    begin=begin,
+    step=step,
+    insert=insert,
+    masked=lambda rows, words: rows,
+    advance=lambda partial: dataclasses.replace(partial, left=partial.left - 1),
+    finish=lambda partial: (next_token(partial.ids), list(partial.ids)),
+    begin_on=lambda plan, base: list(base),
+    extend=lambda state, ids: (next_token([*state, *ids]), [*state, *ids]),
+    row=lambda settings, ids: "row",
+    draw=lambda logits, rows, active=None: (np.atleast_1d(logits), rows),
+    pool=lambda state, plan: Pool([None] * plan.row_class.rows, "rows"),
+    taken=lambda pool, slot, unfed: [*pool.state[slot], *unfed],
+    fork=list,
+    fed=lambda state, unfed: [*state, *unfed],
+)
+
+
+def plan_rows(programs, job, base):
+    """The plan of rows on a document. The prompt half takes a byte for each token."""
+    one = min(job.rooms, key=lambda row_class: row_class.room)
+    sizes = GroupBytes(5 * one.rows, 0, 1, 2, shared_device=len(base))
+    return PlannedClass(RowClass(job.read, one.room, one.rows), Full(), None, "resident", sizes, job.document)
+
+
+def done(result):
+    future = concurrent.futures.Future()
+    future.set_result(result)
+    return future
+
+
+class PlainLibrary:
+    """States in the memory tiers of `jshadow.Library`, and in files that can be lost."""
+
+    capacity, fetch = PLANS[1].row_class.capacity, "resident"
+
+    def __init__(self, device, host):
+        self.recent = []  # the keys in the order of their last use
+        self.files = {}  # the states that have left memory, and those that were stored
+        self.lost, self.ever_lost = set(), False  # the keys of files that cannot be read, and whether there was one
+        self.reads = []  # the futures of files that are read
+        self.tiers = MemoryTiers(TierLimits(device, host), tuple, self.files.__setitem__)
+
+    def longest(self, ids):
+        keys = [key for key in self.recent if list(key) == ids[: len(key)]]
+        return Stored(max(keys, key=len), len(max(keys, key=len)), 0, "disk") if keys else None
+
+    def prepare(self, key):
+        if self.tiers.tier_of(key) is not None:
+            return done(None)
+        self.reads.append(concurrent.futures.Future())
+        return self.reads[-1]
+
+    def load(self, key):
+        held = self.tiers.get(key)
+        if held is None:
+            if key in self.lost:
+                self.ever_lost = True
+                raise errors.CheckpointError("the file must be there, it is gone")
+            self._put(key, list(self.files[key]))
+        self._use(key)
+        return list(key) if held is None else list(held.state)
+
+    def start_store(self, ids, state, **note):
+        assert ids == state
+        key = tuple(ids)
+        self.files[key] = state
+        self.lost.discard(key)
+        self._put(key, state)
+        self._use(key)
+        return done(key)
+
+    def _put(self, key, state):
+        half = len(state) // 2
+        self.tiers.put(key, state, Size(len(state) - half, half))
+
+    def _use(self, key):
+        self.recent = [other for other in self.recent if other != key] + [key]
+
+    def check(self):
+        """The tiers are under their limits, by use, and hold the most recent states that fit."""
+        tiers, limits = self.tiers, self.tiers.limits
+        assert tiers.used(DEVICE) <= limits.device
+        assert tiers.used(HOST) <= limits.host
+        assert list(tiers.held) == [key for key in self.recent if key in tiers.held]
+        sizes = {key: Size(len(key) - len(key) // 2, len(key) // 2) for key in self.recent}
+        for key, held in tiers.held.items():
+            assert tuple(held.state) == key
+            assert held.size == sizes[key]
+            assert isinstance(held.state, tuple) == (held.tier == HOST)
+        if self.recent and tiers.fitting(sizes[self.recent[-1]]) is not None:
+            assert self.recent[-1] in tiers.held
+        assert set(self.files) == set(self.recent)
 
 
 def plain_documents():
@@ -30,17 +194,23 @@ def plain_documents():
     return mock.patch.multiple(documents, plan_rows=plan_rows, commit=lambda state: state)
 
 
+PROMPT = st.lists(st.integers(0, 49), min_size=1, max_size=9)
 # The new tokens of an answer, whether its first token ends it, and after how many tokens its grammar fails.
 TWIN = st.tuples(st.integers(1, 4), st.booleans(), st.none() | st.integers(0, 3))
 
 
-class Serving(RuleBasedStateMachine):
-    @initialize(budget=st.integers(50, 100), device=st.integers(0, 30), host=st.integers(0, 30))
+def stored_beginnings(machine):
+    """The keys of stored states that a question can follow."""
+    return [key for key in machine.library.recent if len(key) < 9]
+
+
+class Serving(stateful.RuleBasedStateMachine):
+    @stateful.initialize(budget=st.integers(50, 100), device=st.integers(0, 30), host=st.integers(0, 30))
     def begin(self, budget, device, host):
         self.plain = plain_documents()
         self.plain.__enter__()
         self.library = PlainLibrary(device, host)
-        self.loop = Loop(PlainPrograms(), Admission(Limits(device_bytes=budget)), self.library)
+        self.loop = Loop(PROGRAMS, Admission(Limits(device_bytes=budget)), self.library)
         self.answers, self.cancelled = [], []
 
     def ask(self, prompt, new, rank, store, stop=(), most=None):
@@ -55,99 +225,87 @@ class Serving(RuleBasedStateMachine):
         self.loop.accept(job)
         self.answers.append(answer)
 
-    @rule(
-        prompt=st.lists(st.integers(0, 49), min_size=1, max_size=9),
-        new=st.integers(1, 6),
-        rank=st.integers(0, 2),
-        store=st.booleans(),
-    )
+    @stateful.rule(prompt=PROMPT, new=st.integers(1, 6), rank=st.integers(0, 2), store=st.booleans())
     def submit(self, prompt, new, rank, store):
         self.ask(prompt, new, rank, store)
 
-    @precondition(lambda self: self.answers)
-    @rule(data=st.data(), new=st.integers(1, 6), rank=st.integers(0, 2), store=st.booleans())
+    @stateful.precondition(lambda self: self.answers)
+    @stateful.rule(data=st.data(), new=st.integers(1, 6), rank=st.integers(0, 2), store=st.booleans())
     def submit_a_prompt_again(self, data, new, rank, store):
         self.ask(data.draw(st.sampled_from(self.answers)).request.prompt, new, rank, store)
 
-    @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
-    @rule(data=st.data(), new=st.integers(1, 4), store=st.booleans())
+    @stateful.precondition(stored_beginnings)
+    @stateful.rule(data=st.data(), new=st.integers(1, 4), store=st.booleans())
     def submit_on_a_stored_beginning(self, data, new, store):
-        key = data.draw(st.sampled_from([key for key in self.library.recent if len(key) < 9]))
+        key = data.draw(st.sampled_from(stored_beginnings(self)))
         more = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=9 - len(key)))
         self.ask([*key, *more], new, 0, store)
 
-    @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
-    @rule(data=st.data(), twins=st.lists(TWIN, min_size=2, max_size=4))
+    @stateful.precondition(stored_beginnings)
+    @stateful.rule(data=st.data(), twins=st.lists(TWIN, min_size=2, max_size=4))
     def submit_twins_on_a_stored_beginning(self, data, twins):
         """The same question again and again. Some answers end with their first token, and some with a grammar."""
-        key = data.draw(st.sampled_from([key for key in self.library.recent if len(key) < 9]))
+        key = data.draw(st.sampled_from(stored_beginnings(self)))
         prompt = [*key, data.draw(st.integers(0, 49))]
         for new, stops, most in twins:
             self.ask(prompt, new, 0, False, (next_token(prompt),) if stops else (), most)
 
-    @precondition(lambda self: self.library.reads)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.library.reads)
+    @stateful.rule(data=st.data())
     def read_a_file(self, data):
         self.library.reads.pop(data.draw(st.integers(0, len(self.library.reads) - 1))).set_result(None)
 
-    @precondition(lambda self: self.library.recent)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.library.recent)
+    @stateful.rule(data=st.data())
     def lose_a_file(self, data):
         self.library.lost.add(data.draw(st.sampled_from(self.library.recent)))
 
-    @precondition(lambda self: self.answers)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.answers)
+    @stateful.rule(data=st.data())
     def cancel(self, data):
         answer = data.draw(st.sampled_from(self.answers))
         if not answer.done:
             self.cancelled.append(answer)
         self.loop.cancel(answer)
 
-    @rule(turns=st.integers(1, 4))
+    @stateful.rule(turns=st.integers(1, 4))
     def turn(self, turns):
         for _ in range(turns):
             self.loop.run_once()
 
-    @invariant()
+    @stateful.invariant()
     def the_bookkeeping_holds(self):
         self.library.check()
         loop = self.loop
-        jobs = [job for group in loop.groups for job in group.jobs if job is not None]
-        everywhere = [*jobs, *loop.waiting]
+        everywhere = [*(job for group in loop.groups for job in group.jobs if job is not None), *loop.waiting]
         assert len({id(job) for job in everywhere}) == len(everywhere)
         assert {id(job.answer) for job in everywhere} == {id(answer) for answer in self.answers if not answer.done}
         reading = [one.job for one in loop.readings]
         assert len(reading) < 2 or reading[0].priority < reading[1].priority
         assert loop.groups.admission.fits([group.plan for group in loop.groups], *[one.plan for one in reading[:-1]])
         for group in loop.groups:
-            waiting = [job for job in group.jobs if job is not None and job in reading]
-            assert group.active.tolist() == [job is not None and job not in waiting for job in group.jobs]
-            for job in group.jobs:
-                assert job is None or job.plan == group.plan
+            assert group.active.tolist() == [job is not None and job not in reading for job in group.jobs]
+            assert all(job is None or job.plan == group.plan for job in group.jobs)
         for answer in self.answers:
             tokens = [token for _, token, _ in answer._pieces]
             assert tokens == expected(answer.request)[0][: len(tokens)]
 
     def teardown(self):
-        self.plain.__exit__(None, None, None)
-        with plain_documents():
-            self.finish()
-
-    def finish(self):
         for future in self.library.reads:
             future.set_result(None)
         turns = 0
         while self.loop.run_once() or len(self.loop.waiting):
             turns += 1
             assert turns < 10_000
+        self.plain.__exit__(None, None, None)
         assert all(group.empty for group in self.loop.groups)
         counts = self.loop.counts
         assert counts.finished + counts.failed + counts.cancelled == len(self.answers)
         assert counts.most_units <= 1
         for answer in self.answers:
             tokens, error = expected(answer.request)
-            error = RequestCancelled if answer in self.cancelled else error
-            if isinstance(answer._error, CheckpointError):
+            error = errors.RequestCancelled if answer in self.cancelled else error
+            if isinstance(answer._error, errors.CheckpointError):
                 assert self.library.ever_lost
             elif error is None:
                 assert answer.result(0).tokens == tokens
@@ -155,23 +313,20 @@ class Serving(RuleBasedStateMachine):
                 assert isinstance(answer._error, error)
 
 
-@pytest.mark.parametrize("schedules", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [60, slow(2000)])
 def test_every_job_of_random_schedules_ends(schedules):
-    run_state_machine_as_test(Serving, settings=settings(max_examples=schedules, stateful_step_count=40))
+    stateful.run_state_machine_as_test(Serving, settings=settings(max_examples=schedules, stateful_step_count=40))
 
 
 def test_a_job_without_a_place_fails_loudly(caplog):
-    loop, answer = (
-        Loop(PlainPrograms(), Admission(Limits(device_bytes=50)), PlainLibrary(9, 9)),
-        Answer(Request([1], 6)),
-    )
-    job = Job(answer, [1], TextStream(None), frozenset())
+    loop = Loop(PROGRAMS, Admission(Limits(device_bytes=50)), PlainLibrary(9, 9))
+    job = Job(answer := Answer(Request([1], 6)), [1], TextStream(None), frozenset())
     job.plans = fitting(PLANS, 1, 6)
     loop.accept(job)
     loop.run_once()
     loop.groups.clear()
     loop.run_once()
-    with pytest.raises(ServingError, match="the engine lost this request"):
+    with pytest.raises(errors.ServingError, match="the engine lost this request"):
         answer.result(0)
     assert "request lost" in caplog.text
     assert loop.counts.failed == 1

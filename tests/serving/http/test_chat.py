@@ -4,8 +4,21 @@ import base64
 
 import numpy as np
 import pytest
-from server_cases import NAME, PARAMS
-from server_truth import assert_drawn, chat_tokens, events_of, log_softmax, logits_along, offline
+from server_cases import (
+    CHAT,
+    COMPLETION,
+    FILES,
+    NAME,
+    PARAMS,
+    about,
+    assert_drawn,
+    chat_tokens,
+    events_of,
+    log_softmax,
+    logits_along,
+    offline,
+    posted,
+)
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
@@ -19,37 +32,28 @@ DOCUMENT = "".join(map(chr, np.random.default_rng(2).integers(33, 127, 120)))
 
 
 def chat(client, **body):
-    answer = client.post("/v1/chat/completions", json={"model": NAME, "messages": MESSAGES, "max_tokens": 8} | body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return posted(client, CHAT, **{"messages": MESSAGES, "max_tokens": 8} | body)
 
 
 def test_a_greedy_answer_is_that_of_generate(client):
     want, answer = offline(IDS, 8), chat(client, temperature=0)
-    [choice] = answer["choices"]
-    assert choice == {
-        "index": 0,
-        "message": {"role": "assistant", "content": want.text, "refusal": None},
-        "logprobs": None,
-        "finish_reason": "length",
-    }
+    message = {"role": "assistant", "content": want.text, "refusal": None}
+    assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     assert (answer["object"], answer["model"], answer["id"][:9]) == ("chat.completion", NAME, "chatcmpl-")
-    assert answer["usage"] == {
-        "prompt_tokens": len(IDS),
-        "completion_tokens": 8,
-        "total_tokens": len(IDS) + 8,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+    counts = {"prompt_tokens": len(IDS), "completion_tokens": 8, "total_tokens": len(IDS) + 8}
+    assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
+    named = chat(client, max_tokens=None, max_completion_tokens=3)
+    assert named["usage"]["completion_tokens"] == 3
 
 
 def test_a_stream_is_the_whole_answer(client):
-    body = {"model": NAME, "messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 3, "logprobs": True}
+    body = {"messages": MESSAGES, "max_tokens": 8, "n": 3, "seed": 3, "logprobs": True}
     whole = chat(client, **body)
-    events = events_of(client, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
-    assert (events[-1]["choices"], events[-1]["usage"]) == ([], whole["usage"])
-    assert all(event["object"] == "chat.completion.chunk" for event in events)
-    assert len({(event["id"], event["created"]) for event in events}) == 1
-    parts = [event["choices"][0] for event in events[:-1]]
+    *events, end = events_of(client, CHAT, **body, stream_options={"include_usage": True})
+    assert (end["choices"], end["usage"]) == ([], whole["usage"])
+    assert {event["object"] for event in (*events, end)} == {"chat.completion.chunk"}
+    assert len({(event["id"], event["created"]) for event in (*events, end)}) == 1
+    parts = [event["choices"][0] for event in events]
     for choice in whole["choices"]:
         first, *own, last = [part for part in parts if part["index"] == choice["index"]]
         assert first["delta"] == {"role": "assistant", "content": ""}
@@ -58,7 +62,7 @@ def test_a_stream_is_the_whole_answer(client):
         entries = [entry for part in own if part["logprobs"] for entry in part["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"]
     assert len({choice["message"]["content"] for choice in whole["choices"]}) == 3
-    assert "usage" not in events_of(client, "/v1/chat/completions", body)[-1]
+    assert "usage" not in events_of(client, CHAT, **body)[-1]
 
 
 def test_log_probabilities_are_those_of_the_model(client):
@@ -67,58 +71,33 @@ def test_log_probabilities_are_those_of_the_model(client):
     assert tokens == offline(IDS, 8).tokens
     want = log_softmax(logits_along(IDS, tokens, 8))
     for row, token, entry in zip(want, tokens, entries, strict=True):
-        assert (entry["token"], entry["logprob"]) == (
-            PARAMS.tokenizer.decode([token]),
-            pytest.approx(row[token], abs=1e-4),
-        )
+        assert entry["token"] == PARAMS.tokenizer.decode([token])
+        assert entry["logprob"] == pytest.approx(row[token], abs=1e-4)
         top = entry["top_logprobs"]
         assert [one["logprob"] for one in top] == pytest.approx(np.sort(row)[::-1][:4], abs=1e-4)
         assert top[0] == {name: entry[name] for name in top[0]}
-    assert all(
-        entry["top_logprobs"] == [] for entry in chat(client, logprobs=True)["choices"][0]["logprobs"]["content"]
-    )
-    refused = client.post("/v1/chat/completions", json={"model": NAME, "messages": MESSAGES, "top_logprobs": 2})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert chat(client, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-DRAWS = {
-    "temperature": ({"temperature": 0.7}, {}, {"temperature": 0.7}),
-    "top_k": ({"top_k": 3}, {}, {"top_k": 3}),
-    "top_p": ({"top_p": 0.4}, {}, {"top_p": 0.4}),
-    "min_p": ({"min_p": 0.3}, {}, {"min_p": 0.3}),
-    "presence": ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}, {}),
-    "frequency": ({"frequency_penalty": 1.5, "temperature": 0}, {"frequency_penalty": 1.5}, {"temperature": 0.0}),
-    "repetition": ({"repetition_penalty": 2.0, "temperature": 0}, {"repetition_penalty": 2.0}, {"temperature": 0.0}),
-    "bias": ({"logit_bias": {"70": 4, "71": -100}}, {"logit_bias": {70: 4.0, 71: -100.0}}, {}),
-}
+# The fields of a sampler, and those of a row.
+DRAWS = [({"temperature": 0.7}, {}), ({"top_k": 3}, {}), ({"top_p": 0.4}, {}), ({"min_p": 0.3}, {})]
+DRAWS += [({}, {"presence_penalty": 2.0}), ({}, {"logit_bias": {70: 4.0, 71: -100.0}})]
+DRAWS += [({"temperature": 0.0}, {"frequency_penalty": 1.5}), ({"temperature": 0.0}, {"repetition_penalty": 2.0})]
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_the_fields_of_drawing_reach_the_draw(client, name):
-    body, settings, sampler = DRAWS[name]
-    [choice] = chat(client, seed=4, max_tokens=10, logprobs=True, **body)["choices"]
+@pytest.mark.parametrize(("sampler", "row"), DRAWS, ids=[next(iter(row or sampler)) for sampler, row in DRAWS])
+def test_the_fields_of_drawing_reach_the_draw(client, sampler, row):
+    [choice] = chat(client, seed=4, max_tokens=10, logprobs=True, **sampler, **row)["choices"]
     tokens = chat_tokens(choice)
     assert len(tokens) > 2
-    assert_drawn(IDS, tokens, 10, RowSettings(Sampler(**{"temperature": 1.0} | sampler), seed=4, **settings))
-
-
-def test_the_number_of_tokens_has_two_names_and_a_limit(client):
-    assert chat(client, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    body = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 100}
-    error = client.post("/v1/chat/completions", json=body).json()["error"]
-    told = f"max_completion_tokens must be at most 64 after a prompt of {len(IDS)} tokens, got 100"
-    assert (error["message"], error["param"]) == (told, "max_completion_tokens")
-
-
-def ask(part, question="Who?"):
-    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+    assert_drawn(IDS, tokens, 10, RowSettings(Sampler(**{"temperature": 1.0} | sampler), seed=4, **row))
 
 
 def test_a_file_is_a_stored_document_of_a_chat(client, service):
     """The answer is that of `generate` on the stored state."""
     upload = {"file": ("a.txt", DOCUMENT.encode())}
-    file = client.post("/v1/files", files=upload, data={"purpose": "user_data"}).json()["id"]
-    answer = chat(client, messages=ask({"type": "file", "file": {"file_id": file}}), temperature=0)
+    file = {"file_id": client.post(FILES, files=upload, data={"purpose": "user_data"}).json()["id"]}
+    answer = chat(client, messages=about(file, "Who?"), temperature=0)
     stored, rest = f"<user>{DOCUMENT}", "\n\nWho?\n<assistant>"
     library = service.library
     state = library.load(library.longest(PARAMS.tokenizer.encode(stored)).key).with_room(64)
@@ -129,41 +108,29 @@ def test_a_file_is_a_stored_document_of_a_chat(client, service):
     # The data of the same file, with and without the head of a data URL: found by its tokens.
     data = base64.b64encode(DOCUMENT.encode()).decode()
     for file_data in (data, f"data:text/plain;base64,{data}"):
-        part = {"type": "file", "file": {"filename": "b.txt", "file_data": file_data}}
-        same = chat(client, messages=ask(part), temperature=0)
+        same = chat(client, messages=about({"filename": "b.txt", "file_data": file_data}, "Who?"), temperature=0)
         assert (same["choices"], same["usage"]) == (answer["choices"], answer["usage"])
     # Without a number of tokens, the answer has the room that the question leaves.
-    long = chat(
-        client, messages=ask({"type": "file", "file": {"file_id": file}}), max_tokens=None, logit_bias={"256": -100}
-    )
-    assert long["usage"]["completion_tokens"] == 64 - len(rest)
-    assert long["usage"]["prompt_tokens_details"] == {"cached_tokens": len(stored)}
+    long = chat(client, messages=about(file, "Who?"), max_tokens=None, logit_bias={"256": -100})["usage"]
+    assert long["completion_tokens"] == 64 - len(rest)
+    assert long["prompt_tokens_details"] == {"cached_tokens": len(stored)}
 
 
 def test_what_openai_clients_send_by_themselves_is_ignored(client):
-    ignored = {
-        "user": "a",
-        "safety_identifier": "a",
-        "prompt_cache_key": "a",
-        "prompt_cache_retention": "24h",
-        "service_tier": "auto",
-        "metadata": {"a": "b"},
-        "store": True,
-        "reasoning_effort": "low",
-        "verbosity": "low",
-        "modalities": ["text"],
-        "prediction": {"type": "content", "content": "x"},
-        "parallel_tool_calls": True,
-    }
+    names = ("user", "safety_identifier", "prompt_cache_key")
+    ignored = dict.fromkeys(names, "a") | {"prompt_cache_retention": "24h", "service_tier": "auto"}
+    ignored |= {"metadata": {"a": "b"}, "store": True}
+    text = {"prompt": "Hi", "temperature": 0, "max_tokens": 8}
+    assert posted(client, COMPLETION, **text, **ignored)["choices"] == posted(client, COMPLETION, **text)["choices"]
+    ignored |= {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "parallel_tool_calls": True}
+    ignored |= {"prediction": {"type": "content", "content": "x"}}
     plain = chat(client, temperature=0)
     assert chat(client, temperature=0, **ignored)["choices"] == plain["choices"]
     # An answer as a client returns it, with fields that have nothing in them.
     earlier = plain["choices"][0]["message"] | {"annotations": [], "audio": None}
     turn = [*MESSAGES, earlier, {"role": "user", "content": "And?"}]
-    text = f"{PROMPT[: -len('<assistant>')]}<assistant>{earlier['content']}\n<user>And?\n<assistant>"
-    assert chat(client, messages=turn)["usage"]["prompt_tokens"] == len(PARAMS.tokenizer.encode(text))
-    unknown = client.post("/v1/chat/completions", json={"model": NAME, "messages": MESSAGES, "best": 1})
-    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "best")
+    said = f"{PROMPT[: -len('<assistant>')]}<assistant>{earlier['content']}\n<user>And?\n<assistant>"
+    assert chat(client, messages=turn)["usage"]["prompt_tokens"] == len(PARAMS.tokenizer.encode(said))
 
 
 MARKS = """{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor -%}
@@ -186,31 +153,26 @@ def test_reasoning_and_tools_as_the_template_marks_them(client, monkeypatch):
     text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
     assert text == "[f]<user>Where is it?<assistant>!f<tool>On the left shelf.<assistant><think>"
     body = {"messages": turns, "tools": [tool], "temperature": 0}
-    answer = chat(client, **body)
-    want = offline(told, 8).text
+    answer, want = chat(client, **body), offline(told, 8).text
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", want)
     assert answer["usage"]["prompt_tokens"] == len(told)
-    events = events_of(client, "/v1/chat/completions", {"model": NAME, "max_tokens": 8} | body)
+    events = events_of(client, CHAT, max_tokens=8, **body)
     assert "".join(event["choices"][0]["delta"].get("reasoning_content", "") for event in events) == want
-    without = chat(client, **body, tool_choice="none")["usage"]["prompt_tokens"]
-    assert without == len(told) - len("[f]")
+    assert chat(client, **body, tool_choice="none")["usage"]["prompt_tokens"] == len(told) - len("[f]")
     formed = chat(client, **body, response_format={"type": "regex", "regex": "[a-z]{4}"})
     assert "reasoning_content" not in formed["choices"][0]["message"]
 
 
 def test_the_text_of_a_special_token_does_not_control_the_model(client):
     """In messages, their parts and documents it is plain text. The tokens of the template stay."""
-    special = PARAMS.tokenizer.all_special_tokens[0]
-    control, plain = (
-        PARAMS.tokenizer.encode(special),
-        [byte for char in special for byte in PARAMS.tokenizer.encode(char)],
-    )
-    assert len(control) == 1 < len(plain)
-    text, want = f"a{special}b{special}", [*PARAMS.tokenizer.encode("a"), *plain, *PARAMS.tokenizer.encode("b"), *plain]
+    encode, special = PARAMS.tokenizer.encode, PARAMS.tokenizer.all_special_tokens[0]
+    plain = [byte for char in special for byte in encode(char)]
+    assert len(encode(special)) == 1 < len(plain)
+    text, want = f"a{special}b{special}", [*encode("a"), *plain, *encode("b"), *plain]
     file = {"type": "file", "file": {"filename": "a.txt", "file_data": base64.b64encode(text.encode()).decode()}}
     for content in (text, [{"type": "text", "text": text}], [file]):
         body = {"messages": [{"role": "user", "content": content}]}
         ids = client.post("/tokenize", json=body).json()["tokens"]
-        assert ids == [*PARAMS.tokenizer.encode("<user>"), *want, *PARAMS.tokenizer.encode("\n<assistant>")]
+        assert ids == [*encode("<user>"), *want, *encode("\n<assistant>")]
     assert text_ids(text, PARAMS)[-len(want) :].tolist() == want

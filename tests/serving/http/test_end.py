@@ -1,7 +1,6 @@
 """The end of a server: open requests are answered, new ones are refused, and the exit status is 0."""
 
 import asyncio
-import dataclasses
 import json
 import resource
 import signal
@@ -10,14 +9,10 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from byte_models import CONFIG
-from raw_http import ask, completion, connected, message, read_answer, read_head
-from server_cases import server_process, tiny_service
-from socket_cases import idle, listening, until
-from tiny_text import byte_tokenizer
+from raw_http import ask, asked, completion, connected, message, read_answer, read_head
+from server_cases import PARAMS, idle, listening, server_process, tiny_service, until
 
 import jshadow
-from jshadow.weights.params import init_params
 
 LONG = {"prompt": "Hello", "max_tokens": 64, "logit_bias": {"256": -100}}
 
@@ -33,7 +28,7 @@ async def streamed(address, seed, begun):
         return first + await reader.read()  # until the server closes the connection
 
 
-async def drained(address, end, many):
+async def drained(address, end, many=4):
     """Open streams, begin the end, and look: `/ready`, new requests, and the streams."""
     begun = []
     streams = [asyncio.create_task(streamed(address, seed, begun)) for seed in range(many)]
@@ -55,18 +50,24 @@ async def drained(address, end, many):
 
 
 def test_streams_finish_while_new_requests_are_refused():
-    with tiny_service() as service, listening(service) as server:
-        asyncio.run(ask(server.address, completion(**LONG)))  # compiles
-        asyncio.run(drained(server.address, lambda: server.handle_exit(signal.SIGTERM, None), 4))
-        until(lambda: server.should_exit)
-        assert idle(service)
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with tiny_service() as service, listening(service) as server:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(2**16, hard)  # more sockets than the default
+            asked(server.address, completion(**LONG))  # compiles
+            asyncio.run(drained(server.address, lambda: server.handle_exit(signal.SIGTERM, None)))
+            until(lambda: server.should_exit)
+            assert idle(service)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_server_whose_engine_fails_ends():
     """Its exit status is then 1, so that whoever started it starts it again."""
     with tiny_service() as service, listening(service) as server:
         service.engine._loop.run_once = lambda: 1 / 0
-        assert asyncio.run(ask(server.address, completion()))[0] == 503
+        assert asked(server.address, completion())[0] == 503
         until(lambda: server.should_exit)
 
 
@@ -86,41 +87,18 @@ def test_a_stream_without_end_is_cut_after_the_time_of_the_end():
     assert service.open == 0
 
 
-def test_a_server_may_have_more_sockets_than_the_default():
-    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        with tiny_service() as service, listening(service):
-            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(2**16, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def tiny_process(folder):
-    """`jshadow serve` on the tiny model as a process."""
-    params = dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer())
-    jshadow.save(params, folder / "tiny")
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("ready", [True, False], ids=["under load", "while it compiles"])
+def test_the_process_ends_with_0_after_sigterm(tmp_path, ready):
+    jshadow.save(PARAMS, tmp_path / "tiny")
     options = ("--dtype", "float32", "--room", "64", "--max-context", "320", "--slots", "4")
-    return server_process(folder / "tiny", *options)
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
-    with tiny_process(tmp_path) as process:
-        parts = urlsplit(process.url)
-        address = parts.hostname, parts.port
-        assert asyncio.run(ask(address, message("/health")))[0] == 200
-        until(lambda: asyncio.run(ask(address, message("/ready")))[0] == 200, 120)
-        asyncio.run(drained(address, lambda: process.send_signal(signal.SIGTERM), 4))
-        assert process.wait(60) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_server_that_compiles_still_ends_with_0(tmp_path):
-    with tiny_process(tmp_path) as process:
-        parts = urlsplit(process.url)
-        until(lambda: asyncio.run(ask((parts.hostname, parts.port), message("/health")))[0] == 200)
-        process.send_signal(signal.SIGTERM)
+    with server_process(tmp_path / "tiny", *options) as process:
+        address = urlsplit(process.url).hostname, urlsplit(process.url).port
+        until(lambda: asked(address, message("/health"))[0] == 200)
+        if ready:
+            until(lambda: asked(address, message("/ready"))[0] == 200, 120)
+            asyncio.run(drained(address, lambda: process.send_signal(signal.SIGTERM)))
+        else:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0

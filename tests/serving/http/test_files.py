@@ -8,8 +8,7 @@ import time
 import pytest
 from pdf_files import LARGE, pdf
 from raw_http import ask, connected, message
-from server_cases import NAME, client_of, tiny_service
-from socket_cases import idle, listening, until
+from server_cases import CHAT, FILES, about, client_of, error_of, idle, listening, posted, tiny_service, until
 
 from jshadow.errors import CheckpointError
 from jshadow.serving.http.uploads import Upload
@@ -17,15 +16,21 @@ from jshadow.serving.http.uploads import Upload
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
 
 
+@pytest.fixture(autouse=True)
+def empty(service):
+    """The tests share a library. Each leaves it without files."""
+    yield
+    for stored in service.library.documents():
+        service.library.remove(stored.key)
+
+
 def put(client, data, name="a.txt"):
-    answer = client.post("/v1/files", files={"file": (name, data)}, data={"purpose": "user_data"})
+    answer = client.post(FILES, files={"file": (name, data)}, data={"purpose": "user_data"})
     return answer.status_code, answer.json()
 
 
-def form(data, name="a.txt"):
-    head = f'--x\r\ncontent-disposition: form-data; name="file"; filename="{name}"\r\n\r\n'.encode()
-    kind = "content-type: multipart/form-data; boundary=x\r\n"
-    return message("/v1/files", head + data + b"\r\n--x--\r\n", headers=kind)
+def listed(client):
+    return client.get(FILES).json()["data"]
 
 
 def test_a_file_is_added_listed_read_asked_and_removed(client):
@@ -33,63 +38,54 @@ def test_a_file_is_added_listed_read_asked_and_removed(client):
     status, made = put(client, TEXT)
     assert status == 200, made
     assert before <= made["created_at"] <= time.time() + 2
-    assert client.get("/v1/files").json()["data"] == [made]
-    assert client.get(f"/v1/files/{made['id']}").json() == made
-    assert client.get(f"/v1/files/{made['id']}/content").content == TEXT
-    content = [{"type": "file", "file": {"file_id": made["id"]}}, {"type": "text", "text": "What burns?"}]
-    body = {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 2}
-    usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert listed(client) == [made]
+    path = f"{FILES}/{made['id']}"
+    assert client.get(path).json() == made
+    assert client.get(f"{path}/content").content == TEXT
+    usage = posted(client, CHAT, messages=about({"file_id": made["id"]}, "What burns?"), max_tokens=2)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= len(TEXT)
-    assert client.delete(f"/v1/files/{made['id']}").json() == {"id": made["id"], "object": "file", "deleted": True}
-    assert client.get(f"/v1/files/{made['id']}").status_code == 404
-    assert client.get("/v1/files").json()["data"] == []
+    assert client.delete(path).json() == {"id": made["id"], "object": "file", "deleted": True}
+    assert client.get(path).status_code == 404
+    assert listed(client) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [("../../etc/passwd", "passwd"), ("C:\\temp\\a.txt", "a.txt"), ("/a/b.md", "b.md"), ("~", "~"), ("é.txt", "é.txt")],
-)
-def test_a_name_is_no_path(client, folder, name, shown):
+NAMES = {"../../etc/passwd": "passwd", "C:\\temp\\a.txt": "a.txt", "/a/b.md": "b.md", "~": "~", "é.txt": "é.txt"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_no_path(client, folder, name):
     files = sorted(folder.rglob("*"))
-    status, made = put(client, TEXT + name.encode(), name)
-    assert (status, made["filename"]) == (200, shown)
+    status, made = put(client, TEXT, name)
+    assert (status, made["filename"]) == (200, NAMES[name])
     assert len(set(folder.rglob("*")) - set(files)) <= 2  # the file, and a folder of all files
-    client.delete(f"/v1/files/{made['id']}")
 
 
-def test_two_files_of_one_name_are_two_and_one_file_of_two_names_is_one(client):
-    first, second, third = put(client, TEXT), put(client, TEXT + b"Now."), put(client, TEXT, "b.txt")
-    assert first[1]["id"] != second[1]["id"]
-    assert [one["filename"] for one in client.get("/v1/files").json()["data"]] == ["a.txt", "a.txt"]
-    assert third[1]["id"] == first[1]["id"]
-    for made in (first, second):
-        client.delete(f"/v1/files/{made[1]['id']}")
-
-
-def test_ids_and_times_stay_after_a_restart(client, service, folder):
-    made = put(client, TEXT + b"Again.")[1]
-    with tiny_service(folder) as other, client_of(other) as second:
-        [found] = second.get("/v1/files").json()["data"]
-    keys = ("id", "created_at", "filename", "tokens")
-    assert [found[key] for key in keys] == [made[key] for key in keys]
-    client.delete(f"/v1/files/{made['id']}")
+def test_two_files_of_one_name_are_two_and_stay_after_a_restart_and_one_file_of_two_names_is_one(client, folder):
+    first, second, third = (put(client, *args)[1]["id"] for args in ((TEXT,), (TEXT[1:],), (TEXT, "b.txt")))
+    assert third == first != second
+    made = listed(client)
+    assert [one["filename"] for one in made] == ["a.txt", "a.txt"]
+    with tiny_service(folder) as other, client_of(other) as restarted:
+        found = listed(restarted)
+    for key in ("created_at", "filename", "tokens"):
+        assert {one["id"]: one[key] for one in found} == {one["id"]: one[key] for one in made}, key
 
 
 def test_equal_uploads_at_once_are_read_once(service):
     before = service.engine.report().counts.finished
 
     async def run():
-        uploads = [Upload(f"{index}.txt", TEXT + b"Once.") for index in range(20)]
-        return await asyncio.gather(*(service.add(upload) for upload in uploads))
+        return await asyncio.gather(*(service.add(Upload(f"{index}.txt", TEXT)) for index in range(20)))
 
-    found = asyncio.run(run())
-    assert len({one.key for one in found}) == 1
+    assert len({one.key for one in asyncio.run(run())}) == 1
     assert service.engine.report().counts.finished == before + 1
-    service.library.remove(found[0].key)
 
 
 def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads_it(service, monkeypatch):
-    data, submit, sent = TEXT * 5, service.engine.submit_all, []
+    submit, sent = service.engine.submit_all, []
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+    kind = "content-type: multipart/form-data; boundary=x\r\n"
+    form = message(FILES, head + TEXT * 5 + b"\r\n--x--\r\n", headers=kind)
 
     def held(requests):
         sent.append(requests)
@@ -99,8 +95,8 @@ def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads
 
     async def leave(address):
         async with connected(address) as (_, writer):
-            writer.write(form(data))
-            second = asyncio.create_task(ask(address, form(data)))
+            writer.write(form)
+            second = asyncio.create_task(ask(address, form))
             while not sent:
                 await asyncio.sleep(0.001)
             writer.transport.abort()
@@ -110,41 +106,42 @@ def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads
         status, body = asyncio.run(leave(server.address))
         until(lambda: idle(service))
     assert status == 200, body
-    [stored] = [one for one in service.library.documents() if one.tokens > len(data)]
-    service.library.remove(stored.key)
+    [stored] = service.library.documents()
+    assert stored.tokens > len(TEXT * 5)
+
+
+def refuse(error):
+    def full(*_, **__):
+        raise error
+
+    return full
+
+
+FULL = "No space left on device"
 
 
 @pytest.mark.parametrize("where", ["limit", "disk", "upload"])
 def test_a_full_disk_is_told_and_the_next_upload_is_stored(client, service, monkeypatch, where):
     directory = service.library.files.directory
-
-    def full(*_):
-        raise CheckpointError("[Errno 28] No space left on device")
-
-    def full_folder(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    if where == "limit":
-        monkeypatch.setattr(directory, "limit", 1000)
-    elif where == "disk":
-        monkeypatch.setattr(type(directory), "write", full)
-    else:
-        monkeypatch.setattr("tempfile.TemporaryDirectory", full_folder)
-    status, body = put(client, TEXT + where.encode())
-    assert status == 503, body
-    assert body["error"]["code"] == "storage_full"
-    assert ("limits.disk=1000 bytes" if where == "limit" else "No space left") in body["error"]["message"]
-    monkeypatch.undo()
-    status, made = put(client, TEXT + where.encode())
+    with monkeypatch.context() as disk:
+        if where == "limit":
+            disk.setattr(directory, "limit", 1000)
+        elif where == "disk":
+            disk.setattr(type(directory), "write", refuse(CheckpointError(f"[Errno 28] {FULL}")))
+        else:
+            disk.setattr("tempfile.TemporaryDirectory", refuse(OSError(28, FULL)))
+        status, body = put(client, TEXT)
+    assert (status, body["error"]["code"]) == (503, "storage_full")
+    assert ("limits.disk=1000 bytes" if where == "limit" else FULL) in body["error"]["message"]
+    status, made = put(client, TEXT)
     assert status == 200, made
-    assert [one["id"] for one in client.get("/v1/files").json()["data"]] == [made["id"]]
-    client.delete(f"/v1/files/{made['id']}")
+    assert [one["id"] for one in listed(client)] == [made["id"]]
 
 
 def test_a_server_without_a_library_has_no_files():
     with tiny_service() as service, client_of(service) as client:
-        for answer in (client.get("/v1/files"), client.delete("/v1/files/file-0")):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_library")
+        for answer in (client.get(FILES), client.delete(f"{FILES}/file-0")):
+            assert error_of(answer) == (404, "no_library")
         assert put(client, TEXT)[0] == 404
 
 
@@ -171,5 +168,4 @@ def test_a_request_that_ends_kills_the_process_that_reads_its_pdf(service, monke
             await asyncio.sleep(0.01)
 
     asyncio.run(run())
-    assert {process.returncode for process in processes} == {-signal.SIGKILL}
-    assert len(processes) == 2
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2

@@ -9,40 +9,28 @@ from jshadow.serving.http.marks import Splitter, call_of
 THINK = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
 MARKED = THINK + "<tool_call>{{ call }}</tool_call>"
 CALL = '{"name": "f", "arguments": {"a": "<b>"}}'
+ONE = f"<tool_call>{CALL}</tool_call>"
 F = ("call", "f", '{"a": "<b>"}')
+WHY, SO, FORMED = ("reasoning", "why"), ("content", "so"), {"formed": True}
+ALL, TWO = {"most_calls": math.inf}, {"most_calls": 2}
 
-# The template, the settings, the text of the answer, and its parts.
+# The template, the settings, the text of the answer, and its parts. The part of some is their whole text.
 CASES = {
-    "plain": ("", {}, "<think>no</think>", [("content", "<think>no</think>")]),
-    "thinks": (THINK, {}, "<think>why</think>so", [("reasoning", "why"), ("content", "so")]),
-    "thinks from the prompt on": (
-        THINK,
-        {"prompt_end": "<assistant><think>\n"},
-        "why</think>so",
-        [("reasoning", "why"), ("content", "so")],
-    ),
+    "plain": ("", {}, "<think>no</think>", None),
+    "thinks": (THINK, {}, "<think>why</think>so", [WHY, SO]),
+    "thinks from the prompt on": (THINK, {"prompt_end": "<assistant><think>\n"}, "why</think>so", [WHY, SO]),
     "thinks to the end": (THINK, {}, "<think>why <tool", [("reasoning", "why <tool")]),
-    "a form has no reasoning": (
-        THINK,
-        {"prompt_end": "<think>", "formed": True},
-        '{"a": "<think>"}',
-        [("content", '{"a": "<think>"}')],
-    ),
-    "begins like a mark": (MARKED, {"most_calls": math.inf}, "a <tool_ca", [("content", "a <tool_ca")]),
-    "two calls": (
-        MARKED,
-        {"most_calls": math.inf},
-        f"<think>w</think>x<tool_call>{CALL}</tool_call><tool_call>\n{CALL}\n</tool_call>",
-        [("reasoning", "w"), ("content", "x"), F, F],
-    ),
-    "one call at most": (MARKED, {"most_calls": 1}, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", [F]),
-    "no tools": (MARKED, {}, f"<tool_call>{CALL}</tool_call>", [("content", f"<tool_call>{CALL}</tool_call>")]),
-    "an unfinished call": (MARKED, {"most_calls": 2}, '<tool_call>{"na', [("content", '<tool_call>{"na')]),
-    "no call": (MARKED, {"most_calls": 2}, "<tool_call>[]</tool_call>", [("content", "<tool_call>[]</tool_call>")]),
-    "a bare call": ("", {"most_calls": 2}, f"\n{CALL}", [F]),
-    "bare JSON that is no call": ("", {"most_calls": 2}, '{"a": 1}', [("content", '{"a": 1}')]),
-    "text without marks": ("", {"most_calls": 2}, "It is {so}", [("content", "It is {so}")]),
-    "a forced call": ("", {"most_calls": 2, "formed": True}, f"<tool_call>{CALL}</tool_call>", [F]),
+    "a form has no reasoning": (THINK, FORMED | {"prompt_end": "<think>"}, '{"a": "<think>"}', None),
+    "begins like a mark": (MARKED, ALL, "a <tool_ca", None),
+    "two calls": (MARKED, ALL, f"<think>why</think>so{ONE}<tool_call>\n{CALL}\n</tool_call>", [WHY, SO, F, F]),
+    "one call at most": (MARKED, {"most_calls": 1}, ONE + ONE, [F]),
+    "no tools": (MARKED, {}, ONE, None),
+    "an unfinished call": (MARKED, TWO, '<tool_call>{"na', None),
+    "no call": (MARKED, TWO, "<tool_call>[]</tool_call>", None),
+    "a bare call": ("", TWO, f"\n{CALL}", [F]),
+    "bare JSON that is no call": ("", TWO, '{"a": 1}', None),
+    "text without marks": ("", TWO, "It is {so}", None),
+    "a forced call": ("", TWO | FORMED, ONE, [F]),
 }
 
 
@@ -51,16 +39,19 @@ def joined(deltas):
     parts = []
     for delta in deltas:
         kind = "call" if delta.call else "reasoning" if delta.reasoning else "content"
-        if kind != "call" and parts and parts[-1][0] == kind:
+        if kind == "call":
+            parts.append((kind, *delta.call))
+        elif parts and parts[-1][0] == kind:
             parts[-1] = (kind, parts[-1][1] + getattr(delta, kind))
         else:
-            parts.append((kind, *delta.call) if delta.call else (kind, getattr(delta, kind)))
+            parts.append((kind, getattr(delta, kind)))
     return parts
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_answer_is_split_in_one_way(name):
     template, settings, text, want = CASES[name]
+    want = want or [("content", text)]
     for size in (1, 2, 3, 7, len(text)):
         splitter = Splitter(template, **settings)
         pieces = [text[place : place + size] for place in range(0, len(text), size)]
@@ -70,21 +61,14 @@ def test_an_answer_is_split_in_one_way(name):
 
 
 def test_text_is_given_as_soon_as_it_is_known():
-    splitter = Splitter(MARKED, most_calls=math.inf)
-    told = [
-        [(one.content, one.reasoning) for one in splitter.push(piece)] for piece in ("Hi", " <", "b>", "<tool", "s>")
-    ]
-    assert told == [[("Hi", "")], [(" ", "")], [("<b>", "")], [], [("<tools>", "")]]
-    bare = Splitter("", most_calls=math.inf)
+    splitter, bare = Splitter(MARKED, **ALL), Splitter("", **ALL)
+    for piece, told in (("Hi", ["Hi"]), (" <", [" "]), ("b>", ["<b>"]), ("<tool", []), ("s>", ["<tools>"])):
+        assert [(one.content, one.reasoning) for one in splitter.push(piece)] == [(text, "") for text in told]
     assert [bool(bare.push(piece)) for piece in (" ", "It", " is")] == [False, True, True]
 
 
-@pytest.mark.parametrize("text", ["", "{", "1", "[]", '{"a": 1}', '{"name": 1}', '{"name": "f"} x'])
-def test_what_is_no_call(text):
-    assert call_of(text) is None
-
-
-def test_the_arguments_of_a_call_are_json():
-    assert call_of('{"name": "f", "parameters": {"ä": 1}}') == ("f", '{"ä": 1}')
-    assert call_of('{"name": "f", "arguments": "{}"}') == ("f", "{}")
-    assert call_of('{"name": "f"}') == ("f", "{}")
+def test_a_call_is_an_object_with_a_name_and_its_arguments_are_json():
+    for text in ("", "{", "1", "[]", '{"a": 1}', '{"name": 1}', '{"name": "f"} x'):
+        assert call_of(text) is None, text
+    for text, arguments in ((', "parameters": {"ä": 1}', '{"ä": 1}'), (', "arguments": "{}"', "{}"), ("", "{}")):
+        assert call_of(f'{{"name": "f"{text}}}') == ("f", arguments)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import byte_models
@@ -16,7 +15,19 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import PARAMS, SHADOW, client_of, server_process, tiny_service
+from server_cases import (
+    CHAT,
+    FILES,
+    PARAMS,
+    SHADOW,
+    about,
+    client_of,
+    ending,
+    error_of,
+    server_process,
+    tiny_service,
+    until,
+)
 
 import jshadow
 from jshadow.errors import CheckpointError
@@ -25,7 +36,6 @@ from jshadow.serving.http.service import file_id_of
 
 START = REPO / "examples" / "replicas" / "start.py"
 KEY = "a-key"
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 DOCUMENTS, ROUNDS = 8, 6
 POLICY = ["--policy", "shadowkv", "--set", "rank=12", "--set", "budget=64", "--set", "outlier_chunks=2"]
 OPTIONS = ["--dtype", "float32", *POLICY, "--max-context", "512", "--room", "128", "--slots", "2"]
@@ -40,61 +50,56 @@ def free_ports(count):
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(holds, seconds=400):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def wait_until(holds):
+    """Wait until a condition holds, on servers that may not yet listen."""
+
+    def held():
         with contextlib.suppress(httpx2.TransportError):
-            if holds():
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"not within {seconds} s")
+            return holds()
+
+    until(held, 400)
 
 
 class Replicas:
     """The processes that the script started, and a client of each."""
 
-    def __init__(self, process, ports, name):
-        self.process, self.name = process, name
-        self.router, *self.workers = [
-            httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=60) for port in ports
-        ]
+    def __init__(self, process, clients, name):
+        self.process, self.name, (self.router, *self.workers) = process, name, clients
 
     def healthy(self, count):
         """Wait until so many workers are ready, and the router knows it."""
         wait_until(lambda: self.router.get("/readiness").json().get("healthy_workers") == count)
 
     def upload(self, worker, text):
-        answer = self.workers[worker].post("/v1/files", files={"file": ("a.txt", text.encode())})
+        answer = self.workers[worker].post(FILES, files={"file": ("a.txt", text.encode())})
         assert answer.status_code == 200, answer.text
         return answer.json()["id"]
 
     def files(self, worker):
-        return {file["id"] for file in self.workers[worker].get("/v1/files").json()["data"]}
+        return {file["id"] for file in self.workers[worker].get(FILES).json()["data"]}
+
+    def tier(self, worker, file):
+        return self.workers[worker].get(f"{FILES}/{file}").json()["tier"]
 
     def ask(self, file):
         """The text of the answer to a question on a document, and how many tokens were stored."""
-        content = [{"type": "file", "file": {"file_id": file}}, {"type": "text", "text": "When?"}]
-        body = {"model": self.name, "messages": [{"role": "user", "content": content}]}
-        body |= {"max_tokens": 6, "temperature": 0}
-        answer = self.router.post("/v1/chat/completions", json=body, headers={"x-session-id": file})
+        body = {"model": self.name, "messages": about({"file_id": file}, "When?"), "max_tokens": 6, "temperature": 0}
+        answer = self.router.post(CHAT, json=body, headers={"x-session-id": file})
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         return answer.json()["choices"][0]["message"]["content"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    def answered(self, worker):
-        """How many requests a worker has answered."""
-        lines = self.workers[worker].get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
+    def answered(self):
+        """How many requests each worker has answered."""
+        lines = [worker.get("/metrics").text.splitlines() for worker in self.workers]
+        named = [[line for line in each if line.startswith("vllm:request_success_total{")] for each in lines]
+        return [sum(float(line.split()[-1]) for line in each) for each in named]
 
     def ask_where(self, file):
         """The answer, and the worker that gave it."""
-        before = [self.answered(worker) for worker in (0, 1)]
-        answer = self.ask(file)
-        [worker] = [worker for worker in (0, 1) if self.answered(worker) > before[worker]]
+        before, answer = self.answered(), self.ask(file)
+        [worker] = [worker for worker, count in enumerate(self.answered()) if count > before[worker]]
         return answer, worker
-
-    def tier(self, worker, file):
-        return self.workers[worker].get(f"/v1/files/{file}").json()["tier"]
 
     def kill(self, port):
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -107,23 +112,15 @@ def started(model, library, keys, log):
     ports = free_ports(4)
     command = [sys.executable, START, model, "--library", library, "--port", str(ports[0]), "--worker-ports"]
     command += [str(ports[1]), str(ports[2]), "--metrics-port", str(ports[3]), "--api-key-file", keys, *OPTIONS]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
-    replicas = Replicas(process, ports[:3], model.name)
-    try:
+    settings = {"headers": {"Authorization": f"Bearer {KEY}"}, "timeout": 60}
+    with log.open("w") as file, contextlib.ExitStack() as stack:
+        process = stack.enter_context(ending(subprocess.Popen(command, stdout=file, stderr=file)))
+        clients = [httpx2.Client(base_url=f"http://127.0.0.1:{port}", **settings) for port in ports[:3]]
+        replicas = Replicas(process, [stack.enter_context(client) for client in clients], model.name)
         for worker in replicas.workers:
             wait_until(lambda worker=worker: worker.get("/ready").status_code == 200)
         replicas.healthy(2)
         yield replicas, ports
-    finally:
-        for client in (replicas.router, *replicas.workers):
-            client.close()
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def test_what_the_router_adds_is_accepted_with_its_value_alone():
@@ -137,29 +134,24 @@ def test_what_the_router_adds_is_accepted_with_its_value_alone():
 def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/objects"
 
-    def listed():
-        return [file["filename"] for file in client.get("/v1/files").json()["data"]]
+    def refuse(*_):
+        raise CheckpointError("the store refuses")
 
     with tiny_service(url) as service, client_of(service) as client:
-        capacity = service.library.capacity
-        with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
+        with jshadow.Library(url, PARAMS, SHADOW, capacity=service.library.capacity) as other:
             sea, sky, sun = (other.add(f"The {name} is calm. " * 6, title=name) for name in ("sea", "sky", "sun"))
-            answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
+            answer = client.get(f"{FILES}/{file_id_of(sea)}").json()
             assert (answer["filename"], answer["tier"]) == ("sea", "remote")
             cloud = other.add("The cloud is calm. " * 6, title="cloud")
-            answer = client.post("/v1/files", files={"file": ("a.txt", b"The cloud is calm. " * 6)}).json()
+            answer = client.post(FILES, files={"file": ("a.txt", b"The cloud is calm. " * 6)}).json()
             assert (answer["id"], answer["filename"]) == (file_id_of(cloud), "cloud")
             assert service.engine.report().counts.units == 0  # it was not read again
             other.remove(sky.key)
-            assert sorted(listed()) == ["cloud", "sea", "sun"]
+            assert sorted(file["filename"] for file in client.get(FILES).json()["data"]) == ["cloud", "sea", "sun"]
         monkeypatch.setattr(service.library.files.remote, "keys", refuse)
-        assert client.get(f"/v1/files/{file_id_of(sun)}").status_code == 200
-        for answer in (client.get("/v1/files"), client.get("/v1/files/file-unknown")):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
-
-
-def refuse(*_):
-    raise CheckpointError("the store refuses")
+        assert client.get(f"{FILES}/{file_id_of(sun)}").status_code == 200
+        for path in (FILES, f"{FILES}/file-unknown"):
+            assert error_of(client.get(path)) == (503, "store_unavailable")
 
 
 @pytest.mark.slow
@@ -202,6 +194,6 @@ def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
                 assert replicas.ask_where(file) == (answers[file], home[file])
             assert replicas.ask(late) == answers[late]
             deleted = next(iter(home))
-            assert replicas.workers[0].delete(f"/v1/files/{deleted}").status_code == 200
+            assert replicas.workers[0].delete(f"{FILES}/{deleted}").status_code == 200
             assert replicas.files(0) == replicas.files(1) == {*home, late} - {deleted}
     assert replicas.process.returncode == 0, log.read_text()

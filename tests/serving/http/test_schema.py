@@ -15,7 +15,7 @@ EXAMPLES = 40
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library"), body_bytes=2**16) as service:
+    with tiny_service(tmp_path_factory.mktemp("library"), body_bytes=2**16, allowed_hosts=("testserver",)) as service:
         yield schemathesis.openapi.from_asgi("/openapi.json", make_app(service))
 
 

@@ -2,29 +2,20 @@
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_cases import CLASSES, NAME, client_of, tiny_service
+from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, about, client_of, error_of, posted, tiny_service
 
 from jshadow.errors import ServingError
 from jshadow.serving import Request
 from jshadow.serving.http.metrics import fetched_a_token
 
-# The names that dashboards and gateways of vLLM read, with the type of each.
-VLLM = {
-    "num_requests_running": "gauge",
-    "num_requests_waiting": "gauge",
-    "kv_cache_usage_perc": "gauge",
-    "prompt_tokens": "counter",
-    "generation_tokens": "counter",
-    "prefix_cache_queries": "counter",
-    "prefix_cache_hits": "counter",
-    "request_success": "counter",
-    "time_to_first_token_seconds": "histogram",
-    "inter_token_latency_seconds": "histogram",
-    "e2e_request_latency_seconds": "histogram",
-    "request_queue_time_seconds": "histogram",
-    "request_prefill_time_seconds": "histogram",
-    "request_decode_time_seconds": "histogram",
-}
+# The names that dashboards and gateways of vLLM read, by the type of each.
+SECONDS = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time")
+SECONDS = (*SECONDS, "request_prefill_time", "request_decode_time")
+VLLM = {f"vllm:{name}_seconds": "histogram" for name in SECONDS}
+for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    VLLM[f"vllm:{name}"] = "gauge"
+for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"):
+    VLLM[f"vllm:{name}"] = "counter"
 TEXT = b"The sea is calm, and the lamp of the harbor burns. " * 2
 
 
@@ -36,37 +27,37 @@ def figures(client):
     assert len({family.name for family in families}) == len(families)
     assert all(family.documentation for family in families)
     samples = {}
-    for family in families:
-        for sample in family.samples:
-            labels = tuple(value for key, value in sorted(sample.labels.items()) if key != "model_name")
-            assert (sample.name, labels) not in samples
-            samples[sample.name, labels] = sample.value
+    for sample in (sample for family in families for sample in family.samples):
+        labels = tuple(value for key, value in sorted(sample.labels.items()) if key != "model_name")
+        assert (sample.name, labels) not in samples
+        samples[sample.name, labels] = sample.value
     return samples, {family.name: family.type for family in families}
 
 
 def test_metrics_have_the_names_of_vllm_and_count_what_was_done(client):
     before, types = figures(client)
-    assert {f"vllm:{name}": kind for name, kind in VLLM.items()}.items() <= types.items()
-    made = client.post("/v1/files", files={"file": ("a.txt", TEXT)}).json()
-    content = [{"type": "file", "file": {"file_id": made["id"]}}, {"type": "text", "text": "What?"}]
-    body = {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 3, "ignored": 0}
-    assert client.post("/v1/chat/completions", json=body).status_code == 400
-    del body["ignored"]
-    usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert VLLM.items() <= types.items()
+    made = client.post(FILES, files={"file": ("a.txt", TEXT)}).json()
+    body = {"messages": about({"file_id": made["id"]}, "What?"), "max_tokens": 3}
+    assert client.post(CHAT, json={"model": NAME, "ignored": 0} | body).status_code == 400
+    usage = posted(client, CHAT, **body)["usage"]
     after, _ = figures(client)
     added = {name: value - before.get(name, 0) for name, value in after.items()}
     hits = usage["prompt_tokens_details"]["cached_tokens"]
     assert hits > len(TEXT)
-    assert added["vllm:prompt_tokens_total", ()] == added["vllm:prefix_cache_queries_total", ()]
-    assert added["vllm:prompt_tokens_total", ()] == usage["prompt_tokens"]
-    assert added["vllm:generation_tokens_total", ()] == usage["completion_tokens"]
-    assert added["vllm:prefix_cache_hits_total", ()] == hits
+    for name, value in (
+        ("prompt_tokens_total", usage["prompt_tokens"]),
+        ("prefix_cache_queries_total", usage["prompt_tokens"]),
+        ("generation_tokens_total", usage["completion_tokens"]),
+        ("prefix_cache_hits_total", hits),
+        ("time_to_first_token_seconds_count", 1),
+    ):
+        assert added[f"vllm:{name}", ()] == value, name
     assert sum(value for (name, _), value in added.items() if name == "vllm:request_success_total") == 1
-    assert added["vllm:time_to_first_token_seconds_count", ()] == 1
     assert added["jshadow:requests_refused_total", ("400",)] == 1
     assert added["jshadow:tier_bytes", ("disk",)] > 0
-    assert after["vllm:num_requests_running", ()] == after["vllm:num_requests_waiting", ()] == 0
-    assert after["jshadow:open_requests", ()] == 0
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "jshadow:open_requests"):
+        assert after[name, ()] == 0, name
     gauge = client.get("/v1/gauge").json()
     assert gauge["stored_tokens"] == made["tokens"]
     assert gauge["full_attention_bytes"] == made["tokens"] * 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, ...
@@ -74,7 +65,11 @@ def test_metrics_have_the_names_of_vllm_and_count_what_was_done(client):
     assert gauge["first_token_seconds"] > 0
 
 
-def test_the_bytes_that_a_step_fetches_at_most(service):
+def test_the_model_and_the_bytes_that_a_step_fetches_at_most(client, service):
+    [model] = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == (NAME, CLASSES[-1].capacity)
+    assert client.get(f"/v1/models/{NAME}").json() == model
+    assert client.get("/v1/models/other/name").status_code == 404
     policy = service.engine.plans[-1].policy
     assert fetched_a_token(service, policy, "resident") == 0
     one_layer = 2 * 16 * 4 * policy.budget  # heads, numbers and bytes of the values of the selected tokens
@@ -84,13 +79,11 @@ def test_the_bytes_that_a_step_fetches_at_most(service):
 def test_the_server_is_ready_when_its_programs_are_compiled_and_until_it_ends(client, service, monkeypatch):
     assert client.get("/ready").json() == {"status": "ready"}
     monkeypatch.setattr(service, "ready", False)
-    answer = client.get("/ready")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+    assert error_of(client.get("/ready")) == (503, "not_ready")
     assert client.get("/v1/models").status_code == 200
     monkeypatch.setattr(service, "ready", True)
     monkeypatch.setattr(service, "draining", True)
-    assert client.get("/ready").status_code == 503
-    assert client.get("/v1/models").status_code == 503
+    assert [client.get(path).status_code for path in ("/ready", "/v1/models")] == [503, 503]
     assert client.get("/health").json() == {"status": "ok"}
     assert client.head("/health").status_code == 200
 
@@ -105,12 +98,5 @@ def test_a_failed_engine_is_told_by_health_and_in_the_log(caplog):
             assert error["code"] == "engine_failed"
             assert "zero" not in error["message"]  # clients without a key read this
         assert "division by zero" in caplog.text
-        answer = client.post("/v1/completions", json={"model": NAME, "prompt": "Hi", "max_tokens": 2})
+        answer = client.post(COMPLETION, json={"model": NAME, "prompt": "Hi", "max_tokens": 2})
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-
-
-def test_the_model(client):
-    [model] = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == (NAME, CLASSES[-1].capacity)
-    assert client.get(f"/v1/models/{NAME}").json() == model
-    assert client.get("/v1/models/other/name").status_code == 404
