@@ -8,8 +8,6 @@ because it rounds their lengths up to 64 or 128.
 import dataclasses
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from byte_models import PARAMS as BARE
 from byte_models import SHADOW
@@ -18,7 +16,6 @@ import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Engine, EngineOptions, Request, RowClass
-from jshadow.serving.groups import Group
 
 END = 256  # the end token
 PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(END,)))  # answers may end
@@ -38,21 +35,17 @@ def prompt_of(length, seed=0):
     return np.random.default_rng([length, seed]).integers(3, 256, length).tolist()
 
 
-def run(engine):
-    while engine.run_once():
+def run(engine, answer=None, pieces=1):
+    """Run an engine to its end, or until an answer has so many pieces."""
+    while (answer is None or len(answer._pieces) < pieces) and engine.run_once():
         pass
+    assert answer is None or len(answer._pieces) >= pieces
 
 
 def finish(engine):
     """Run an engine to its end. A turn without work waits for the threads that read files."""
     while engine.run_once() or engine.report().waiting:
         time.sleep(0)
-
-
-def until_answered(engine, answer, pieces=1):
-    """Run an engine until an answer has so many pieces."""
-    while len(answer._pieces) < pieces:
-        assert engine.run_once()
 
 
 def answers_of(engine, requests):
@@ -88,35 +81,3 @@ def offline(request):
     ids, new, settings = request.prompt, request.max_new_tokens, request.settings
     draw = {"sampler": settings.sampler, "seed": settings.seed, "stop": request.stop}
     return jshadow.generate(PARAMS, ids, SHADOW, max_new_tokens=new, capacity=class_of(len(ids), new).capacity, **draw)
-
-
-def poison(group, slot):
-    """Fill a row of a group with NaN, and with numbers that are no index."""
-
-    def fill(leaf):
-        array = np.array(leaf)
-        if array.dtype == bool:
-            array[slot] = True
-        else:
-            array[slot] = np.nan if jnp.issubdtype(array.dtype, jnp.floating) else np.iinfo(array.dtype).max // 2
-        return jax.device_put(array, leaf.sharding)
-
-    if group.pool is not None:
-        state, rows = group.pool
-        if state.shares_prompt:  # the prompt half has no rows
-            state = state.join(jax.tree.map(fill, state.split()[1]))
-        else:
-            state = state.with_row_trees(jax.tree.map(fill, state.row_trees()))
-        group.pool = group.pool._replace(state=state, rows=jax.tree.map(fill, rows))
-
-
-def poison_what_is_released(monkeypatch):
-    """Fill all free rows of a group with NaN, whenever one of its rows is freed."""
-    release = Group.release
-
-    def release_and_poison(group, slot):
-        release(group, slot)
-        for free in np.flatnonzero([job is None for job in group.jobs]):
-            poison(group, free)
-
-    monkeypatch.setattr(Group, "release", release_and_poison)

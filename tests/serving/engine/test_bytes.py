@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from few import slow
-from serving_cases import CLASSES, END, PARAMS, SHADOW, engine_of, prompt_of, run, until_answered
+from serving_cases import CLASSES, END, PARAMS, SHADOW, engine_of, prompt_of, run
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
@@ -52,7 +52,7 @@ def all_read(engine, prompts):
 
     def read():
         answers = [engine.submit(Request(prompt, 12)) for prompt in prompts]
-        until_answered(engine, answers[-1])
+        run(engine, answers[-1])
         return engine._loop.groups
 
     arrays, [group] = made_by(read)
@@ -85,7 +85,7 @@ def test_ten_sessions_hold_the_prompt_half_of_their_document_once(tmp_path):
         assert (sizes.shared_device, sizes.shared_host) == prompt
         assert min(sizes.step, sizes.reading, *prompt) > 0
         more = engine.submit(Request([*DOCUMENT, 4], 5))  # it takes a second group, which shares the half too
-        until_answered(engine, more)
+        run(engine, more)
         one, two = groups = engine._loop.groups
         assert held_bytes(each.plan for each in groups) == (2 * sizes.device + prompt[0], 2 * sizes.host + prompt[1])
         halves = [jax.tree.leaves(each.pool.state.reads()) for each in (one, two)]

@@ -7,22 +7,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from serving_cases import (
-    CLASSES,
-    OPTIONS,
-    PARAMS,
-    SHADOW,
-    WARM,
-    answers_of,
-    engine_of,
-    finish,
-    offline,
-    poison,
-    poison_what_is_released,
-    prompt_of,
-    run,
-    until_answered,
-)
+from byte_models import SHADOW
+from serving_cases import CLASSES, OPTIONS, PARAMS, WARM, answers_of, engine_of, finish, offline, prompt_of, run
 
 import jshadow
 from jshadow import errors
@@ -96,19 +82,16 @@ def test_questions_on_a_document_share_its_prompt_half(library, engine):
     assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, 1)
 
 
-def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, engine, monkeypatch):
-    poison_what_is_released(monkeypatch)
+def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, engine, poison_row_of):
     requests = [Request([*DOCUMENT, *prompt_of(2, row)], new) for row, new in enumerate((9, 3, 12, 5, 8, 4, 10, 7))]
     answers = [engine.submit(request) for request in requests]
-    bad = answers[2]
-    until_answered(engine, bad, 2)
-    group = next(one for one in engine._loop.groups if any(job and job.answer is bad for job in one.jobs))
-    poison(group, [job and job.answer for job in group.jobs].index(bad))
+    run(engine, answers[2], 2)
+    poison_row_of(engine, answers[2])
     run(engine)
     with pytest.raises(errors.NumericalError, match="NaN"):
-        bad.result(0)
-    for request, answer in zip(requests, answers, strict=True):
-        assert answer is bad or answer.result(0).tokens == on_stored(library, request)
+        answers.pop(2).result(0)
+    for answer in answers:
+        assert answer.result(0).tokens == on_stored(library, answer.request)
 
 
 def test_states_are_stored_when_asked(library, engine):

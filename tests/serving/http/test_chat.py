@@ -4,21 +4,8 @@ import base64
 
 import numpy as np
 import pytest
-from server_cases import (
-    CHAT,
-    COMPLETION,
-    FILES,
-    NAME,
-    PARAMS,
-    about,
-    assert_drawn,
-    chat_tokens,
-    events_of,
-    log_softmax,
-    logits_along,
-    offline,
-    posted,
-)
+from server_cases import CHAT, about, assert_drawn, chat_tokens, events_of, log_softmax, logits_along, offline, posted
+from serving_cases import PARAMS
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
@@ -39,7 +26,7 @@ def test_a_greedy_answer_is_that_of_generate(client):
     want, answer = offline(IDS, 8), chat(client, temperature=0)
     message = {"role": "assistant", "content": want.text, "refusal": None}
     assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
-    assert (answer["object"], answer["model"], answer["id"][:9]) == ("chat.completion", NAME, "chatcmpl-")
+    assert (answer["object"], answer["model"], answer["id"][:9]) == ("chat.completion", "tiny", "chatcmpl-")
     counts = {"prompt_tokens": len(IDS), "completion_tokens": 8, "total_tokens": len(IDS) + 8}
     assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
     named = chat(client, max_tokens=None, max_completion_tokens=3)
@@ -96,7 +83,7 @@ def test_the_fields_of_drawing_reach_the_draw(client, sampler, row):
 def test_a_file_is_a_stored_document_of_a_chat(client, service):
     """The answer is that of `generate` on the stored state."""
     upload = {"file": ("a.txt", DOCUMENT.encode())}
-    file = {"file_id": client.post(FILES, files=upload, data={"purpose": "user_data"}).json()["id"]}
+    file = {"file_id": client.post("/v1/files", files=upload, data={"purpose": "user_data"}).json()["id"]}
     answer = chat(client, messages=about(file, "Who?"), temperature=0)
     stored, rest = f"<user>{DOCUMENT}", "\n\nWho?\n<assistant>"
     library = service.library
@@ -121,7 +108,8 @@ def test_what_openai_clients_send_by_themselves_is_ignored(client):
     ignored = dict.fromkeys(names, "a") | {"prompt_cache_retention": "24h", "service_tier": "auto"}
     ignored |= {"metadata": {"a": "b"}, "store": True}
     text = {"prompt": "Hi", "temperature": 0, "max_tokens": 8}
-    assert posted(client, COMPLETION, **text, **ignored)["choices"] == posted(client, COMPLETION, **text)["choices"]
+    plain, same = (posted(client, "/v1/completions", **text, **more)["choices"] for more in ({}, ignored))
+    assert plain == same
     ignored |= {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "parallel_tool_calls": True}
     ignored |= {"prediction": {"type": "content", "content": "x"}}
     plain = chat(client, temperature=0)

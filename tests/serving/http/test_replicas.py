@@ -15,19 +15,8 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import (
-    CHAT,
-    FILES,
-    PARAMS,
-    SHADOW,
-    about,
-    client_of,
-    ending,
-    error_of,
-    server_process,
-    tiny_service,
-    until,
-)
+from server_cases import CHAT, FILES, about, client_of, ending, error_of, server_process, tiny_service, until
+from serving_cases import PARAMS, SHADOW
 
 import jshadow
 from jshadow.errors import CheckpointError
