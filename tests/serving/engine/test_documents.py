@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -21,8 +22,8 @@ DOCUMENT = prompt_of(96, 5)
 PIECE = OPTIONS.turn_chunk
 
 
-def library_in(folder, policy=SHADOW):
-    return jshadow.Library(folder, PARAMS, policy, capacity=CLASSES[1].capacity)
+def library_in(folder, params=PARAMS):
+    return jshadow.Library(folder, params, SHADOW, capacity=CLASSES[1].capacity)
 
 
 @pytest.fixture(scope="module")
@@ -152,22 +153,17 @@ def damage_file(path):
 
 
 def of_another_library(path):
-    folder = path.parents[1] / "foreign"
-    with library_in(folder, Full()) as foreign:
+    folder, doubled = path.parents[1] / "foreign", jax.tree.map(lambda leaf: 2 * np.asarray(leaf), PARAMS.weights)
+    with library_in(folder, dataclasses.replace(PARAMS, weights=jax.device_put(doubled))) as foreign:
         foreign.add(DOCUMENT)
     [other] = [one for one in folder.rglob("*") if one.suffix == path.suffix]
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("lose", "error"),
-    [
-        (lambda path: path.unlink(), CheckpointError),
-        (damage_file, CheckpointError),
-        (of_another_library, errors.StateMismatch),
-    ],
-    ids=["deleted", "damaged", "of another library"],
-)
+LOST = [(Path.unlink, CheckpointError), (damage_file, CheckpointError), (of_another_library, errors.StateMismatch)]
+
+
+@pytest.mark.parametrize(("lose", "error"), LOST, ids=["deleted", "damaged", "of another library"])
 def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, lose, error, monkeypatch):
     other = prompt_of(90, 6)  # its length is rounded up to that of DOCUMENT
     with library_in(tmp_path) as before:
