@@ -1,5 +1,6 @@
 """Several processes run the parts of an evaluation, one of them is killed, and the merged table is that of one run."""
 
+import json
 import os
 import shlex
 import signal
@@ -9,20 +10,31 @@ import sys
 import pytest
 from conftest import REPO
 
-from jshadow.cli.main import main
-
 TASKS = ["--tasks", "agreement", "--lengths", "240", "--samples", "6", "--dtype", "float32"]
 POLICY = ["--policies", "shadowkv:rank=12:budget=64:outlier_chunks=2"]
 PART = "2/3"
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
-@pytest.fixture
-def evaluation(tiny_model, tmp_path, printed, answer):
-    """The words of an evaluation in parts, what one run prints as a table, and what it prints as JSON."""
+def process(*words, environment=None):
+    """`jshadow` in a process of its own, as the workers run it."""
+    command = [sys.executable, "-m", "jshadow", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """The words of an evaluation, what one run prints as a table, and what it prints as JSON."""
     words = ["eval", tiny_model, *TASKS, *POLICY]
-    whole = [*words, "--out", str(tmp_path / "whole")]
-    return [*words, "--out", str(tmp_path / "results")], printed(*whole), answer(*whole)
+    whole = [*words, "--out", str(tmp_path_factory.mktemp("whole"))]
+    return words, process(*whole).stdout, json.loads(process(*whole, "--json").stdout)
+
+
+@pytest.fixture
+def evaluation(whole, tmp_path):
+    """The words of an evaluation in parts, and what one run prints."""
+    words, table, rows = whole
+    return [*words, "--out", str(tmp_path / "results")], table, rows
 
 
 @pytest.fixture
@@ -39,15 +51,14 @@ def test_a_killed_part_is_run_again_alone(evaluation, killing, tmp_path, printed
     (words, table, rows), (environment, mark) = evaluation, killing
     merge = ["eval", "--merge", tmp_path / "results"]
     for part in ("1/3", "3/3"):
-        printed(*words, "--part", part)
-    command = [sys.executable, "-m", "jshadow", *words, "--part", PART]
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == -signal.SIGKILL
+        assert process(*words, "--part", part).returncode == 0
+    assert process(*words, "--part", PART, environment=environment).returncode == -signal.SIGKILL
     assert mark.exists()
     told = refused("has 1 of 2. It goes on with:", *merge)
     assert "part 2/3 in " in told
     again = shlex.split(told.splitlines()[1])
     assert again[0] == "jshadow"
-    assert main(again[1:]) == 0
+    assert process(*again[1:]).returncode == 0
     assert printed(*merge).endswith(table)  # after the line about the part
     assert answer(*merge, "--out", tmp_path / "merged") == rows
     assert (tmp_path / "merged" / "report.html").exists()
