@@ -7,7 +7,8 @@ Each law of DEAR needs programs of its own, or dozens of single operations. `mak
 """
 
 import pytest
-from cases import BATCH, DEVICE_ONLY, FETCH_MODES, FEW, LOSSLESS, POLICY_CASES, by_tier, case_of, mode_of
+from cases import BATCH, DEVICE_ONLY, FETCH_MODES, FEW, LOSSLESS, POLICY_CASES, case_of, mode_of
+from few import quick
 
 from jshadow.evaluation.laws import LAWS, Case
 from jshadow.policies import POLICIES
@@ -64,15 +65,17 @@ def run(cases: list[tuple[str, Case]], record_property) -> None:
         raise ExceptionGroup(f"{len(broken)} laws are broken", broken)
 
 
-@pytest.mark.parametrize("name", by_tier(POLICY_CASES, (*POLICIES, "probe")))
+@pytest.mark.parametrize("name", quick((*POLICIES, "probe"), POLICY_CASES))
 def test_laws_that_share_programs(name, record_property):
     """The first law of a policy pays for the three programs: most policies need three CPU seconds."""
     run([(law, case) for law in SHARED for case in cases_of(law, name)], record_property)
 
 
-@pytest.mark.parametrize(
-    ("law", "name"), [case for law, (quick, names) in DEAR.items() for case in by_tier(names, quick, law)]
-)
+QUICK = [(law, name) for law, (few, _) in DEAR.items() for name in few]
+ALL = [(law, name) for law, (_, names) in DEAR.items() for name in names]
+
+
+@pytest.mark.parametrize(("law", "name"), quick(QUICK, ALL))
 def test_law(law, name, record_property):
     cases = [(law, case) for case in cases_of(law, name)]
     if law == "lossless_is_full":  # its state is at hand

@@ -5,15 +5,14 @@ by itself, in the settings of its registration. The rows below are for variants,
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import Array
 from probe import Probe
+from random_arrays import array
 
 from jshadow.cache.state import KVState
 from jshadow.evaluation.laws import Case, Subject, inputs
@@ -131,7 +130,7 @@ def random_kernels(policy: LESS, kv_heads: int, head_dim: int) -> dict[str, Any]
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
     rng = np.random.default_rng(23)
     return jax.tree.unflatten(
-        tree, [jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32) for shape in leaves]
+        tree, [array(np.float32(rng.standard_normal(shape) / shape[-2] ** 0.5)) for shape in leaves]
     )
 
 
@@ -196,11 +195,6 @@ DEVICE_ONLY = tuple(name for name, case in POLICY_CASES.items() if not offloads(
 FEW = ("full", "h2o", "quest", "omnikv", "specache", "infllm", "shadowkv", "shadowkv_plus_transform", "probe")
 # Where keys are rebuilt, zero_copy is another program than device_put. These cases run in it.
 ZERO_COPY = ("shadowkv_plus", "shadowkv_transform", "shadowkv_plus_transform")
-
-
-def by_tier(names: Iterable[Any], quick: Collection[Any], *before: Any) -> list[Any]:
-    """Parameters (*before, name). Those of names outside `quick` run in the complete suite only."""
-    return [pytest.param(*before, name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def mode_of(name: str) -> str:
