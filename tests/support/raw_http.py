@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import random
+import resource
 from collections import Counter
 
 NAME = "tiny"  # the model of server_cases
@@ -108,3 +109,23 @@ async def mixed(address, seeds, at_once):
 def load(address, seeds, at_once):
     """Send the requests of `seeds`, so many at once. Returns the number of requests by way and status."""
     return asyncio.run(mixed(address, seeds, at_once))
+
+
+def flood(address, count, connections):
+    """Send requests over connections that are kept. Return the number of requests by status and code."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * connections), hard))
+    found, left, data = Counter(), iter(range(count)), completion(max_tokens=2)
+
+    async def client():
+        async with connected(address) as (reader, writer):
+            for _ in left:
+                writer.write(data)
+                status, body = await read_answer(reader)
+                found[status, json.loads(body).get("error", {}).get("code")] += 1
+
+    async def clients():
+        await asyncio.gather(*(client() for _ in range(connections)))
+
+    asyncio.run(clients())
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from raw_http import asked, completion, load
+from raw_http import asked, completion, flood, load
 from server_cases import idle, listening, tiny_service, until
 
 COUNT, PARTS, AT_ONCE = 1200, 12, 24
@@ -55,3 +55,21 @@ def test_memory_is_flat_and_no_row_is_lost_under_many_requests():
         left = sum(number for (_, status), number in total.items() if status == 0)  # perhaps before they arrived whole
         assert COUNT - left <= ended + sum(refused) <= COUNT + left
         assert total["leave", 0] == total["slow", 200] == COUNT // 5
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_3000_requests_over_1000_connections_are_all_answered():
+    with (
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+        tiny_service(waiting=64) as service,
+        listening(service) as server,
+    ):
+        asked(server.address, completion())  # compiles
+        found = pool.apply(flood, (server.address, 3000, 1000))
+        until(lambda: idle(service))
+        assert found.total() == 3000
+        assert set(found) <= {(200, None), (429, "queue_full")}
+        assert min(found.values()) > 100
+        assert service.engine.report().counts.finished == found[200, None] + 1
+        assert asked(server.address, completion())[0] == 200
