@@ -235,10 +235,13 @@ def sliding(mesh: str) -> float:
 
 
 def speculated(name: str, mesh: str) -> list[bool]:
-    """Whether speculation on a mesh gives the tokens of plain decoding on one device, and accepts some."""
+    """Whether speculation on a mesh gives the tokens of plain decoding on it, and accepts some.
+
+    The first prompt repeats five tokens, so that chunks have equal scores. One device may choose others of them.
+    """
     prompts = [np.resize(PROMPT[0, :5], 40).tolist(), PROMPT[1, :33].tolist()]
     asked: dict[str, Any] = {"max_new_tokens": 16, "capacity": CAPACITY}
-    plain = generate(model(), prompts, POLICIES[name], fetch="resident", **asked)
+    plain = generate(model(mesh), prompts, POLICIES[name], fetch="device_put", **asked)
     lookup = PromptLookup(tokens=4, ngram=1)
     fast = generate(model(mesh), prompts, POLICIES[name], fetch="device_put", speculate=lookup, **asked)
     same = [one.tokens == other.tokens for one, other in zip(plain, fast, strict=True)]
