@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 from byte_models import CONFIG
@@ -20,6 +21,15 @@ def tiny_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
     jshadow.save(dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer()), path)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """The variables that a command sets for JAX do not reach the next test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
