@@ -249,7 +249,7 @@ def test_other_kinds_of_attention_are_capped_or_refused():
     chunks = {"chunk_size": 64, "local_size": 8, "original_max_position_embeddings": 96}
     long = {"max_position_embeddings": 4096, "dual_chunk_attention_config": chunks}
     assert read("qwen2", **long).context == 96
-    with pytest.raises(ConfigError, match="dual_chunk_attention_config.original_max_position_embeddings must be"):
+    with pytest.raises(ConfigError, match=r"dual_chunk_attention_config\.original_max_position_embeddings must be"):
         read("qwen2", **long | {"dual_chunk_attention_config": {"chunk_size": 64}})
     for key, value in {"linear_attention_config": {"kind": "delta"}, "attn_output_gate": True}.items():
         with pytest.raises(ConfigError, match=f"{key} must be absent .* got"):
