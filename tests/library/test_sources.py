@@ -77,7 +77,7 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES, ids=range(len(BAD_FILES)))
 def test_a_file_that_cannot_be_a_document(tmp_path, name, content, message):
     path = tmp_path / name
     if content is FOLDER:
