@@ -74,5 +74,5 @@ def test_two_workers_of_ray(evaluation, killing, tmp_path, answer):
     done = subprocess.run([*script, *options], env=environment | quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert mark.exists()
-    assert done.stdout.endswith(table)
+    assert table in done.stdout  # Ray may print lines of its workers after it
     assert answer("eval", "--merge", tmp_path / "results") == rows

@@ -70,6 +70,7 @@ def test_3000_requests_over_1000_connections_are_all_answered():
         until(lambda: idle(service))
         assert found.total() == 3000
         assert set(found) <= {(200, None), (429, "queue_full")}
-        assert min(found.values()) > 100
+        assert found[200, None] >= 64  # as many may wait
+        assert found[429, "queue_full"]
         assert service.engine.report().counts.finished == found[200, None] + 1
         assert asked(server.address, completion())[0] == 200
