@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import ipaddress
 import json
 import socket
 import sys
@@ -212,7 +211,7 @@ def check_options(args: argparse.Namespace) -> Early:
 
 def allowed_hosts_of(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the hosts by which a server without keys may be named. Raises ConfigError if it needs keys."""
-    from jshadow.serving.http.options import ANY_HOST
+    from jshadow.serving.http.options import ANY_HOST, is_loopback
 
     if args.api_key_file is not None or is_loopback(args.host):
         return tuple(args.allowed_host)
@@ -222,14 +221,6 @@ def allowed_hosts_of(args: argparse.Namespace) -> tuple[str, ...]:
             "--api-key-file FILE, or --insecure if everybody who reaches the address may read all documents"
         )
     return tuple(args.allowed_host) or (ANY_HOST,)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine can reach an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_number(name: str, value: float | None, least: float, *, above: bool = False) -> None:

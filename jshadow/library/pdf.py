@@ -16,10 +16,10 @@ Begun = Callable[["subprocess.Popen[bytes]"], None]
 
 @dataclasses.dataclass(frozen=True)
 class PdfLimits:
-    """What the reading of one PDF file may take.
+    """The limits of the reading of one PDF file.
 
     Attributes:
-        seconds: CPU seconds. The reading is stopped after as many seconds of wall time, thrice, too.
+        seconds: CPU seconds. The reading also stops after three times as many seconds of wall time.
         memory: bytes of address space.
         pages: pages of the file.
         characters: characters of its text.

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jshadow.serving.http.errors import ApiError, response_of
-from jshadow.serving.http.options import ANY_HOST
+from jshadow.serving.http.options import ANY_HOST, is_loopback
 from jshadow.serving.http.service import Service
 
 Message = MutableMapping[str, Any]
@@ -16,7 +16,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
 PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PAGE = "/page/"  # the parts of the page, which need no key either
 UPLOADS = "/v1/files"
 SPARE = 2**16  # bytes of an upload's body beside the file
@@ -89,7 +88,7 @@ class Access:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, allowed = headers.get(b"host", ""), self.options.allowed_hosts
         name = host_name(host)
-        if name not in LOOPBACK and not name.endswith(".localhost") and not {name, ANY_HOST} & set(allowed):
+        if not is_loopback(name) and not {name, ANY_HOST} & set(allowed):
             message = f"the header Host must name this machine or an --allowed-host, got {host!r:.80}"
             return ApiError(403, message, code="host_not_allowed")
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")

@@ -1,6 +1,7 @@
 """The settings of a server."""
 
 import dataclasses
+import ipaddress
 import re
 from pathlib import Path
 
@@ -45,6 +46,14 @@ class ServerOptions:
                 raise ConfigError(f"allowed_hosts must be names or addresses without a port, got {host!r:.80}")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is that of this machine for its own programs alone."""
+    try:
+        return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -56,7 +56,10 @@ OTHERS = [{"origin": origin} for origin in ("http://evil.example", "http://local
 OTHERS += [{"sec-fetch-site": site} for site in ("cross-site", "same-site")]
 REBOUND = ("evil.example:8000", "localhost.evil.example", "")  # by DNS
 SITES = [
-    *((MODELS, host, {}, 200) for host in (HERE, "LocalHost", "[::1]:8000", "a.localhost:1", "box.lan:8000")),
+    *(
+        (MODELS, host, {}, 200)
+        for host in (HERE, "LocalHost", "[::1]:8000", "a.localhost:1", "127.0.0.2:8000", "box.lan:8000")
+    ),
     *((MODELS, HERE, headers, 200) for headers in (SAME, {"sec-fetch-site": "none"})),
     *((MODELS, host, {}, "host_not_allowed") for host in REBOUND),
     *((MODELS, HERE, headers, "cross_site") for headers in (*OTHERS, LINK)),

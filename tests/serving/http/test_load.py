@@ -26,51 +26,53 @@ def held_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.fixture
+def running():
+    """A process for clients, whose memory is not the server's, and a service with its server."""
+    with (
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+        tiny_service(waiting=64) as service,
+        listening(service) as server,
+    ):
+        asked(server.address, completion())  # compiles
+        yield pool, service, server
+
+
 @pytest.mark.slow
 @pytest.mark.process
-def test_memory_is_flat_and_no_row_is_lost_under_many_requests():
+def test_memory_is_flat_and_no_row_is_lost_under_many_requests(running):
     """The figures of memory are medians of thirds of the run. The first third warms up."""
-    with (
-        multiprocessing.get_context("spawn").Pool(1) as pool,
-        tiny_service(waiting=64) as service,
-        listening(service) as server,
-    ):
-        asked(server.address, completion())  # compiles
+    pool, service, server = running
+    until(lambda: idle(service))
+    first, sizes, total = service.engine.report().counts.finished, [], Counter()
+    for part in range(PARTS):
+        seeds = range(part * COUNT // PARTS, (part + 1) * COUNT // PARTS)
+        total += pool.apply(load, (server.address, seeds, AT_ONCE))
         until(lambda: idle(service))
-        first, sizes, total = service.engine.report().counts.finished, [], Counter()
-        for part in range(PARTS):
-            seeds = range(part * COUNT // PARTS, (part + 1) * COUNT // PARTS)
-            total += pool.apply(load, (server.address, seeds, AT_ONCE))
-            until(lambda: idle(service))
-            sizes.append(held_bytes())
-        report, third = service.engine.report(), PARTS // 3
-        assert statistics.median(sizes[2 * third :]) < 1.05 * statistics.median(sizes[third : 2 * third]), sizes
-        assert report.rows_in_use == report.waiting == report.counts.failed == 0
-        assert total.total() == COUNT
-        assert {status for _, status in total} <= {0, 200, 429}
-        families = text_string_to_metric_families(service.metrics.text().decode())
-        samples = [sample for family in families for sample in family.samples]
-        refused = [one.value for one in samples if (one.name, one.labels.get("status")) == REFUSED]
-        ended = report.counts.finished - first + report.counts.cancelled
-        left = sum(number for (_, status), number in total.items() if status == 0)  # perhaps before they arrived whole
-        assert COUNT - left <= ended + sum(refused) <= COUNT + left
-        assert total["leave", 0] == total["slow", 200] == COUNT // 5
+        sizes.append(held_bytes())
+    report, third = service.engine.report(), PARTS // 3
+    assert statistics.median(sizes[2 * third :]) < 1.05 * statistics.median(sizes[third : 2 * third]), sizes
+    assert report.rows_in_use == report.waiting == report.counts.failed == 0
+    assert total.total() == COUNT
+    assert {status for _, status in total} <= {0, 200, 429}
+    families = text_string_to_metric_families(service.metrics.text().decode())
+    samples = [sample for family in families for sample in family.samples]
+    refused = [one.value for one in samples if (one.name, one.labels.get("status")) == REFUSED]
+    ended = report.counts.finished - first + report.counts.cancelled
+    left = sum(number for (_, status), number in total.items() if status == 0)  # perhaps before they arrived whole
+    assert COUNT - left <= ended + sum(refused) <= COUNT + left
+    assert total["leave", 0] == total["slow", 200] == COUNT // 5
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_3000_requests_over_1000_connections_are_all_answered():
-    with (
-        multiprocessing.get_context("spawn").Pool(1) as pool,
-        tiny_service(waiting=64) as service,
-        listening(service) as server,
-    ):
-        asked(server.address, completion())  # compiles
-        found = pool.apply(flood, (server.address, 3000, 1000))
-        until(lambda: idle(service))
-        assert found.total() == 3000
-        assert set(found) <= {(200, None), (429, "queue_full")}
-        assert found[200, None] >= 64  # as many may wait
-        assert found[429, "queue_full"]
-        assert service.engine.report().counts.finished == found[200, None] + 1
-        assert asked(server.address, completion())[0] == 200
+def test_3000_requests_over_1000_connections_are_all_answered(running):
+    pool, service, server = running
+    found = pool.apply(flood, (server.address, 3000, 1000))
+    until(lambda: idle(service))
+    assert found.total() == 3000
+    assert set(found) <= {(200, None), (429, "queue_full")}
+    assert found[200, None] >= 64  # as many may wait
+    assert found[429, "queue_full"]
+    assert service.engine.report().counts.finished == found[200, None] + 1
+    assert asked(server.address, completion())[0] == 200
