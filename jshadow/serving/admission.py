@@ -19,7 +19,8 @@ class Limits:
     Attributes:
         device_bytes: bytes of device memory beside the weights. None: what is free when the engine is made.
         host_bytes: bytes of host memory for offloaded rows. None: what is free when the engine is made.
-        waiting: number of requests that may wait. A further request is refused. None: no limit.
+        waiting: number of requests that may wait. A further request is refused. A sixteenth of it is for clients of
+            which no request waits. None: no limit.
 
     Raises:
         ConfigError: a value is not None and not an integer of at least 1.

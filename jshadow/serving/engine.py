@@ -4,6 +4,7 @@ import functools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from jshadow.serving.requests import Answer, Request
 from jshadow.weights.params import Params
 
 LOG = logging.getLogger(__name__)
+NEW_CLIENTS = 1 / 16  # of the requests that may wait, for clients of which none waits
 
 
 class Engine:
@@ -69,7 +71,8 @@ class Engine:
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing, self._arriving = False, 0  # requests that the loop has not seen yet
+        self._closing = False
+        self._arriving: Counter[str] = Counter()  # requests that the loop has not seen yet, by client
         self._compiled = CompileClock.programs
 
     # For any thread
@@ -96,12 +99,13 @@ class Engine:
         most = self.admission.limits.waiting
         if most is not None and len(requests) > most:
             raise ConfigError(f"requests must be at most limits.waiting={most} at once, got {len(requests)}")
-        self._reserve(len(requests), most)
+        clients = Counter(request.client for request in requests)
+        self._reserve(clients, most)
         try:
             jobs = [self._job(request) for request in requests]
             self._send(functools.partial(self._accept, jobs))
         except BaseException:
-            self._reserve(-len(requests))
+            self._release(clients)
             raise
         return [job.answer for job in jobs]
 
@@ -146,7 +150,7 @@ class Engine:
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)
-        self._reserve(1)
+        self._reserve(Counter([request.client]))
         self._send(functools.partial(self._accept, [job]))
         while not self.options.threaded and self.run_once():
             pass
@@ -249,19 +253,31 @@ class Engine:
         return possible
 
     def _accept(self, jobs: Sequence[Job]) -> None:
-        with self._lock:
-            self._arriving -= len(jobs)
-        for job in jobs:
-            self._loop.accept(job)
+        self._release(Counter(job.client for job in jobs))
+        for place, job in enumerate(jobs):
+            self._loop.accept(job, place)
             if job.ready is not None:
                 job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
 
-    def _reserve(self, count: int, limit: int | None = None) -> None:
-        """Count requests that the loop has not seen yet. Raises QueueFull if more than `limit` would wait."""
+    def _reserve(self, clients: Counter[str], limit: int | None = None) -> None:
+        """Count requests that the loop has not seen yet. Raises QueueFull if too many would wait.
+
+        A part of `limit` is for clients of which nothing waits.
+        """
+        waiting, count = self._loop.waiting, clients.total()
         with self._lock:
-            if limit is not None and len(self._loop.waiting) + self._arriving + count > limit:
-                raise QueueFull(f"at most limits.waiting={limit} requests may wait, got {count} more")
-            self._arriving += count
+            if limit is not None:
+                waits = any(waiting.count(client) or self._arriving[client] for client in clients)
+                most = limit - int(limit * NEW_CLIENTS) if waits else limit
+                if len(waiting) + self._arriving.total() + count > most:
+                    raise QueueFull(f"at most {most} of limits.waiting={limit} requests may wait, got {count} more")
+            self._arriving.update(clients)
+
+    def _release(self, clients: Counter[str]) -> None:
+        """Count requests no longer that the loop has seen or that were refused."""
+        with self._lock:
+            self._arriving.subtract(clients)
+            self._arriving = +self._arriving
 
     def _send(self, message: Callable[[], None]) -> None:
         """Give a message to the loop, and start its thread if it does not run."""

@@ -62,6 +62,11 @@ class Job:
         return self.request.priority
 
     @property
+    def client(self) -> str:
+        """Who asks."""
+        return self.request.client
+
+    @property
     def plan(self) -> PlannedClass:
         """The class in which the job runs."""
         return self.plans[0]

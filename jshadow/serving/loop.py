@@ -49,12 +49,12 @@ class Loop:
 
     # Messages
 
-    def accept(self, job: Job) -> None:
-        """Take a new job."""
+    def accept(self, job: Job, place: int = 0) -> None:
+        """Take a new job. `place` is its number among those that came with it."""
         if self.closed is not None:
             return job.answer.end(self.closed)
         self._open.add(job)
-        self.waiting.push(job)
+        self.waiting.push(job, place)
 
     def cancel(self, answer: Answer) -> None:
         """Cancel a request. Nothing happens if it has ended."""
@@ -248,11 +248,11 @@ class Loop:
                 self._fail(job, error)
                 continue
             if place is not None:
-                self.waiting.remove(job)
+                self.waiting.take(job)
                 job.start()
                 if paused is not None:
                     paused.moved = False
                 return
             if not self.groups.has(job.plan):
-                return
+                return self.waiting.hold(job)
             full.add(job.plan.key)

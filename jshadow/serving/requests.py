@@ -25,7 +25,9 @@ class Request:
         settings: how the tokens are drawn. The default is greedy.
         stop: strings or token ids that end the answer, as in `generate`.
         priority: a request is admitted before those of lower priorities, unless they have waited 10 s longer for each
-            step between the priorities. Requests of one priority come by arrival.
+            step between the priorities. Requests of one priority come by arrival. Of those that are submitted at once,
+            each counts as one priority lower than the one before it.
+        client: who asks. Clients take turns. Priorities order the requests of one client.
         store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
             library.
         title: None, or the title of the document that the prompt is. `store` must be set. Only the state after the
@@ -45,6 +47,7 @@ class Request:
     settings: RowSettings = dataclasses.field(default_factory=RowSettings)
     stop: str | int | Sequence[str | int] | None = None
     priority: int = 0
+    client: str = ""
     store: bool = False
     title: str | None = None
     allowed: Allowed | None = None
@@ -53,6 +56,8 @@ class Request:
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         check_integer("priority", self.priority)
+        if not isinstance(self.client, str):
+            raise ConfigError(f"client must be a string, got {self.client!r:.80}")
         if not isinstance(self.settings, RowSettings):
             raise ConfigError(f"settings must be a RowSettings, got {self.settings!r:.80}")
         if not isinstance(self.store, bool):

@@ -49,9 +49,9 @@ async def read_answer(reader):
 
 
 @contextlib.asynccontextmanager
-async def connected(address):
-    """The reader and the writer of a connection. It is closed at the end of the block."""
-    reader, writer = await asyncio.open_connection(*address[:2])
+async def connected(address, source=None):
+    """The reader and the writer of a connection, from another address of this machine. It is closed at the end."""
+    reader, writer = await asyncio.open_connection(*address[:2], local_addr=source and (source, 0))
     try:
         yield reader, writer
     finally:

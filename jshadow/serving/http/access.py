@@ -3,9 +3,12 @@
 import asyncio
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.requests import Request
 
 from jshadow.serving.http.errors import ApiError, response_of
 from jshadow.serving.http.options import ANY_HOST, is_loopback
@@ -14,11 +17,15 @@ from jshadow.serving.http.service import Service
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+CLIENT = "jshadow.client"  # who asks, in the scope of a request
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
 PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
 PAGE = "/page/"  # the parts of the page, which need no key either
 UPLOADS = "/v1/files"
 SPARE = 2**16  # bytes of an upload's body beside the file
+SMALL = 2**16  # bytes of a body that is never refused because of other bodies
+CLIENT_SHARE = 0.5  # of the bytes of all bodies, for one client
+STILL_SECONDS, MOVED = 30.0, 2**16  # within this time a body must have so many bytes more, or be complete
 
 
 class Access:
@@ -32,12 +39,13 @@ class Access:
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
         self.app, self.service, self.options = app, service, service.options
         self.keys = [digest(key.encode()) for key in self.options.api_keys]
-        self.held = 0  # bytes of the bodies of all open requests
+        self.held: Counter[str] = Counter()  # bytes of the bodies of all open requests, by client
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        scope[CLIENT] = self._client(scope)
         body, status = Body(self, scope, receive), 0
 
         async def noted(message: Message) -> None:
@@ -64,9 +72,15 @@ class Access:
             raise
         finally:
             self.service.open -= counts
-            self.held -= body.size
+            body.release()
             if status >= 400:
                 self.service.metrics.refused.labels(str(status)).inc()
+
+    def _client(self, scope: Message) -> str:
+        """Return who asks: the digest of the key if keys are asked for, else the address."""
+        if self.keys:
+            return digest(dict(scope["headers"]).get(b"authorization", b"")).hex()
+        return str((scope.get("client") or ("",))[0])
 
     def _problem(self, scope: Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
@@ -116,43 +130,63 @@ class Body:
 
     def __init__(self, access: Access, scope: Message, receive: Receive) -> None:
         self.access, self.size, self._receive, self._more = access, 0, receive, True
-        options = access.options
+        self._client, options = scope[CLIENT], access.options
         upload = scope["path"] == UPLOADS and scope["method"] == "POST"
         self._limit = options.upload_bytes + SPARE if upload else options.body_bytes
         self._length = dict(scope["headers"]).get(b"content-length", b"0")
-        self._end = asyncio.get_running_loop().time() + options.seconds
+        now = asyncio.get_running_loop().time()
+        self._end, self._still, self._moved = now + options.seconds, now + STILL_SECONDS, 0
 
     def check_length(self) -> None:
         """Raise Refused if the header says that the body is above the limit."""
         if self._length.isdigit():
             self._check(int(self._length[:20]))
 
+    def release(self) -> None:
+        """Count the bytes no longer, because the request has ended."""
+        held = self.access.held
+        held[self._client] -= self.size
+        if not held[self._client]:
+            del held[self._client]
+
     async def receive(self) -> Message:
         """Return the next message of the request. Raises Refused if a limit is exceeded."""
         if not self._more:
             return await self._receive()  # only the end of the connection follows
         try:
-            async with asyncio.timeout_at(self._end):
+            async with asyncio.timeout_at(min(self._end, self._still)):
                 message = await self._receive()
         except TimeoutError:
-            seconds = self.access.options.seconds
-            text = f"the body must arrive within {seconds:g} seconds, got {self.size} bytes of it"
-            raise Refused(ApiError(408, text, code="timeout")) from None
+            raise Refused(ApiError(408, self._late(), code="timeout")) from None
         new = len(message.get("body", b""))
         self._more = message.get("more_body", False)
         self.size += new
-        self.access.held += new
+        self.access.held[self._client] += new
+        if self.size - self._moved >= MOVED:
+            self._still, self._moved = asyncio.get_running_loop().time() + STILL_SECONDS, self.size
         self._check(self.size)
-        most, held = self.access.options.held_bytes, self.access.held
-        if held > most and held > self.size:
-            text = f"the bodies of all open requests must have at most {most} bytes, got {held}"
-            raise Refused(ApiError(429, text, code="bodies_full"))
+        self._check_held()
         return message
+
+    def _late(self) -> str:
+        """Return why a body is refused that did not arrive in time."""
+        seconds = self.access.options.seconds
+        if self._end <= self._still:
+            return f"the body must arrive within {seconds:g} seconds, got {self.size} bytes of it"
+        return f"{MOVED} bytes of the body must arrive every {STILL_SECONDS:g} seconds, got {self.size - self._moved}"
 
     def _check(self, size: int) -> None:
         if size > self._limit:
             text = f"the body must have at most {self._limit} bytes, got {size}"
             raise Refused(ApiError(413, text, code="body_too_large"))
+
+    def _check_held(self) -> None:
+        """Raise Refused if this body, which is not alone and not small, makes the open bodies too large."""
+        most, own, held = self.access.options.held_bytes, self.access.held[self._client], self.access.held.total()
+        for name, size, limit in (("one client", own, int(most * CLIENT_SHARE)), ("all clients", held, most)):
+            if size > limit and size > self.size > SMALL:
+                text = f"the bodies of all open requests of {name} must have at most {limit} bytes, got {size}"
+                raise Refused(ApiError(429, text, code="bodies_full"))
 
 
 class Refused(BaseException):
@@ -161,6 +195,11 @@ class Refused(BaseException):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def client_of(request: Request) -> str:
+    """Return who asks, for fair turns: the digest of the key if keys are asked for, else the address."""
+    return str(request.scope[CLIENT])
 
 
 def host_name(host: str) -> str:

@@ -38,7 +38,7 @@ class Chat:
         async for index, item in followed(self.answers):
             if isinstance(item, Piece):
                 pieces[index].append(item)
-        choices = [self._choice(index, held) for index, held in enumerate(pieces)]
+        choices = [await self.service.slowly(self._choice, index, held) for index, held in enumerate(pieces)]
         usage = usage_of(reports_of(self.answers))
         return self.head | {"object": "chat.completion", "choices": choices, "usage": usage}
 

@@ -18,7 +18,7 @@ class Completion:
 
     def __init__(self, service: Service, body: CompletionRequest, answers: Sequence[Answer]) -> None:
         """Take the answers of all choices of all prompts."""
-        self.body, self.answers = body, answers
+        self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -43,9 +43,10 @@ class Completion:
         async for index, item in followed(self.answers):
             if isinstance(item, Piece):
                 pieces[index].append(item)
+        ends = zip(pieces, reports_of(self.answers), strict=True)
         choices = [
-            self._choice(index, "".join(piece.text for piece in held), held, 0, report.finish)
-            for index, (held, report) in enumerate(zip(pieces, reports_of(self.answers), strict=True))
+            await self.service.slowly(self._choice, index, "".join(one.text for one in held), held, 0, report.finish)
+            for index, (held, report) in enumerate(ends)
         ]
         return self.head | {"choices": choices, "usage": self._usage()}
 

@@ -75,6 +75,11 @@ def too_late(seconds: float) -> ApiError:
     return ApiError(504, f"the answer must be complete within {seconds:g} seconds, it is not", code="timeout")
 
 
+def client_left() -> ApiError:
+    """Return the error of a request whose client has closed the connection. Nobody reads it, but it is counted."""
+    return ApiError(499, "the client has left", code="client_left")
+
+
 def api_error(error: Exception) -> ApiError:
     """Return an error as an ApiError."""
     if isinstance(error, ApiError):

@@ -1,6 +1,7 @@
 """Metrics in Prometheus' text form: vLLM's names, so that its dashboards and gateways read them, and our own."""
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jshadow.serving.http.service import Service
 
 ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
+FRESH_SECONDS = 0.5  # for which the text serves all who ask, because /metrics needs no key
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
 
@@ -32,6 +34,7 @@ class Metrics:
         self.registry, name = CollectorRegistry(), service.options.name
         self.tokens = self.stored = self.answers = 0
         self.first_seconds = 0.0
+        self._text, self._made = b"", -FRESH_SECONDS
 
         def histogram(metric: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             family = Histogram(f"vllm:{metric}", text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -97,8 +100,11 @@ class Metrics:
         return self.first_seconds / self.answers if self.answers else None
 
     def text(self) -> bytes:
-        """Return all figures in Prometheus' text form."""
-        return bytes(generate_latest(self.registry))
+        """Return all figures in Prometheus' text form, at most `FRESH_SECONDS` old."""
+        now = time.monotonic()
+        if now - self._made >= FRESH_SECONDS:
+            self._text, self._made = bytes(generate_latest(self.registry)), now
+        return self._text
 
 
 def fetched_a_token(service: "Service", policy: Policy, fetch: str) -> int:

@@ -12,6 +12,7 @@ import uvicorn
 
 from jshadow.errors import JshadowError
 from jshadow.serving.http.app import make_app
+from jshadow.serving.http.connection import HEAD_SECONDS, Connection
 from jshadow.serving.http.service import Service
 
 MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
@@ -116,9 +117,11 @@ def config_of(service: Service, host: str, port: int) -> uvicorn.Config:
         make_app(service),
         host,
         port,
+        loop="asyncio",
+        http=Connection,
         server_header=False,
         log_level="warning",
-        timeout_keep_alive=30,
+        timeout_keep_alive=int(HEAD_SECONDS),
         timeout_graceful_shutdown=1,  # after `drain_seconds`, requests that are open still are cancelled
         backlog=2048,
     )

@@ -22,10 +22,9 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
 MOST_STOPS, MOST_STOP = 16, 1024  # stop strings, and characters of one
-MOST_PROMPTS, MOST_IDS, MOST_MESSAGES = 128, 2**21, 2**14
-INT64 = 2**63
-
+MOST_PROMPTS, MOST_IDS, MOST_MESSAGES, MOST_TOOLS = 128, 2**20, 2**14, 1024
 MOST_NAMES = 1024
+INT64 = 2**63
 
 # `fail_fast` stops at the first wrong value. The errors of a million wrong values would take a gigabyte.
 Texts = Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
@@ -148,6 +147,9 @@ class Tool(Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
 class Routed(Body):
     """The fields that vllm-router adds to each request. Only its values are accepted, which change nothing."""
 
@@ -200,7 +202,7 @@ class ChatRequest(Drawing):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -225,7 +227,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool | None = None

@@ -74,11 +74,12 @@ class Service:
         return await run_in_threadpool(self.engine.submit_all, requests)
 
     def requests(
-        self, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
+        self, client: str, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
     ) -> list[Request]:
         """Return the requests of all choices of one prompt.
 
         Args:
+            client: who asks.
             body: the body of the HTTP request.
             ids: token ids of the prompt.
             most: maximum number of new tokens.
@@ -94,6 +95,7 @@ class Service:
                 ids,
                 most,
                 settings_of(body, choice),
+                client=client,
                 stop=stop or None,
                 logprobs=logprobs,
                 allowed=None if grammar is None else self.grammars.matcher(grammar),
@@ -250,7 +252,7 @@ class Service:
         self.check_length(text)
         return await self.slowly(encode_plain, self.params.tokenizer, text)
 
-    async def add(self, upload: Upload) -> Stored:
+    async def add(self, upload: Upload, client: str) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.
 
         Equal documents that come at once are read once.
@@ -272,7 +274,7 @@ class Service:
                 await self.slowly(self.look)
                 found = await self.slowly(library.longest, ids)
                 if found is None or found.tokens < len(ids):
-                    await self._read(upload.name, ids.tolist())
+                    await self._read(upload.name, ids.tolist(), client)
                     found = await self.slowly(library.longest, ids)
         finally:
             turn.waiting -= 1
@@ -282,9 +284,9 @@ class Service:
             raise not_kept(upload.name, "its state was read, but is not stored any more")
         return found
 
-    async def _read(self, name: str, ids: list[int]) -> None:
+    async def _read(self, name: str, ids: list[int], client: str) -> None:
         """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
-        [answer] = await self.submit(Request(ids, 1, priority=READING_PRIORITY, store=True, title=name))
+        [answer] = await self.submit(Request(ids, 1, priority=READING_PRIORITY, client=client, store=True, title=name))
         try:
             async for _ in pieces(answer):
                 pass

@@ -91,12 +91,42 @@ def test_released_rows_are_never_read_and_a_nan_fails_its_own_row_alone(engine, 
 # The order of requests
 
 
+def waiting(name, arrived, priority=0, client=""):
+    return types.SimpleNamespace(name=name, arrived=arrived, priority=priority, client=client)
+
+
+def names(queue):
+    return " ".join(item.name for item in queue)
+
+
 def test_a_request_that_waits_is_overtaken_for_a_short_time_only():
     queue = WaitingQueue()
-    arrived = {"upload": (0.0, -1), "soon": (9.0, 0), "late": (11.0, 0), "urgent": (15.0, 1), "same": (0.0, -1)}
-    for name, (seconds, priority) in arrived.items():
-        queue.push(types.SimpleNamespace(name=name, arrived=seconds, priority=priority))
-    assert [item.name for item in queue] == ["urgent", "soon", "upload", "same", "late"]
+    for item in (("upload", 0.0, -1), ("soon", 9.0), ("late", 11.0), ("urgent", 15.0, 1), ("same", 0.0, -1)):
+        queue.push(waiting(*item))
+    assert names(queue) == "urgent soon upload same late"
+
+
+def test_many_requests_of_one_client_or_of_one_body_delay_another_by_few():
+    queue = WaitingQueue()
+    for place in range(5):
+        queue.push(waiting(f"a{place}", 0.0, client="a"), place)
+    queue.push(waiting("a-", 5.0, client="a"))  # another body
+    for place in range(2):
+        queue.push(waiting(f"b{place}", 6.0, client="b"))
+    queue.push(late := waiting("c0", 7.0, client="c"))
+    assert names(queue) == "a0 b0 c0 a- b1 a1 a2 a3 a4"
+    assert (len(queue), queue.count("a"), queue.count("d")) == (9, 6, 0)
+    taken = []
+    while len(queue):
+        queue.take(first := next(iter(queue)))
+        taken.append(first.name)
+        if first.name == "a-":  # clients that had no turn yet come first, and none is before one that holds its turn
+            queue.push(waiting("d0", 8.0, client="d"))
+            queue.push(waiting("c1", 9.0, client="c"))
+            queue.hold(next(item for item in queue if item.name == "b1"))
+    assert " ".join(taken) == "a0 b0 c0 a- b1 d0 c1 a1 a2 a3 a4"
+    assert not queue.remove(late)
+    assert queue.count("a") == 0
 
 
 def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):

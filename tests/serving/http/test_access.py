@@ -1,6 +1,7 @@
 """Keys, limits of bodies and time, and clients that leave or read slowly."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ from raw_http import ask, asked, completion, connected, message, read_answer, re
 from server_cases import COMPLETION, FILES, NAME, client_of, error_of, idle, listening, tiny_service, until
 
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError
+from jshadow.serving.http import access, connection
 from jshadow.serving.http.options import ServerOptions, read_keys
 
 BODY = 20_000
@@ -125,38 +127,92 @@ def test_a_body_in_chunks_is_refused_at_its_limit(server):
     assert sent < 100 * BODY
 
 
-def test_the_bodies_of_all_requests_have_a_limit(server, service):
-    """Two bodies that never end hold all bytes. A third is refused, and so is a small one."""
-    held = message(COMPLETION, b" " * BODY)[:-1]
+def test_the_bodies_of_all_requests_and_of_one_client_have_a_limit(server, service, monkeypatch):
+    """Bodies that never end hold all bytes of a client, and then of all clients. Small ones are answered meanwhile."""
+    monkeypatch.setattr(access, "SMALL", 1000)
+    held, most = message(COMPLETION, b" " * BODY)[:-1], 2 * BODY
 
     async def run():
-        async with connected(server.address) as (_, first), connected(server.address) as (_, second):
-            first.write(held)
-            second.write(held)
-            while service.open < 2:
-                await asyncio.sleep(0.002)
-            async with connected(server.address) as (reader, third):
-                third.write(held)
-                return await read_answer(reader), await ask(server.address, completion())
+        async with contextlib.AsyncExitStack() as stack:
 
-    late, small = map(told_by, asyncio.run(run()))
-    assert late[:2] == (429, "bodies_full")
-    assert str(2 * BODY) in late[2]
-    assert small[0] == 429
+            async def hold(number):
+                reader, writer = await stack.enter_async_context(connected(server.address, f"127.0.0.{number}"))
+                writer.write(held)
+                return asyncio.create_task(read_answer(reader))
+
+            async def first(*tasks):
+                """The answer of the one that came last. The others go on to hold their bytes."""
+                done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                open_tasks.extend(left)
+                return done.pop().result()
+
+            open_tasks = []
+            second = await first(await hold(2), await hold(2))
+            third = await first(await hold(3), await hold(4), *open_tasks)
+            small = await ask(server.address, completion())
+            for task in open_tasks:
+                task.cancel()
+            return second, third, small
+
+    second, third, small = asyncio.run(run())
+    assert told_by(second)[:2] == told_by(third)[:2] == (429, "bodies_full")
+    assert f"one client must have at most {BODY} bytes" in told_by(second)[2]
+    assert f"all clients must have at most {most} bytes" in told_by(third)[2]
+    assert small[0] == 200
     until(lambda: idle(service))
-    assert asked(server.address, completion())[0] == 200
+    assert asked(server.address, message(COMPLETION, b" " * (BODY - 1) + b"{"))[0] == 400  # nothing is held any more
 
 
-def test_a_body_that_does_not_arrive_in_time_is_refused():
-    async def stop_in_the_middle(address):
-        async with connected(address) as (reader, writer):
-            writer.write(completion()[:-3])
-            return await read_answer(reader)
+def test_a_body_that_stands_still_or_drips_is_refused(server, monkeypatch):
+    monkeypatch.setattr(access, "STILL_SECONDS", 0.3)
+    monkeypatch.setattr(access, "MOVED", 1000)
 
-    with tiny_service(seconds=0.2) as service, listening(service) as server:
-        status, code, told = told_by(asyncio.run(stop_in_the_middle(server.address)))
+    async def send(bytes_a_time):
+        """Send a body of 3,000 bytes, so many each tenth of a second, until there is an answer."""
+        async with connected(server.address) as (reader, writer):
+            answer, left = asyncio.create_task(read_answer(reader)), completion(user="u" * 3000)
+            while left and not answer.done():
+                writer.write(left[:bytes_a_time])
+                left = left[bytes_a_time:]
+                await asyncio.sleep(0.1)
+            return await answer
+
+    status, code, told = told_by(asyncio.run(send(20)))
     assert (status, code) == (408, "timeout")
-    assert "0.2 seconds" in told
+    assert "1000 bytes of the body must arrive every 0.3 seconds" in told
+    assert asyncio.run(send(900))[0] == 200
+
+
+def test_a_connection_without_a_request_is_closed(service, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+
+    async def left(address, *sent):
+        """What a client reads that sends parts of requests, until the server closes the connection."""
+        async with connected(address) as (reader, writer):
+            for part in sent:
+                writer.write(part)
+                await asyncio.sleep(0.02)
+            return await asyncio.wait_for(reader.read(), 20)
+
+    health = message("/health")
+    with listening(service) as server:
+        assert asyncio.run(left(server.address)) == b""
+        assert asyncio.run(left(server.address, health[:-4])) == b""
+        for after in (b"", b"G"):  # after an answer, with the beginning of another request
+            assert asyncio.run(left(server.address, health, after)).endswith(b'{"status":"ok"}')
+
+
+def test_little_is_read_at_once(service):
+    """Chunks of one byte take long to parse, so few of them may hold the event loop."""
+    with listening(service) as server:
+
+        async def run():
+            async with connected(server.address) as (reader, writer):
+                writer.write(message("/health"))
+                await read_answer(reader)
+                return [one.transport.max_size for one in server.server_state.connections]
+
+        assert asyncio.run(run()) == [connection.READ_BYTES]
 
 
 @pytest.mark.parametrize("stream", [False, True])

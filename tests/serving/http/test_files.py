@@ -75,7 +75,7 @@ def test_equal_uploads_at_once_are_read_once(service):
     before = service.engine.report().counts.finished
 
     async def run():
-        return await asyncio.gather(*(service.add(Upload(f"{index}.txt", TEXT)) for index in range(20)))
+        return await asyncio.gather(*(service.add(Upload(f"{index}.txt", TEXT), "") for index in range(20)))
 
     assert len({one.key for one in asyncio.run(run())}) == 1
     assert service.engine.report().counts.finished == before + 1

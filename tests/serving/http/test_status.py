@@ -6,6 +6,7 @@ from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, about, client_o
 
 from jshadow.errors import ServingError
 from jshadow.serving import Request
+from jshadow.serving.http import metrics
 from jshadow.serving.http.metrics import fetched_a_token
 
 # The names that dashboards and gateways of vLLM read, by the type of each.
@@ -34,7 +35,19 @@ def figures(client):
     return samples, {family.name: family.type for family in families}
 
 
-def test_metrics_have_the_names_of_vllm_and_count_what_was_done(client):
+def test_many_who_ask_for_the_figures_cost_little(client, service, monkeypatch):
+    made = []
+    monkeypatch.setattr(metrics, "FRESH_SECONDS", 60)
+    monkeypatch.setattr(metrics, "generate_latest", lambda _: made.append(0) or str(len(made)).encode())
+    service.metrics._made = -60.0
+    assert [client.get("/metrics").text for _ in range(3)] == ["1"] * 3
+    service.metrics._made = -60.0
+    assert client.get("/metrics").text == "2"
+    service.metrics._made = -60.0
+
+
+def test_metrics_have_the_names_of_vllm_and_count_what_was_done(client, monkeypatch):
+    monkeypatch.setattr(metrics, "FRESH_SECONDS", 0)
     before, types = figures(client)
     assert VLLM.items() <= types.items()
     made = client.post(FILES, files={"file": ("a.txt", TEXT)}).json()

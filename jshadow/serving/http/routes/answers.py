@@ -5,12 +5,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from pydantic_core import to_json
 
 from jshadow.serving import Answer
+from jshadow.serving.http.access import client_of
+from jshadow.serving.http.bodies import JsonRoute
 from jshadow.serving.http.chat import Chat
 from jshadow.serving.http.completion import Completion
-from jshadow.serving.http.errors import ApiError, too_late
+from jshadow.serving.http.errors import ApiError, client_left, too_late
 from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
 from jshadow.serving.http.prompts import chat_ids, prompts_of
@@ -20,7 +23,7 @@ from jshadow.serving.http.service import Service
 from jshadow.serving.http.sse import stream_response
 from jshadow.serving.http.uploads import Upload, decoded, plain_name
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 MOST_ANSWERS = 128  # of one request
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
 
@@ -40,7 +43,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
-    answers = await service.submit(*await service.slowly(service.requests, body, ids, most, top, grammar))
+    client = client_of(request)
+    answers = await service.submit(*await service.slowly(service.requests, client, body, ids, most, top, grammar))
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
 
@@ -60,7 +64,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
         if body.max_tokens is None:
             most = min(most, COMPLETION_TOKENS)
-        requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
+        requests += await service.slowly(service.requests, client_of(request), body, ids, most, body.logprobs, grammar)
     answers = await service.submit(*requests)
     return await respond(request, body, answers, Completion(service, body, answers))
 
@@ -108,7 +112,8 @@ async def respond(request: Request, body: Drawing, answers: list[Answer], form: 
     if body.stream:
         return stream_response(form.events(), service.options.seconds, ended)
     try:
-        return JSONResponse(await unless_gone(request, form.whole(), service.options.seconds))
+        whole = await unless_gone(request, form.whole(), service.options.seconds)
+        return Response(await service.slowly(to_json, whole), media_type="application/json")
     finally:
         ended()
 
@@ -122,7 +127,7 @@ async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result
         if task.done():
             return task.result()
         if gone.done():
-            raise ApiError(499, "the client has left", code="client_left")
+            raise client_left()
         raise too_late(seconds)
     finally:
         task.cancel()

@@ -6,6 +6,7 @@ from fastapi import APIRouter, File, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse, Response
 
 from jshadow.library import Stored
+from jshadow.serving.http.access import client_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.replies import FileDeleted, FileList, FileObject
 from jshadow.serving.http.responses import ERRORS, PLAIN
@@ -60,7 +61,7 @@ async def add_file(
         raise ApiError(413, f"file must have at most {options.upload_bytes} bytes, got more", param="file")
 
     async def added() -> dict[str, Any]:
-        return described(service, await service.add(Upload(name, data))).model_dump()
+        return described(service, await service.add(Upload(name, data), client_of(request))).model_dump()
 
     return await unless_gone(request, added(), options.seconds)
 

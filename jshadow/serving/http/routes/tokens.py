@@ -5,13 +5,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from jshadow.engine.text import encode
+from jshadow.serving.http.bodies import JsonRoute
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.responses import ERRORS
 from jshadow.serving.http.routes.answers import chat_tokens, unless_gone
 from jshadow.serving.http.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from jshadow.serving.http.service import Service
 
-router = APIRouter(responses=ERRORS)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @router.post("/tokenize")

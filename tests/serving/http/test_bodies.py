@@ -1,0 +1,75 @@
+"""The number of values of a JSON body is bounded before it is parsed."""
+
+import json
+import random
+import string
+
+import pytest
+from server_cases import CHAT, COMPLETION, NAME, error_of
+
+from jshadow.serving.http import bodies
+from jshadow.serving.http.bodies import MOST_NESTED, MOST_VALUES, check_values
+from jshadow.serving.http.errors import ApiError
+
+AWKWARD = string.printable + '"\\,[]{}:é' * 5
+
+
+def made(rng, depth):
+    """A random value with awkward texts in it."""
+    kind = rng.randrange(6 if depth else 4)
+    text = "".join(rng.choices(AWKWARD, k=rng.randrange(8)))
+    if kind < 4:
+        return (text, rng.random(), None, rng.randrange(99))[kind]
+    values = [made(rng, depth - 1) for _ in range(rng.randrange(5))]
+    return values if kind == 4 else {f"{text}{index}": value for index, value in enumerate(values)}
+
+
+def counted(value):
+    """The values of a parsed text, with the names of objects, and its lists and objects."""
+    if not isinstance(value, list | dict):
+        return int(isinstance(value, str)), 0
+    inner = [counted(one) for one in [*value, *(value.values() if isinstance(value, dict) else ())]]
+    values, nested = (sum(numbers) for numbers in zip((0, 0), *inner, strict=True))
+    return values + 1 + max(0, len(value) - 1), nested + 1
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_values_are_counted_as_a_parser_finds_them(monkeypatch, ascii_only):
+    for seed in range(300):
+        value = made(random.Random(seed), 3)
+        data, (values, nested) = json.dumps(value, ensure_ascii=ascii_only).encode(), counted(value)
+        monkeypatch.setattr(bodies, "MOST_VALUES", values)
+        monkeypatch.setattr(bodies, "MOST_NESTED", nested)
+        check_values(data)
+        for limit, size in (("MOST_VALUES", values), ("MOST_NESTED", nested)):
+            if size:
+                with monkeypatch.context() as lower:
+                    lower.setattr(bodies, limit, size - 1)
+                    with pytest.raises(ApiError, match="lists and objects, got more"):
+                        check_values(data)
+
+
+MANY = {
+    "lists": b"[1]," * MOST_NESTED,
+    "objects": b'{"a":1},' * MOST_NESTED,
+    "numbers": b"1," * MOST_VALUES,
+    "texts": b'"",' * MOST_VALUES,
+    "names": b'"":' * MOST_VALUES,
+    "not JSON": b"[" * MOST_VALUES,
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("data", MANY.values(), ids=MANY)
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(client, monkeypatch, path, data):
+    with monkeypatch.context() as never:
+        never.setattr(bodies.json, "loads", lambda _: pytest.fail("it must not be parsed"))
+        answer = client.post(path, content=b'{"prompt":[' + data, headers={"content-type": "application/json"})
+    assert error_of(answer) == (400, "body_too_large")
+    assert str(MOST_VALUES) in answer.json()["error"]["message"]
+
+
+def test_a_long_text_is_one_value(client):
+    """It is refused for its length."""
+    answer = client.post(COMPLETION, json={"model": NAME, "prompt": '["a\\",' * 2**20})
+    assert error_of(answer) == (400, "context_length_exceeded")
