@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
+import anyio.to_thread
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from jshadow.serving.http.errors import ApiError, client_left
@@ -14,10 +15,11 @@ from jshadow.serving.http.errors import ApiError, client_left
 # One call parses a whole text, and no other thread runs meanwhile. It takes less than a tenth of a second for so many.
 MOST_VALUES = 2**20  # commas, strings, lists and objects of a body
 MOST_NESTED = 2**16  # lists and objects of a body
+SMALL = 2**16  # bytes of a body that is parsed in a millisecond
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body has few enough values, and is parsed in another thread."""
+    """A route whose JSON body has few enough values. A large one is parsed in another thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the function that answers a request. It raises ApiError if the body has too many values."""
@@ -29,18 +31,26 @@ class JsonRoute(APIRoute):
                 data = await request.body()
             except ClientDisconnect as error:
                 raise client_left() from error
-            await run_in_threadpool(check_values, data)
+            await _apart(request, check_values, data)
             return await answer(request)
 
         return handler
 
 
 class _JsonRequest(Request):
-    """A request whose body another thread parses."""
+    """A request whose large body another thread parses."""
 
     async def json(self) -> Any:
         """Return the parsed body. Raises ValueError."""
-        return await run_in_threadpool(json.loads, await self.body())
+        data = await self.body()
+        return await _apart(self, json.loads, data)
+
+
+async def _apart[Result](request: Request, function: Callable[[bytes], Result], data: bytes) -> Result:
+    """Return the result of a function of a body. A large body is for another thread, one at a time."""
+    if len(data) <= SMALL:
+        return function(data)
+    return await anyio.to_thread.run_sync(function, data, limiter=request.app.state.service.parsing)
 
 
 def check_values(data: bytes) -> None:
@@ -63,10 +73,8 @@ def check_values(data: bytes) -> None:
 def _end_of_string(data: bytes, place: int) -> int:
     """Return the place after the string whose first character is at `place`."""
     while (end := data.find(b'"', place)) >= 0:
-        backslashes = end
-        while backslashes > place and data[backslashes - 1] == 0x5C:
-            backslashes -= 1
-        if (end - backslashes) % 2 == 0:
+        before = data[place:end]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
             return end + 1
         place = end + 1
     return len(data)

@@ -100,7 +100,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [[int(token) for token in prompt]]
+        return [prompt]  # type: ignore[list-item]
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
     return [*prompt]

@@ -1,8 +1,10 @@
 """Runs a server: uvicorn with an orderly end."""
 
 import contextlib
+import gc
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from jshadow.serving.http.app import make_app
 from jshadow.serving.http.connection import HEAD_SECONDS, Connection
 from jshadow.serving.http.service import Service
 
+SWITCH_SECONDS = 0.001  # after which a thread lets another one run. An answer of the event loop takes several turns.
 MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
 
 
@@ -90,6 +93,7 @@ def serve(
     Raises:
         JshadowError: the programs cannot be compiled within the limits.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(config, service, drain_seconds, listening)
     failed: list[JshadowError] = []
 
@@ -97,7 +101,9 @@ def serve(
         try:
             with warming():
                 service.engine.warm()
-                service.begin()
+            gc.collect()
+            gc.freeze()  # the model and its programs: looking through them again would stop all threads for a while
+            service.begin()
         except JshadowError as error:
             failed.append(error)
             server.should_exit = True

@@ -22,7 +22,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
 MOST_STOPS, MOST_STOP = 16, 1024  # stop strings, and characters of one
-MOST_PROMPTS, MOST_IDS, MOST_MESSAGES, MOST_TOOLS = 128, 2**20, 2**14, 1024
+MOST_PROMPTS, MOST_IDS, MOST_MESSAGES, MOST_TOOLS = 128, 2**20, 2**12, 1024
 MOST_NAMES = 1024
 INT64 = 2**63
 

@@ -46,6 +46,7 @@ class Service:
         draining: whether the server is about to end.
         ready: whether all programs are compiled.
         open: number of requests that are being answered, except those of health, metrics and the page.
+        parsing: lets one large body be parsed at a time.
         warm: seconds that the engine was busy before it took requests, and requests that it finished in them.
     """
 
@@ -60,6 +61,7 @@ class Service:
         self.warm = 0.0, 0
         self._reading: dict[str, Turn] = {}  # by the key of the document
         self._files = anyio.CapacityLimiter(READ_AT_ONCE)
+        self.parsing = anyio.CapacityLimiter(1)
 
     def begin(self) -> None:
         """Take requests from now on. The time of the engine until now, in which it compiled, does not count."""
@@ -105,12 +107,15 @@ class Service:
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Return the token ids of the prompt of a completion. Raises PromptError or CapacityError."""
-        if isinstance(prompt, str):
-            self.check_length(prompt)
+        self.check_length(prompt)
         return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
 
-    def check_length(self, text: str) -> None:
-        """Raise CapacityError if a text has more bytes than any prompt can have. Encoding it could take minutes."""
+    def check_length(self, text: str | list[int]) -> None:
+        """Raise CapacityError if a prompt has more bytes or tokens than any can have. Encoding it can take minutes."""
+        if isinstance(text, list):
+            if len(text) > self.most_tokens:
+                raise CapacityError(f"the prompt must have at most {self.most_tokens} tokens, got {len(text)}")
+            return
         most = self.most_tokens * self.longest_token
         if len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most:
             raise CapacityError(

@@ -202,17 +202,30 @@ def test_a_connection_without_a_request_is_closed(service, monkeypatch):
             assert asyncio.run(left(server.address, health, after)).endswith(b'{"status":"ok"}')
 
 
-def test_little_is_read_at_once(service):
-    """Chunks of one byte take long to parse, so few of them may hold the event loop."""
+def test_little_is_read_at_once_and_nothing_is_written_late(service):
+    """Chunks of one byte take long to parse, so few of them may hold the event loop. Tokens do not wait for others."""
     with listening(service) as server:
 
         async def run():
             async with connected(server.address) as (reader, writer):
                 writer.write(message("/health"))
                 await read_answer(reader)
-                return [one.transport.max_size for one in server.server_state.connections]
+                [transport] = [one.transport for one in server.server_state.connections]
+                nodelay = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                return transport.max_size, nodelay
 
-        assert asyncio.run(run()) == [connection.READ_BYTES]
+        assert asyncio.run(run()) == (connection.READ_BYTES, 1)
+
+
+def test_a_body_of_tiny_chunks_is_refused(service, monkeypatch):
+    monkeypatch.setattr(connection, "MOST_CHUNKS", 100)
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += "transfer-encoding: chunked\r\n\r\n"
+    body = completion().split(b"\r\n\r\n")[1]
+    with listening(service) as server:
+        for chunk, status in ((b" ", 400), (b" " * connection.CHUNK_BYTES, 200)):
+            chunks = (b"%x\r\n%s\r\n" % (len(one), one) for one in [*[chunk] * 200, body, b""])
+            assert asked(server.address, head.encode() + b"".join(chunks))[0] == status
 
 
 @pytest.mark.parametrize("stream", [False, True])
