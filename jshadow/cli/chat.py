@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.files import read_text
+from jshadow.cli.generate import write_answer
 from jshadow.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -20,7 +21,7 @@ from jshadow.cli.options import (
     policy_of,
     sampler_of,
 )
-from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.cli.progress import SlowProgress
 from jshadow.cli.report_table import why_larger
 from jshadow.errors import CapacityError, ConfigError, PromptError
 
@@ -198,21 +199,8 @@ class Conversation:
                 settings = self.settings | {"progress": progress.prefill}
             loop = GenerationLoop(self.params, tokens, GenerateOptions(max_new_tokens=most, stop=stop, **settings))
             self.state = None  # the loop consumes it
-            pieces = iter(loop)
-            first = next(pieces, None)
-        self._show(first)
-        with waiting("compiling the decode step"):
-            second = next(pieces, None)
-        self._show(second)
-        for piece in pieces:
-            self._show(piece)
-        if most and not self.silent:
-            print(flush=True)
+            write_answer(loop, progress, "", silent=self.silent or not most)
         return loop.results()[0]
-
-    def _show(self, piece: tuple[int, str, int] | None) -> None:
-        if piece is not None and not self.silent:
-            print(piece[1], end="", flush=True)
 
     def tokens_held(self) -> int:
         """Return the number of tokens that the state holds."""

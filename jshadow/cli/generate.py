@@ -241,7 +241,10 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
 
 
 def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
-    """Run a generation and print its text as it comes, with progress on stderr.
+    """Run a generation and print its text as it comes.
+
+    Progress is on stderr, which may be the same terminal or pipe. So there is none between the pieces of a text, and
+    the last line of the text is ended before the message of an error comes.
 
     Args:
         run: the GenerationLoop.
@@ -256,20 +259,16 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
         progress.close()
     with waiting("compiling the decode step"):
         second = next(pieces, None)
-    begun = [item for item in (first, second) if item is not None]
-    most = run.options.max_new_tokens
-    # On a terminal, streamed text is its own progress, and a bar would cut it in two.
-    steps = SlowProgress("decode", first="") if silent or not sys.stderr.isatty() else None
+    pieces = itertools.chain([item for item in (first, second) if item is not None], pieces)
+    if silent:
+        with SlowProgress("decode", first="") as steps:
+            for count, _ in enumerate(pieces, 1):
+                steps(count, run.options.max_new_tokens)
+        return
     try:
-        for count, (_, piece, _) in enumerate(itertools.chain([(0, label, 0)], begun, pieces)):
-            if not silent:
-                print(piece, end="", flush=True)
-            if steps is not None:
-                steps(count, most)
+        for _, piece, _ in itertools.chain([(0, label, 0)], pieces):
+            print(piece, end="", flush=True)
     finally:
-        if steps is not None:
-            steps.close()
-    if not silent:
         print(flush=True)
 
 

@@ -1,14 +1,21 @@
 """Progress on stderr: lines now and then on a pipe, a bar on a terminal, nothing for quick work."""
 
+import contextlib
 import io
+import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from jshadow.cli import progress
+from jshadow.cli.chat import Conversation
+from jshadow.cli.generate import write_answer
 from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.engine import generation, options
 from jshadow.engine.prefill.progress import PrefillProgress
+from jshadow.errors import ConfigError
 
 
 class Terminal(io.StringIO):
@@ -66,6 +73,67 @@ def test_a_terminal_gets_a_bar(comes):
     comes = comes(Terminal())
     with waiting("compiling the decode step"):
         comes("compiling the decode step")
+
+
+PREFILL, COMPILING, DECODE = "jshadow: prefill: compiling (", "jshadow: compiling the decode step (", ", 2 of 4 ("
+
+
+class Slow:
+    """A generation that yields each piece when progress has come, and fails after the last one if it is told to."""
+
+    options = SimpleNamespace(max_new_tokens=4)
+
+    def __init__(self, comes, error=None, decoding=None):
+        self.comes, self.error, self.decoding = comes, error, decoding
+
+    def __iter__(self):
+        self.comes(PREFILL)
+        yield 0, "fib", 0
+        self.comes(COMPILING)
+        yield 0, "onacci(n-1", 0
+        time.sleep(0.12)
+        if self.decoding:
+            self.comes(self.decoding)
+        yield 0, ")\nreturn 1", 0
+        if self.error is not None:
+            raise self.error
+
+    def results(self):
+        return [SimpleNamespace(state=None)]
+
+
+def check_answer(written, label=""):
+    """Whole lines of progress, and then whole lines of the answer."""
+    *lines, first, second, end = written.split("\n")
+    assert (first, second, end) == (f"{label}fibonacci(n-1)", "return 1", "")
+    assert {re.sub(r"\d+ s\)$", "", line) for line in lines} == {PREFILL, COMPILING}
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("broken")], ids=["whole", "failed"])
+def test_an_answer_is_not_cut_by_progress(comes, monkeypatch, error):
+    """Both streams go to one pipe. An answer that ends with a failure also ends with a whole line."""
+    comes = comes(both := io.StringIO())
+    monkeypatch.setattr(sys, "stdout", both)
+    with contextlib.suppress(ConfigError), SlowProgress("prefill") as report:
+        write_answer(Slow(comes, error), report, "[full] ", silent=False)
+    check_answer(both.getvalue(), "[full] ")
+
+
+def test_an_answer_that_is_not_shown_has_progress(comes):
+    comes = comes(io.StringIO())
+    with SlowProgress("prefill") as report:
+        write_answer(Slow(comes, decoding=DECODE), report, "[full] ", silent=True)
+    assert "fib" not in sys.stderr.getvalue()
+
+
+def test_an_answer_of_a_chat_is_not_cut_by_progress(comes, monkeypatch):
+    comes = comes(both := io.StringIO())
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(generation, "GenerationLoop", lambda *given: Slow(comes))
+    monkeypatch.setattr(options, "GenerateOptions", lambda **given: None)
+    talk = Conversation(SimpleNamespace(tokenizer=None), {"sampler": None, "seed": 0}, 4, silent=False)
+    talk._run([1], 4)
+    check_answer(both.getvalue())
 
 
 def test_quick_work_shows_nothing(monkeypatch):
