@@ -160,18 +160,15 @@ class ModelConfig:
         """Return the config that a `config.json` of a Llama-like model describes.
 
         Args:
-            hf: the parsed `config.json`.
+            hf: the parsed `config.json`, with the defaults of the family for the keys that it leaves out.
             overrides: fields of ModelConfig that the model family has read. They replace the fields that are read here.
 
         Raises:
-            ConfigError: a key is missing or has the wrong type, the weights are quantized, the model needs remote code
+            ConfigError: a key has the wrong type, the weights are quantized, the model needs remote code
                 (`auto_map`), or it uses an activation, a kind of attention or a RoPE variant that is not supported.
         """
         refuse_unsafe(hf)
         refuse_other_attention(hf)
-        missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
-        if missing:
-            raise ConfigError(f"config.json lacks {', '.join(missing)}")
         heads = hf["num_attention_heads"]
         check_positive("config.json", num_attention_heads=heads, hidden_size=hf["hidden_size"])
         fields = dict(
@@ -219,16 +216,6 @@ ATTENTION_KEYS = (
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
     DUAL_CHUNKS,
-)
-REQUIRED_HF_KEYS = (
-    "model_type",
-    "vocab_size",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
 )
 
 

@@ -60,7 +60,7 @@ class ModelFamily:
         models: published models of the family, for the support matrix.
         rules: the weight table.
         differs: how the family differs from Llama, for the support matrix.
-        defaults: values for keys that `config.json` may lack.
+        defaults: values for keys that `config.json` may lack. They are those of transformers' config class.
         read: turns `config.json` into the fields of ModelConfig that Llama does not set.
         write: turns a ModelConfig into the keys of `config.json` beyond Llama's.
         partial_rotary: whether RoPE may rotate only a part of each head.
@@ -87,7 +87,7 @@ class ModelFamily:
                 support this.
         """
         whole = {**self.defaults, **hf}
-        if "eos_token_id" not in hf and max(token_ids(whole.get("eos_token_id")), default=0) >= hf.get("vocab_size", 0):
+        if "eos_token_id" not in hf and max(token_ids(whole.get("eos_token_id")), default=0) >= whole["vocab_size"]:
             whole["eos_token_id"] = None  # the vocabulary is too small for the family's default
         code = whole.get("auto_map")
         if isinstance(code, Mapping):  # entries for tokenizers are ignored, because jshadow never runs such code

@@ -18,10 +18,17 @@ POST_NORMS = (
 )
 RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
 DEFAULTS = {
+    "vocab_size": 151552,
+    "num_hidden_layers": 40,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "max_position_embeddings": 131072,
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
-    "head_dim": 128,
-    "num_key_value_heads": 2,
     "eos_token_id": [151329, 151336, 151338],
 }
 

@@ -49,6 +49,15 @@ LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     models="Llama 2, 3, 3.1, 3.2; Yi; SmolLM2",
     rules=RULES,
-    defaults={"eos_token_id": 2},
+    defaults={
+        "vocab_size": 32000,
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 2,
+    },
     differs="the plain form: RMS norms, gated SiLU, grouped queries; biases where the config says so",
 )

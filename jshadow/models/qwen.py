@@ -11,6 +11,19 @@ from jshadow.models.family import ModelFamily
 from jshadow.models.llama import QK_NORMS, RULES
 from jshadow.models.sliding import last_layers, layer_types
 
+DEFAULTS = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
 
 def _window(config: ModelConfig) -> dict[str, Any]:
     return {
@@ -34,7 +47,7 @@ QWEN2 = ModelFamily(
     models="Qwen2, Qwen2.5",
     rules=RULES,
     differs="biases on q, k and v",
-    defaults={"sliding_window": 4096, "num_key_value_heads": 32},
+    defaults=DEFAULTS,
     read=_qwen2,
     write=_window,
 )
@@ -44,7 +57,7 @@ QWEN3 = ModelFamily(
     models="Qwen3 (dense)",
     rules=RULES + QK_NORMS,
     differs="queries and keys are normed before RoPE",
-    defaults={"head_dim": 128, "sliding_window": 4096, "num_key_value_heads": 32},
+    defaults={**DEFAULTS, "head_dim": 128},
     read=_qwen3,
     write=_window,
 )

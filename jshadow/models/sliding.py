@@ -75,5 +75,4 @@ def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not hf.get("use_sliding_window"):
         return {}
-    first = hf.get("max_window_layers", 28)
-    return sliding_fields(hf, [layer >= first for layer in range(layer_count(hf))])
+    return sliding_fields(hf, [layer >= hf["max_window_layers"] for layer in range(layer_count(hf))])

@@ -11,7 +11,7 @@ from jshadow.models.sliding import layer_count, layer_types, sliding_fields
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    layers, interval = layer_count(hf), hf.get("no_rope_layer_interval", 4)
+    layers, interval = layer_count(hf), hf["no_rope_layer_interval"]
     check_positive("config.json", no_rope_layer_interval=interval)
     rotated = hf.get("no_rope_layers")  # in spite of the name, 1 means that the layer has RoPE
     if rotated is None:
@@ -43,7 +43,20 @@ SMOLLM3 = ModelFamily(
     models="SmolLM3",
     rules=RULES,
     differs="every fourth layer without RoPE",
-    defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "num_key_value_heads": 4, "eos_token_id": 128001},
+    defaults={
+        "vocab_size": 128256,
+        "num_hidden_layers": 36,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+        "eos_token_id": 128001,
+    },
     read=_read,
     write=_write,
 )

@@ -48,8 +48,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
 def _kept_by_wavelength(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     """For "llama3", return how much of each frequency is not scaled: 1 for short wavelengths, 0 for long ones."""
     wavelength = 2 * np.pi / inverse
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    return np.clip((rope.original_context / wavelength - low) / (high - low), 0.0, 1.0)
+    turns, low, high = rope.original_context / wavelength, rope.low_freq_factor, rope.high_freq_factor
+    return (turns >= low).astype(np.float32) if low == high else np.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
 def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:

@@ -7,13 +7,14 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 
+CONTEXT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 # Variant -> (keys that `config.json` must have, keys that it may have), in addition to the base frequency.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
     "llama3": (("factor",), ("low_freq_factor", "high_freq_factor")),
-    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 COMMON = {
@@ -21,8 +22,8 @@ COMMON = {
     "type",
     "rope_theta",
     "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
+    ORIGINAL,
+    CONTEXT,
     "finetuned",
 }
 OLDER_NAMES = {"su": "longrope"}  # used by the first Phi-3 checkpoints
@@ -38,7 +39,7 @@ class RopeConfig:
     - "linear": positions are divided by factor.
     - "dynamic": theta grows with the length of the sequence (NTK).
     - "llama3" (Llama 3.1, section 3 of its model card): low frequencies are divided by factor and high ones are kept,
-      with a linear ramp between them.
+      with a linear ramp between them. The ramp is a step if low_freq_factor and high_freq_factor are equal.
     - "yarn" (arXiv 2309.00071, section 3): like "llama3", but the ramp goes from beta_slow to beta_fast turns in the
       original context.
     - "longrope" (arXiv 2402.13753): each frequency is divided by a separate number. There is one list of divisors for
@@ -89,9 +90,9 @@ class RopeConfig:
             raise ConfigError(f"rope.rotary_share must be above 0 and at most 1, got {self.rotary_share!r}")
         if not self.attention_factor > 0:
             raise ConfigError(f"rope.attention_factor must be above 0, got {self.attention_factor!r}")
-        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        if self.kind == "llama3" and not 0 < self.low_freq_factor <= self.high_freq_factor:
             raise ConfigError(
-                "rope.low_freq_factor must be above 0 and below rope.high_freq_factor, "
+                "rope.low_freq_factor must be above 0 and at most rope.high_freq_factor, "
                 f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
             )
         if self.kind == "yarn" and not self.theta > 1:
@@ -168,16 +169,14 @@ class RopeConfig:
         if self.kind in ("yarn", "longrope"):
             settings["attention_factor"] = self.attention_factor
         if self.kind in ("llama3", "yarn", "longrope"):
-            settings["original_max_position_embeddings"] = self.original_context
+            settings[ORIGINAL] = self.original_context
         share = {"partial_rotary_factor": self.rotary_share} if self.rotary_share != 1 else {}
         return {"rope_theta": self.theta, "rope_scaling": settings if len(settings) > 1 else None, **share}
 
 
 def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
     """Return the original context length. If `rope_scaling` and config.json lack it, return the context length."""
-    name = "original_max_position_embeddings"
-    value = scaling.get(name) or hf.get(name) or hf.get("max_position_embeddings") or RopeConfig.original_context
-    return int(value)
+    return int(scaling.get(ORIGINAL) or hf.get(ORIGINAL) or hf.get(CONTEXT) or RopeConfig.original_context)
 
 
 def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str,
 
 def _read_dynamic(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     # For this variant the original context is always max_position_embeddings.
-    return {"factor": float(scaling["factor"]), "original_context": int(hf["max_position_embeddings"])}
+    return {"factor": float(scaling["factor"]), "original_context": int(hf[CONTEXT])}
 
 
 def _read_llama3(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +195,10 @@ def _read_llama3(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str,
 
 
 def _read_yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    factor = float(scaling["factor"])
+    original, factor = _original(scaling, hf), scaling.get("factor")
+    if factor is None and not (scaling.get(ORIGINAL) or hf.get(ORIGINAL)):
+        raise ConfigError(f"rope_scaling of rope_type 'yarn' lacks factor and {ORIGINAL}, from which it would follow")
+    factor = float(hf[CONTEXT] / original if factor is None else factor)
 
     def growth(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -204,7 +206,7 @@ def _read_yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
     attention_factor, over, under = (scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if attention_factor is None:
         attention_factor = growth(over) / growth(under) if over and under else growth(1.0)
-    fields = {"factor": factor, "attention_factor": float(attention_factor), "original_context": _original(scaling, hf)}
+    fields = {"factor": factor, "attention_factor": float(attention_factor), "original_context": original}
     fields |= {name: float(scaling[name]) for name in ("beta_fast", "beta_slow") if scaling.get(name)}
     return fields | {"truncate": bool(scaling.get("truncate", True))}
 
@@ -215,9 +217,9 @@ def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[st
         if not isinstance(scaling[name], list):
             raise ConfigError(f"rope_scaling.{name} must be a list of numbers, got {scaling[name]!r}")
     if original < 2:
-        raise ConfigError(f"original_max_position_embeddings must be at least 2, got {original}")
+        raise ConfigError(f"{ORIGINAL} must be at least 2, got {original}")
     if attention_factor is None:  # if the file has no factor, it is the ratio of the two contexts
-        factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
+        factor = float(scaling.get("factor") or hf[CONTEXT] / original)
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "attention_factor": float(attention_factor),

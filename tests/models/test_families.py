@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from family_cases import BASE, FAMILY_CASES, LONGROPE, ORIGINAL
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import jshadow
 from jshadow.errors import ConfigError, Infeasible
@@ -108,6 +109,9 @@ REFUSED = [
     ("llama", scaled(rope_type="dynamic"), "lacks factor"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
     ("llama", scaled(**YARN) | {"rope_theta": 1.0}, "above 1 for yarn"),
+    ("llama", scaled(rope_type="yarn", factor=None), "lacks factor and original_max_position_embeddings"),
+    ("llama", scaled(rope_type="yarn", original_max_position_embeddings=1024), "factor must be at least 1, got 0.5"),
+    ("llama", scaled(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=1.0), "got 2.0 and 1.0"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
     ("llama", {"hidden_act": "relu2"}, "relu2"),
     ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
@@ -142,28 +146,26 @@ def test_an_unknown_variant_is_refused_by_name(model_type, changes, told):
         read(model_type, **changes)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "eos", "heads"),
-    [
-        ("llama", (2,), 32),
-        ("mistral", (2,), 8),
-        ("qwen2", (), 32),
-        ("qwen3", (), 32),
-        ("phi3", (32000,), 32),
-        ("glm", (151329, 151336, 151338), 2),
-        ("glm4", (151329, 151336, 151338), 2),
-        ("gemma3_text", (1,), 4),
-        ("smollm3", (128001,), 4),
-    ],
-)
-def test_what_a_file_leaves_out_is_what_transformers_says(model_type, eos, heads):
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_says(model_type):
     """A checkpoint need not repeat the defaults of transformers' config classes."""
-    bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
-    bare |= {"rms_norm_eps": 1e-6, "num_attention_heads": 32, "hidden_size": 64 * 32, "model_type": model_type}
-    config = family_of(bare).config_from_hf(bare | {"vocab_size": 200_000})
-    assert (config.eos_ids, config.kv_heads) == (eos, heads)
-    told = family_of(bare).config_from_hf(bare | {"vocab_size": 97, "num_key_value_heads": 4})
-    assert told.eos_ids in ((), (2,), (1,))  # the reduced vocabulary has no such token
+    told, family = CONFIG_MAPPING[model_type]().to_dict(), FAMILIES[model_type]
+    assert family.config_from_hf({"model_type": model_type}) == family.config_from_hf(told)
+
+
+def test_the_text_config_of_gemma_3_4b_as_published():
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    told = {"model_type": "gemma3_text", **sizes, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = family_of(told).config_from_hf(told)
+    assert (config.vocab_size, config.context, config.norm_eps) == (262_208, 131_072, 1e-6)
+    assert (config.q_heads, config.kv_heads, config.head_dim, config.query_scalar) == (8, 4, 256, 256)
+    assert (config.rope.kind, config.rope.theta, config.sliding_rope) == ("linear", 1e6, RopeConfig(theta=1e4))
+
+
+def test_the_end_of_text_that_a_vocabulary_is_too_small_for_is_left_out():
+    told = {"model_type": "phi3", "vocab_size": 97}
+    assert FAMILIES["phi3"].config_from_hf(told).eos_ids == ()
+    assert FAMILIES["phi3"].config_from_hf(told | {"vocab_size": 32001}).eos_ids == (32000,)
 
 
 def test_a_window_that_is_left_out_is_transformers_default():
