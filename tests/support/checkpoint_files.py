@@ -63,6 +63,12 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, np.ndarray]], None])
     save_file(tensors, directory / "model.safetensors")
 
 
+def bare(tensors: dict[str, np.ndarray]) -> None:
+    """Rename tensors as transformers does when it saves a model without its head: without the prefix `model.`."""
+    for name in [*tensors]:
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
 def shard(directory: Path, count: int = 3) -> list[str]:
     """Split model.safetensors into `count` shards with an index; returns the shards' names."""
     tensors = load_file(directory / "model.safetensors")

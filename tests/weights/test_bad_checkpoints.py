@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from checkpoint_files import LFS, TINY, assert_same, edit_json, edit_tensors, refused, shard, tiny_directory
+from checkpoint_files import LFS, TINY, assert_same, bare, edit_json, edit_tensors, refused, shard, tiny_directory
 from few import quick
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -261,6 +261,7 @@ def test_an_orbax_directory_in_part_is_refused(tmp_path, directory):
 
 Q0, EMBED, W = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.safetensors"
 NORM, ONES = "model.norm.weight", np.ones(32, np.float32)
+LAYER = "model.layers.{}.input_layernorm.weight"
 GENERATION, Edit = "generation_config.json", Callable[[Path], Any]
 
 
@@ -304,7 +305,7 @@ BAD: dict[str, tuple[Edit, type[JshadowError], tuple[str, ...]]] = {
     "model_type": (config(model_type="gpt9"), ConfigError, ("model_type", "gpt9", "llama")),
     "quantized": (config(quantization_config={"quant_method": "q"}), ConfigError, ("quantization_config", "'q'")),
     "remote code": (config(auto_map={"AutoModel": "x.Y"}), ConfigError, ("auto_map", "x.Y")),
-    "lacks key": (config(hidden_size=None), ConfigError, ("lacks hidden_size",)),
+    "another default": (config(hidden_size=None), CheckpointError, (EMBED, "4096]", "got", "[264, 32]")),
     "kind of theta": (config(rope_theta="big"), ConfigError, ("config.json", "big")),
     "kind of eps": (config(rms_norm_eps="x"), ConfigError, ("config.json", "wrong type")),
     "rope kind": (config(rope_scaling={"rope_type": "yarn"}), ConfigError, ("rope_type", "yarn")),
@@ -336,6 +337,23 @@ BAD: dict[str, tuple[Edit, type[JshadowError], tuple[str, ...]]] = {
     "a directory": (lambda d: ((d / W).unlink(), (d / W).mkdir()), CheckpointError, (W, "not a regular file")),
     "missing": (tensors(lambda t: t.pop(Q0)), CheckpointError, (Q0, "missing")),
     "extra": (tensors(stranger=ONES), CheckpointError, ("stranger", "extra")),
+    "layer too many": (tensors(**{LAYER.format(2): ONES}), CheckpointError, (LAYER.format(2), "extra")),
+    "layer before the drafts": (
+        tensors(**{LAYER.format(2): ONES, "model.layers.3.eh_proj.weight": ONES}),
+        CheckpointError,
+        (": 1 tensor(s)", LAYER.format(2), "extra"),
+    ),
+    "only the base": (
+        tensors(lambda t: (t.pop("lm_head.weight"), bare(t))),
+        CheckpointError,
+        (": 1 tensor(s)", "lm_head.weight", "missing"),
+    ),
+    "base and more": (
+        tensors(lambda t: (bare(t), t.update(stranger=ONES))),
+        CheckpointError,
+        (": 1 tensor(s)", "stranger", "extra"),
+    ),
+    "two prefixes": (tensors(**{"norm.weight": ONES}), CheckpointError, (": 1 tensor(s)", "norm.weight: extra")),
     "stray bias": (tensors(**{Q0.replace("weight", "bias"): ONES}), CheckpointError, ("q_proj.bias", "extra")),
     "misshaped": (config(intermediate_size=48), CheckpointError, ("up_proj", "[48, 32]", "[64, 32]")),
     "integers": (tensors(lambda t: t.update({Q0: t[Q0].astype(np.int8)})), CheckpointError, (Q0, "I8", "BF16")),

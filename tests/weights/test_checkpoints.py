@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import seeded
-from checkpoint_files import TINY, assert_same, edit_json, edit_tensors, shard, tiny_directory, write_gguf
+from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, shard, tiny_directory, write_gguf
 from family_cases import FAMILY_CASES
 from few import one_of
 from forced_devices import FLAGS
@@ -235,6 +235,46 @@ def test_shards_and_harmless_extras_give_the_same_model(tmp_path):
     assert_same(load(directory, "float32"), params)
     shard(directory)
     assert_same(load(directory, "float32"), params)
+
+
+DRAFTS = (
+    "mtp.fc.weight",  # Qwen
+    "mtp.layers.0.self_attn.q_proj.weight",
+    "model.mtp_layers.0.input_proj.weight",  # MiMo
+    "model.layers.2.eh_proj.weight",  # DeepSeek and GLM: the layer behind the last one
+    "model.layers.2.input_layernorm.weight",
+    "model.layers.2.embed_tokens.weight",
+    "model.layers.3.nextn_predict.shared_head_norm.weight",
+)
+
+
+def converted(source: Path, target: Path) -> Params:
+    """The model after a conversion to orbax and back."""
+    convert(source, target / "orbax", "float32", format="orbax")
+    convert(target / "orbax", target / "back", "float32")
+    return load(target / "back", "float32")
+
+
+@pytest.mark.parametrize("named", [lambda held: None, bare], ids=["whole", "base"])
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path, named):
+    """Their dtype and their values do not matter either, because they are not read."""
+    directory, params = tiny_directory(tmp_path / "m", tie_embeddings=True)
+    edit_tensors(directory, lambda held: held.update({name: np.full(4, np.nan, np.float32) for name in DRAFTS}))
+    edit_tensors(directory, lambda held: (held.update({"mtp.scale": np.ones(4, np.int8)}), named(held)))
+    assert_same(load(directory, "float32"), params)
+    assert_same(converted(directory, tmp_path), params)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_the_base_class_is_read(tmp_path, tied):
+    """It is a whole model if the head is the embedding, or if the file has the head."""
+    directory, params = tiny_directory(tmp_path / "m", tie_embeddings=tied)
+    edit_tensors(directory, bare)
+    assert "layers.0.self_attn.q_proj.weight" in load_file(directory / "model.safetensors")
+    assert_same(load(directory, "float32"), params)
+    shard(directory)
+    assert_same(load(directory, "float32"), params)
+    assert_same(converted(directory, tmp_path), params)
 
 
 def test_two_loads_share_a_config_and_seeds_differ(directory):

@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,12 @@ SIDE_FILES = (
 )
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
-# Tensors of some checkpoints that are not weights of the model: (pattern of the name, condition, reason).
-IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
-    (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", lambda config: True, "a buffer that the config implies"),
-    (r"lm_head\.weight", lambda config: config.tie_embeddings, "a copy of the tied embedding"),
-)
+BASE = "model."  # prefix of all names but the head's, unless the checkpoint was saved from the base class
+# Tensors of some checkpoints that are not weights of the model: buffers that the config implies, and layers of
+# multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
+# They are known by the names of the parts that no other layer has.
+IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
+DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
@@ -179,16 +180,20 @@ def place(
         config: the config, which defines the weights and their shapes.
 
     Returns:
-        Placements by tensor name, and one line for every tensor that is missing, extra or misshaped.
+        Placements by the tensor's name in the checkpoint, and one line for every tensor that is missing, extra or
+        misshaped.
     """
     if config.num_layers > len(shapes):  # checked first, because tracing a billion layers would never end
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     weight_shapes = flat_abstract(config)
     expected = placements(family, weight_shapes)
+    if not any(name.startswith(BASE) for name in shapes):
+        expected = {name.removeprefix(BASE): placement for name, placement in expected.items()}
+    unused = _ignored(shapes, config)
     problems: list[str] = []
     for name, shape in shapes.items():
         if name not in expected:
-            if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
+            if name not in unused:
                 problems.append(f"{name}: extra, this {config.model_type} config has no such weight")
         elif shape != (right := expected[name].tensor_shape(weight_shapes)):
             paths = ", ".join(expected[name].paths)
@@ -197,30 +202,37 @@ def place(
     return {name: expected[name] for name in shapes if name in expected}, problems
 
 
+def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
+    """Return those of the tensors of a checkpoint that are not weights of the model."""
+    drafts = [match for name in names if (match := re.fullmatch(DRAFT_LAYER, name))]
+    beginnings = tuple({match[1] for match in drafts if int(match[2]) >= config.num_layers})
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()  # a copy of the embedding
+    return tied | {name for name in names if name.startswith(beginnings) or re.fullmatch(IGNORED, name)}
+
+
 def plan(
     directory: Path, family: ModelFamily, config: ModelConfig
-) -> tuple[list[tuple[TensorFile, Placement]], list[str]]:
+) -> tuple[list[tuple[TensorFile, str, Placement]], list[str]]:
     """Open a checkpoint and match its tensors with the weights.
 
     Returns:
-        One (file, placement) for each matching tensor, in file order, and one line for every other tensor.
+        One (file, name in the file, placement) for each matching tensor, in file order, and one line for every other
+        tensor.
     """
     files = open_files(directory)
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for file in files:
-        for name, shape in file.shapes.items():
-            if name in shapes:
-                problems.append(f"{name}: occurs twice, again in {file.path.name}")
-            elif file.tags[name] not in READABLE_TAGS:
-                problems.append(f"{name}: dtype must be one of {READABLE_TAGS}, got {file.tags[name]}")
-            shapes.setdefault(name, shape)
+        problems += [f"{name}: occurs twice, again in {file.path.name}" for name in file.shapes if name in shapes]
+        shapes |= file.shapes
     placed, misfits = place(shapes, family, config)
     order = []
     for file in files:
         for name in file.shapes:
-            if name in placed and file.tags[name] in READABLE_TAGS:
-                order.append((file, placed.pop(name)))
+            if name in placed and file.tags[name] not in READABLE_TAGS:
+                problems.append(f"{name}: dtype must be one of {READABLE_TAGS}, got {file.tags[name]}")
+            elif name in placed:
+                order.append((file, name, placed.pop(name)))
     return order, problems + misfits
 
 
@@ -234,13 +246,13 @@ def open_huggingface(directory: Path) -> Source:
     hf, family, config = read_config(directory)
     order, problems = plan(directory, family, config)
     raise_all(str(directory), problems)
-    files = {placement.name: file for file, placement in order}
+    stored = {placement.name: (file, name) for file, name, placement in order}
     return Source(
         hf,
         family,
         config,
-        {name: file.shapes[name] for name, file in files.items()},
-        lambda name: files[name].read(name),
+        {name: file.shapes[inner] for name, (file, inner) in stored.items()},
+        lambda name: stored[name][0].read(stored[name][1]),
         functools.partial(copy_side_files, directory),
     )
 
@@ -272,14 +284,14 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
     sound = not problems
     weight_shapes = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
-    for file, placement in order:
+    for file, name, placement in order:
         if sound:
-            for path, part in placement.to_weights(file.read(placement.name), weight_shapes, config).items():
+            for path, part in placement.to_weights(file.read(name), weight_shapes, config).items():
                 leaves, problem = put(path, part)
                 flat |= leaves
                 if problem:
-                    problems.append(f"{placement.name}: {problem}")
-        elif problem := not_finite(file.read(placement.name)):  # after a problem, the rest is only checked
-            problems.append(f"{placement.name}: {problem}")
+                    problems.append(f"{name}: {problem}")
+        elif problem := not_finite(file.read(name)):  # after a problem, the rest is only checked
+            problems.append(f"{name}: {problem}")
     raise_all(str(directory), problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))
