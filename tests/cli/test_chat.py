@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -58,6 +59,7 @@ def test_the_gauge_stands_below_each_answer_and_why_it_is_large_once(talk, monke
     status, out, err = talk(["one?", "two?"], *talk.book, *FULL)
     assert (status, err) == (0, "")
     assert [out.count(told) for told in ("(100% of full attention's", "tokens\n", "full has its reasons")] == [2, 2, 1]
+    assert re.findall(r"\[([█░]*)\]", out) == ["█" * chat.GAUGE_CELLS] * 2
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(talk, monkeypatch):

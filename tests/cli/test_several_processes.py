@@ -156,6 +156,11 @@ def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
     assert os.listdir(out) == ["samples.jsonl"]
 
 
+def test_without_options_a_process_is_alone():
+    with joined(argparse.Namespace(coordinator=None, processes=None, process=None)) as found:
+        assert (found.count, found.index) == (1, 0)
+
+
 # The option --mesh
 
 

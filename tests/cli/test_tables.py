@@ -36,6 +36,14 @@ def test_columns_go_into_further_tables(width):
     assert "│ one   │ 1 │" in drawn(table, width)
 
 
+def test_a_column_that_just_fits_stays_in_its_table():
+    table = Table("label", "12345", "67890")
+    table.add_row("one", "1", "2")
+    widths = [drawn(table, width).count("label") for width in (24, 25, 26)]
+    assert widths == [2, 1, 1]
+    assert max(map(len, drawn(table, 25).splitlines())) == 25
+
+
 LONG = ["--context", "122880"]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import inspect
 import re
 import weakref
 
@@ -19,6 +20,7 @@ from jshadow.engine.options import GenerateOptions
 from jshadow.engine.report import CompileClock
 from jshadow.engine.token_steps import TokenSteps
 from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
+from jshadow.serving import Request
 from jshadow.weights.params import init_params
 
 # One world: a prompt of 203 tokens alone, or with two others, and one capacity. Prompts of 193 to 256 tokens share
@@ -34,6 +36,15 @@ samplers = pytest.mark.parametrize("sampler", [None, slow(WARM)], ids=["greedy",
 
 def generate(prompt, policy=SHADOW, count=8, params=BARE, **options):
     return jshadow.generate(params, prompt, policy, max_new_tokens=count, **{"capacity": CAPACITY} | options)
+
+
+def test_generate_and_its_options_and_a_request_have_the_same_defaults():
+    """So `stream`, `generate` and the command line agree, and so does the serving engine."""
+    fields = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
+    parameters = inspect.signature(jshadow.generate).parameters.values()
+    given = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
+    assert given == {name: fields[name] for name in given}
+    assert Request("a").max_new_tokens == given["max_new_tokens"]
 
 
 alone = functools.cache(lambda policy=FULL, count=8, params=BARE: generate(PROMPTS[0], policy, count, params))

@@ -73,7 +73,7 @@ def same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
 @law("A turn gives the same last logits and the same state as its tokens in single steps.", cases=in_each_mode)
 def extend_is_steps(case: Case) -> None:
     """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
-    by_steps, stepped = run_steps(model(), state_of(case), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
     logits, extended = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
     last = np.asarray(logits)
     everything, _ = turn(STEPS[:, :7], TURN, state_of(case))
@@ -87,7 +87,7 @@ def extend_is_steps(case: Case) -> None:
 @law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
     """Feed rows of seven, zero and four tokens."""
-    by_steps, stepped = run_steps(model(), state_of(case), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
     everything, extended = turn(STEPS[:, :7], TURN, state_of(case))
     close(everything[ACTIVE], by_steps[ACTIVE], 1e-4)
     same_memory(extended, stepped)
