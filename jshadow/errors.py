@@ -57,5 +57,9 @@ class ServingError(JshadowError, RuntimeError):
     """The serving engine is closed, or its loop failed, so that a request gets no answer."""
 
 
+class OutOfMemory(ServingError):
+    """The device or the host had too little memory for one request. The engine goes on."""
+
+
 class RequestCancelled(ServingError):
     """The request was cancelled before its answer was complete."""

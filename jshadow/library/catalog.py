@@ -28,7 +28,7 @@ class Writing:
 class Catalog:
     """Entries by key, in the order in which they were last used. All methods may be called from any thread.
 
-    No lock is held while a file is read or written.
+    No lock is held during a call of the system for a file.
 
     Attributes:
         files: the files of the library.
@@ -62,20 +62,22 @@ class Catalog:
         directory, change = self.files.directory, self.files.directory.change()
         if change is not None and change == self.seen:
             return
+        with self.lock:
+            known = dict(self.entries)
+        with_file = {key: entry for key, entry in known.items() if entry.file}
         found = directory.files()
-        new = {key: directory.entry(key, size) for key, size in found.items() if key not in self.entries}
+        new = {key: directory.entry(key, size) for key, size in found.items() if key not in known}
+        gone = [key for key in with_file.keys() - found.keys() if not directory.path(key).exists()]
         with self.lock:
             for key, entry in new.items():
-                if key not in self.entries and directory.path(key).exists():
-                    self.entries[key] = entry
-            for key, entry in list(self.entries.items()):
-                if key in found:
-                    entry.file = found[key]
-                elif entry.file and not directory.path(key).exists():
-                    entry.file = 0
-                    if not entry.object and key not in self.writing:
-                        self.drop(key)
-                        self.forget(key)
+                self.entries.setdefault(key, entry)
+            for key in found.keys() & known.keys():
+                known[key].file = found[key]
+            for key in gone:
+                with_file[key].file = 0
+                if self.entries.get(key) is with_file[key] and not with_file[key].object and key not in self.writing:
+                    self.drop(key)
+                    self.forget(key)
             self.seen = change
 
     def look(self) -> None:
@@ -97,11 +99,12 @@ class Catalog:
             for key, entry in new.items():
                 listed = self.entries.setdefault(key, entry)
                 listed.object = listed.object or entry.object
-            for key in known - found - self.writing.keys():
-                with contextlib.suppress(CheckpointError):  # the copy stays, and is listed
-                    self.files.directory.remove(key)
-                    self.drop(key)
-                    self.forget(key)
+            gone = known - found - self.writing.keys()
+        for key in gone:
+            with contextlib.suppress(CheckpointError):  # the copy stays, and is listed
+                self.files.directory.remove(key)
+                self.drop(key)
+                self.forget(key)
 
     def find(self, key: str) -> Entry | None:
         """Return an entry, or None if there is no such state."""
@@ -130,7 +133,7 @@ class Catalog:
         self.refresh()
         with self.lock:
             held = {key: writing.entry for key, writing in self.writing.items() if self.tier_of(key) is not None}
-            usable = {key: entry for key, entry in (held | self.entries).items() if entry.problem is None}
+            usable = {key: entry for key, entry in (self.entries | held).items() if entry.problem is None}
         lengths = {len(entry.ids) for entry in usable.values()}
         keys = self.files.maker.identity.keys(ids, (length for length in lengths if 0 < length <= len(ids)))
         for length in sorted(keys, reverse=True):
@@ -144,7 +147,13 @@ class Catalog:
         with self.lock:
             self.entries.pop(key, None)
             self.entries[key] = entry
-            self.files.trim([(old, entry) for old, entry in self.entries.items() if old not in self.reads])
+
+    def trim(self) -> None:
+        """Remove copies of objects, the least recently used first, until they fit `limits.disk`."""
+        if self.files.remote is not None:
+            with self.lock:
+                order = [(key, entry) for key, entry in self.entries.items() if key not in self.reads]
+            self.files.trim(order)
 
     def begin_writing(self, key: str, entry: Entry) -> "concurrent.futures.Future[str]":
         """Note that the file of a state is being written. Return the future of its key."""
@@ -153,15 +162,17 @@ class Catalog:
             self.writing[key] = Writing(entry, done)
         return done
 
-    def unwritten_yet(self) -> "list[concurrent.futures.Future[str]]":
-        """Return the futures of the states that are being written."""
+    def unwritten_yet(self) -> list[Writing]:
+        """Return the states that are being written."""
         with self.lock:
-            return [writing.done for writing in self.writing.values()]
+            return list(self.writing.values())
 
     def written(self, key: str, entry: Entry) -> "concurrent.futures.Future[str]":
         """List a state whose file is complete. Return the future of its writing."""
         with self.lock:
             self.put(key, entry)
+        self.trim()
+        with self.lock:
             return self.writing.pop(key).done
 
     def unwritten(self, key: str, entry: Entry) -> "tuple[bool, concurrent.futures.Future[str]]":
@@ -210,20 +221,21 @@ class Catalog:
             self.failed(key, error)
             raise
 
-    def loaded(self, key: str, tokens: np.ndarray, size: Size) -> bool:
-        """Note that a file was read, holds these token ids, int32 [n], and makes a state of this size.
+    def loaded(self, key: str, read: ReadState, size: Size) -> bool:
+        """Note that a file was read and makes a state of this size.
 
-        Return whether the state is listed. It is not if another process has removed its file.
+        Return whether the state is listed. It is not if its file was removed meanwhile.
         """
+        assert read.tokens is not None
         with self.lock:
             self.reads.pop(key, None)
-            entry, remote = self.entries.get(key) or Entry(tokens), self.files.remote is not None
-            entry.ids, entry.problem, entry.size = tokens, None, size
-            entry.file = self.files.directory.bytes_of(key)
-            entry.object = entry.object or (entry.file if remote else 0)
-            if not entry.file and not entry.object:
-                self.drop(key)
+            entry, remote = self.entries.get(key), self.files.remote is not None
+            if entry is None and not remote:
                 return False
+            entry = entry or Entry(read.tokens[0])
+            entry.ids, entry.problem, entry.size = read.tokens[0], None, size
+            entry.file = read.stamp[2]
+            entry.object = entry.object or (entry.file if remote else 0)
             self.put(key, entry)
             return True
 
@@ -232,15 +244,15 @@ class Catalog:
 
         A file that the system could not read is not noted, because it may be readable the next time.
         """
+        directory, entry = self.files.directory, self.entries.get(key)
         with self.lock:
             self.reads.pop(key, None)
-            entry = self.entries.get(key)
-            passing = isinstance(error.__cause__, OSError) and self.files.directory.bytes_of(key) > 0
-            if entry is None or passing or not isinstance(error, CheckpointError | StateMismatch):
-                return
-            entry.problem = str(error)
-            if self.files.remote is not None:
-                self.files.directory.remove(key)
-            entry.file = self.files.directory.bytes_of(key)
-            if not entry.file and not entry.object:
-                self.drop(key)
+        passing = isinstance(error.__cause__, OSError) and directory.bytes_of(key) > 0
+        if entry is None or passing or not isinstance(error, CheckpointError | StateMismatch):
+            return
+        entry.problem = str(error)
+        if self.files.remote is not None:
+            directory.remove(key)
+        entry.file = directory.bytes_of(key)
+        if not entry.file and not entry.object:
+            self.drop(key)

@@ -5,20 +5,16 @@ by its content and is written completely or not at all. So a process that finds 
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jshadow.cache.state import KVState
 from jshadow.engine.saved.read import read_state_info
 from jshadow.engine.saved.state import StateContent
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library.identity import Identity
-from jshadow.library.memory import size_of
 from jshadow.library.shelf import Entry
 from jshadow.weights.convert.files import readable, remove_abandoned
 
@@ -29,7 +25,7 @@ RECENT = 10**8  # nanoseconds: after a change that is so recent, another one may
 
 
 class Directory:
-    """The files of one library. All methods may be called from any thread."""
+    """The files of one library. All methods may be called from any thread, `write` from one at a time."""
 
     def __init__(self, root: Path, identity: Identity, limit: int | None) -> None:
         """Use a directory, which is created when the first file is written.
@@ -45,8 +41,6 @@ class Directory:
         if root.exists() and not root.is_dir():
             raise CheckpointError(f"library {root} must be a directory, got another kind of file")
         self.root, self.identity, self.limit = root, identity, limit
-        self.reserved: dict[str, int] = {}  # bytes of the files that are being written, by key
-        self.lock = threading.Lock()  # held while a file's bytes are reserved
         remove_abandoned(self.folder)
 
     @property
@@ -94,45 +88,38 @@ class Directory:
         except CheckpointError as error:
             return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
 
-    def reserve(self, key: str, state: KVState, tokens: int) -> None:
-        """Reserve the bytes of a state's file. Raises CapacityError if the file does not fit the limit."""
-        size = size_of(state).total + 4 * tokens + HEADER + HEADER_ARRAY * len(jax.tree.leaves(state))
-        with self.lock:
-            used = self.used() + sum(size for other, size in self.reserved.items() if not self.path(other).exists())
-            if self.limit is not None and used + size > self.limit:
+    def write(self, key: str, content: StateContent) -> int:
+        """Write the file of a state, and return its bytes.
+
+        Raises:
+            CapacityError: the file does not fit the limit.
+            CheckpointError: the file cannot be written, such as on a full disk.
+        """
+        if self.limit is not None:
+            size, used = most_bytes(content), self.used()
+            if used + size > self.limit:
                 raise CapacityError(
                     f"limits.disk={self.limit} bytes must hold the state, got a state of {size} bytes beside {used} "
                     "bytes of stored states"
                 )
-            self.reserved[key] = size
-
-    def release(self, key: str) -> None:
-        """Take back a reservation, if there is one."""
-        with self.lock:
-            self.reserved.pop(key, None)
-
-    def write(self, key: str, content: StateContent) -> int:
-        """Write the file of a state, and return its bytes. Its reservation ends.
-
-        Raises:
-            CheckpointError: the file cannot be written, such as on a full disk.
-        """
+        # The files hold the text of documents. Nobody but the user of this process may read them.
         try:
-            # The files hold the text of documents. Nobody but the user of this process may read them.
-            try:
-                for folder in (self.root, self.folder):
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise CheckpointError(f"file {self.path(key)} cannot be written: {error}") from error
-            remove_abandoned(self.folder)
-            return content.write(self.path(key), private=True)
-        finally:
-            self.release(key)
+            for folder in (self.root, self.folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"file {self.path(key)} cannot be written: {error}") from error
+        remove_abandoned(self.folder)
+        return content.write(self.path(key), private=True)
 
     def remove(self, key: str) -> None:
         """Remove the file of a state, if there is one. Raises CheckpointError if it cannot be removed."""
         with readable(self.path(key)):
             self.path(key).unlink(missing_ok=True)
+
+
+def most_bytes(content: StateContent) -> int:
+    """Return an upper bound of the bytes of a file."""
+    return content.nbytes + HEADER + HEADER_ARRAY * len(content.leaves)
 
 
 def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:

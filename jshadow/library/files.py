@@ -67,9 +67,10 @@ class Files:
         return StateContent.of(state, self.maker.params, [entry.ids.tolist()], entry.note)
 
     def write(self, key: str, content: StateContent, entry: Entry) -> None:
-        """Write the file of a state, and put it into the object store if there is one. Its bytes are reserved.
+        """Write the file of a state, and put it into the object store if there is one.
 
         Raises:
+            CapacityError: the file does not fit `limits.disk`.
             CheckpointError: the file or the object cannot be written. No file is left.
         """
         entry.file = self.directory.write(key, content)
@@ -92,15 +93,10 @@ class Files:
             CheckpointError: there is no such state, or its file is damaged or of a newer version.
             StateMismatch: the state is of another model, policy, dtype, capacity or fetch mode, or holds other ids.
         """
-        path = self.directory.path(key)
-        if not path.exists():
-            others = [] if self.remote else sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))
-            if self.remote is not None:
-                self.remote.fetch(key, path)
-            elif others:
-                path = others[0]
-        maker = self.maker
-        read = self._read_unchanged(path)
+        path, maker = self.directory.path(key), self.maker
+        if self.remote is None and not path.exists():
+            path = next(iter(sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))), path)
+        read = self._read_unchanged(key, path)
         if (theirs := Identity.of_record(read.record)) != maker.identity:
             expected = "capacity and fetch mode of this library, or its learned arrays"
             got = f"capacity={read.record.capacity} and fetch={read.record.fetch!r}"
@@ -110,20 +106,23 @@ class Files:
             raise StateMismatch(f"{path} must hold the token ids of {key}, got others")
         return read
 
-    def _read_unchanged(self, path: Path) -> ReadState:
-        """Read a file, and read it again if another process replaced it meanwhile."""
+    def _read_unchanged(self, key: str, path: Path) -> ReadState:
+        """Read a file, and again if another process replaced it meanwhile, or if the copy of an object was removed."""
         for attempt in range(ATTEMPTS):
+            if self.remote is not None and not path.exists():
+                self.remote.fetch(key, path)
             before = stamp_of(path)
             try:
                 return read_state(path, self.maker.params, self.maker.policy, self.verified)
             except CheckpointError:
-                if stamp_of(path) in (before, None) or attempt + 1 == ATTEMPTS:
+                now = stamp_of(path)
+                if now == before or (now is None and self.remote is None) or attempt + 1 == ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
     def trim(self, order: Iterable[tuple[str, Entry]]) -> None:
-        """Remove copies of objects, in this order, until they fit `limits.disk`. Without a store, nothing is done."""
-        for key, entry in list(order) if self.remote is not None else ():
+        """Remove copies of objects, in this order, until they fit `limits.disk`."""
+        for key, entry in order:
             if fits(self.directory.used(), self.limits.disk):
                 return
             if entry.file and entry.object:

@@ -18,7 +18,7 @@ class Loader:
 
     Attributes:
         catalog, tiers: those of the library.
-        work: the lock that is held while states move between tiers. It is not held while a file is read.
+        work: the lock that is held while states move between tiers. Nothing waits for the disk under it.
     """
 
     catalog: Catalog
@@ -27,20 +27,29 @@ class Loader:
 
     def load(self, key: str) -> KVState:
         """Return a state that is ready for a step. The errors are those of `Library.load`."""
+        self.catalog.refresh()
+        read = None
         while True:
-            self.catalog.refresh()
-            with self.work:
-                state = self._in_memory(key)
-            if state is not None:
-                return state
-            reading = self.catalog.reading(key)
             try:
-                read = reading.result()
+                state = self.ready(key, read)
+            except JshadowError as error:
+                self.catalog.failed(key, error)
+                raise
+            if state is not None:
+                self.catalog.trim()
+                return state
+            try:
+                read = self.catalog.reading(key).result()
             except CancelledError:
                 raise CheckpointError(f"state {key} cannot be read: the library was closed meanwhile") from None
-            with self.work:
-                if "lengths" in read.tensors:  # else another thread has placed them
-                    return self._placed(key, read)
+
+    def ready(self, key: str, read: ReadState | None) -> KVState | None:
+        """Return a state that is in memory, or was read, ready for a step. None: it must be read."""
+        with self.work:
+            state = self._in_memory(key)
+            if state is None and read is not None and "lengths" in read.tensors:  # else another thread has placed them
+                state = self._placed(key, read)
+            return state
 
     # Parts. `work` is held.
 
@@ -61,15 +70,10 @@ class Loader:
 
     def _placed(self, key: str, read: ReadState) -> KVState:
         """Return a state that was read from its file, and keep it in memory if it fits."""
-        try:
-            size = size_of(read.expected)
-            self.tiers.make_room(size)
-            state = place_state(read)
-        except JshadowError as error:
-            self.catalog.failed(key, error)
-            raise
-        assert read.tokens is not None
-        if self.catalog.loaded(key, read.tokens[0], size):
+        size = size_of(read.expected)
+        self.tiers.make_room(size)
+        state = place_state(read)
+        if self.catalog.loaded(key, read, size):
             self.tiers.put(key, state, size)
         return state
 

@@ -3,7 +3,7 @@
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -14,7 +14,7 @@ from jshadow.engine.checks import check_capacity, check_ids, check_policy, check
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.saved.read import ReadState
 from jshadow.engine.types import Fitted
-from jshadow.errors import ConfigError, StateMismatch
+from jshadow.errors import ConfigError, JshadowError, StateMismatch
 from jshadow.library.catalog import Catalog
 from jshadow.library.files import Files, Maker
 from jshadow.library.identity import Identity
@@ -74,8 +74,8 @@ class StateStore:
         self.files = Files(place, Maker(params, self.policy, self.identity), limits)
         self.tiers = MemoryTiers[KVState](limits, to_host, self._leave)
         self.catalog = Catalog(self.files, self.tiers.tier_of, self.tiers.drop)
-        self.writer = Writer(self.files, self.catalog, self.tiers.drop)
-        self.work = threading.RLock()  # held while states move between tiers
+        self.writer = Writer.of(self.files, self.catalog, self.tiers.drop)
+        self.work = threading.RLock()  # held while states move between tiers, and never while the disk works
         self.loader = Loader(self.catalog, self.tiers, self.work)
         self.making: dict[str, threading.Event] = {}  # the documents that are being read, by key
         self.closed = False
@@ -109,9 +109,10 @@ class StateStore:
     def tier_bytes(self) -> list[tuple[str, int, int | None]]:
         """Return the name, the used bytes and the limit in bytes (None: no limit) of device, host and disk."""
         with self.work:
-            used = self.tiers.used(DEVICE), self.tiers.used(HOST), self.files.directory.used()
+            used = self.tiers.used(DEVICE), self.tiers.used(HOST)
+        files = self.files.directory.used()
         limits = self.limits.device, self.limits.host, self.limits.disk
-        return list(zip((DEVICE, HOST, DISK), used, limits, strict=True))
+        return list(zip((DEVICE, HOST, DISK), (*used, files), limits, strict=True))
 
     def ids(self, key: str) -> np.ndarray:
         """Return the token ids of a stored state, int32 [n]. Raises CheckpointError if there is no such state."""
@@ -124,11 +125,32 @@ class StateStore:
         are read. It has the error that `load` would raise. If the state is in memory, it is done at once.
         """
         self._check_open()
-        if self.tiers.tier_of(key) is not None:
-            done: concurrent.futures.Future[None] = concurrent.futures.Future()
-            done.set_result(None)
-            return done
-        return self.catalog.reading(key)
+        with self.work:
+            if self.tiers.tier_of(key) is None:
+                return self.catalog.reading(key)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    def prepared(self, key: str, read: ReadState | None) -> KVState | None:
+        """Do what `load` does, but do not wait for the disk.
+
+        Args:
+            key: the state.
+            read: the result of the future of `prepare`.
+
+        Returns:
+            The state, or None if it has left memory since `prepare` or another thread has taken what was read. Then it
+            must be prepared again.
+        """
+        self._check_open()
+        try:
+            state = self.loader.ready(key, read)
+        except JshadowError as error:
+            self.files.pool.submit(self.catalog.failed, key, error)
+            raise
+        self.files.pool.submit(self.catalog.trim)
+        return state
 
     def load(self, key: str) -> KVState:
         """Return a stored state of one row, ready for a step. Its rows have the least window.
@@ -170,9 +192,8 @@ class StateStore:
             CheckpointError: the file cannot be written. Nothing half-written is left.
         """
         self.writer.wait()
-        done, write = self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=False)
-        write()
-        return done.result()
+        self.catalog.refresh()
+        return self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=False).result()
 
     def start_store(
         self,
@@ -185,18 +206,15 @@ class StateStore:
     ) -> "concurrent.futures.Future[str]":
         """Begin to store a state as `store` does, and return the future of its key. A thread of the library writes.
 
-        Arrays in device memory are copied to the host before this returns. `longest` finds the state at once if it is
-        in memory. `documents` lists it when its file is complete. If many states are being written, this waits for one.
-        If the file cannot be written, the future has the error of `store`, and the state is forgotten.
+        Arrays in device memory are copied to the host before this returns. It does not wait for the disk. `longest`
+        finds the state at once if it is in memory. `documents` lists it when its file is complete. If the file cannot
+        be written, the future has the error of `store`, and the state is forgotten. It has a CapacityError if the
+        states that wait for the disk have more bytes than `limits.writing`.
 
         Raises:
             StateMismatch, PromptError: as in `store`.
         """
-        self.writer.wait()
-        done, write = self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=True)
-        if not done.done():
-            self.writer.pool.submit(write)
-        return done
+        return self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=True)
 
     def remove(self, key: str) -> None:
         """Forget a state, and remove its file and its object. Also a damaged file can be removed.
@@ -205,9 +223,9 @@ class StateStore:
             CheckpointError: there is no such state, or it cannot be removed.
         """
         self.catalog.wait(key)
+        self.catalog.entry(key)
+        self.files.remove(key)
         with self.work:
-            self.catalog.entry(key)
-            self.files.remove(key)
             self.tiers.drop(key)
             self.catalog.drop(key)
 
@@ -233,20 +251,15 @@ class StateStore:
 
     def _begin(
         self, ids: Sequence[int] | np.ndarray, state: KVState, note: dict[str, str], durable: bool, *, copied: bool
-    ) -> "tuple[concurrent.futures.Future[str], Callable[[], None]]":
-        """Put a state into memory. Return the future of its key, and the function that writes its file."""
+    ) -> "concurrent.futures.Future[str]":
+        """Put a state into memory, and begin to write its file. Return the future of its key."""
         self._check_open()
         tokens = check_ids(self.params.config, np.asarray(ids), (None,), "ids")
         self._check_own(state, len(tokens))
         key = self.identity.key(tokens)
-        self.catalog.refresh()
         with self.work:
             writing, entry = self.catalog.writing.get(key), self.catalog.entries.get(key)
-            if entry is not None and entry.problem is not None:
-                self.files.remove(key)
-                self.catalog.drop(key)
-                entry = None
-            if entry is None:
+            if entry is None or entry.problem is not None:
                 entry = Entry(tokens, note) if writing is None else writing.entry
             if not np.array_equal(entry.ids, tokens):
                 raise StateMismatch(f"ids must be those of the stored state {key}, got others with the same key")
@@ -254,12 +267,12 @@ class StateStore:
             entry.size = size_of(least)
             in_memory = self.tiers.put(key, least, entry.size) is not None
             if writing is not None:
-                return writing.done, lambda: None
+                return writing.done
             if entry.file or entry.object or (in_memory and not durable):
                 self.catalog.put(key, entry)
                 done: concurrent.futures.Future[str] = concurrent.futures.Future()
                 done.set_result(key)
-                return done, lambda: None
+                return done
             return self.writer.begin(key, entry, least, copied=copied)
 
     def _check_open(self) -> None:
@@ -268,15 +281,11 @@ class StateStore:
             raise ConfigError(f"library {self.files.directory.root} must be open, got one that was closed")
 
     def _leave(self, key: str, state: KVState) -> None:
-        """Begin to write a state that leaves memory and has no file. If there is no room for it, it is forgotten."""
+        """Begin to write a state that has left memory and has no file. If there is no room for it, it is forgotten."""
         entry = self.catalog.entries.get(key)
         if entry is None or entry.file or entry.object or key in self.catalog.writing:
             return
-        done, write = self.writer.begin(key, entry, state, copied=True)
-        if not done.done():
-            self.writer.pool.submit(write)
-        else:
-            self.catalog.drop(key)
+        self.writer.begin(key, entry, state, copied=True)
 
     def _check_own(self, state: KVState, tokens: int) -> None:
         """Raise StateMismatch unless a state is one row of this library, and holds this number of tokens."""

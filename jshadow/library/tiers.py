@@ -21,6 +21,9 @@ class TierLimits:
             in `disk_folder`.
         disk_folder: folder for copies of objects, if the library is in an object store. None: a temporary folder, which
             `close` removes.
+        writing: host memory of the states that `start_store` keeps until they are written, and of those that leave
+            memory without a file. A further state is not stored, unless none waits. None: a quarter of what is free
+            when the library is opened.
 
     Raises:
         ConfigError: a limit is neither None nor an integer of at least 0.
@@ -30,9 +33,10 @@ class TierLimits:
     host: int | None = None
     disk: int | None = None
     disk_folder: str | os.PathLike[str] | None = None
+    writing: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (DEVICE, HOST, DISK):
+        for name in (DEVICE, HOST, DISK, "writing"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
                 raise ConfigError(f"limits.{name} must be None or a number of bytes of at least 0, got {limit!r}")
@@ -81,7 +85,7 @@ class MemoryTiers[State]:
         Args:
             limits: the limits of both tiers.
             lower: moves a state to the host tier, and returns the moved state.
-            leave: called with the key and the state before a state leaves memory.
+            leave: called with the key and the state of one that has left memory.
         """
         self.limits, self.lower, self.leave = limits, lower, leave
         self.held: collections.OrderedDict[str, Held[State]] = collections.OrderedDict()
@@ -148,8 +152,8 @@ class MemoryTiers[State]:
         return next(((key, held) for key, held in list(self.held.items()) if held.taken(tier)), None)
 
     def _remove(self, key: str, held: Held[State]) -> None:
-        self.leave(key, held.state)
         self.held.pop(key, None)
+        self.leave(key, held.state)
 
 
 def fits(size: int, limit: int | None) -> bool:

@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from jshadow.cache.shared_rows import same_arrays
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import commit
-from jshadow.errors import CheckpointError, ConfigError, DocumentError, JshadowError
+from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.library.shelf import DOCUMENT
 from jshadow.planner.bytes import abstract_of
 from jshadow.planner.session_records import total
@@ -22,6 +22,7 @@ from jshadow.planner.step_temporaries import step_temporaries
 from jshadow.planner.turn_pieces import extend_peak
 from jshadow.policies import Policy
 from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
+from jshadow.serving.failures import typed
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Programs
 
@@ -39,7 +40,7 @@ def check_library(library: Any, programs: Programs, policy: Policy | None) -> No
 
 
 def find_stored(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
-    """Look for the longest stored beginning of a job's prompt, and begin to prepare it.
+    """Look for the longest stored beginning of a job's prompt.
 
     At least one token of the prompt stays, because its logits give the first new token. Nothing changes if there is no
     such state, or if no class has the room for the rest of the prompt and the answer.
@@ -52,12 +53,14 @@ def find_stored(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     if not rooms or stored.tokens + new > library.capacity:
         return
     job.document, job.read, job.rooms = stored.key, stored.tokens, rooms
-    job.load = functools.partial(library.load, stored.key)
-    job.ready = library.prepare(stored.key)
+    job.prepare = functools.partial(library.prepare, stored.key)
+    job.load = functools.partial(library.prepared, stored.key)
 
 
-def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
+def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState | None:
     """Return the stored state of a job's document, of which only the prompt half is to be shared.
+
+    Return None if it has left memory since it was prepared. Then it is to be prepared again.
 
     Args:
         job: the job.
@@ -69,11 +72,14 @@ def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
     """
     assert job.load is not None
     try:
-        if job.ready is not None:
-            job.ready.result()
-        return held.get(job.document) or commit(job.load())
+        read = None if job.ready is None else job.ready.result()
+        state = held.get(job.document) or job.load(read)
     except CheckpointError as error:
         raise DocumentError(str(error)) from error
+    if state is None:
+        job.ready = None
+        return None
+    return commit(state)
 
 
 def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
@@ -117,8 +123,8 @@ def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
     return int(np.asarray(state.replace(specs=specs).room())[0]) >= new
 
 
-def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
-    """Begin to store the state of a job. An error is noted in its report, and the answer goes on.
+def keep(job: Job, ids: Sequence[int], make: Callable[[], KVState]) -> None:
+    """Begin to store the state that `make` returns. An error is noted in the job's report, and the answer goes on.
 
     A file that cannot be written after the answer has ended is not in the report. The state is then not listed.
     """
@@ -130,11 +136,11 @@ def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
     assert job.keep is not None
     title = job.request.title
     try:
-        kept = job.keep(list(ids), state) if title is None else job.keep(list(ids), state, title=title, ends=DOCUMENT)
+        kept = job.keep(list(ids), make(), **({} if title is None else {"title": title, "ends": DOCUMENT}))
         job.stored = kept
         kept.add_done_callback(note)
-    except JshadowError as error:
-        job.not_stored = str(error)
+    except Exception as error:
+        job.not_stored = str(typed(error))
 
 
 def not_kept(_: Sequence[int], state: KVState, **note: str) -> "concurrent.futures.Future[str]":

@@ -67,8 +67,8 @@ class Engine:
         programs = Programs(params, self.options)
         if library is not None:
             check_library(library, programs, policy)
-        self._loop = Loop(programs, self.admission, library)
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._loop = Loop(programs, self.admission, library, lambda: self._messages.put(lambda: None))
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -149,7 +149,7 @@ class Engine:
             job.keep = not_kept
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
-            job.load = functools.partial(self._loop.programs.document, library)
+            job.load = lambda _: self._loop.programs.document(library)
         self._reserve(Counter([request.client]))
         self._send(functools.partial(self._accept, [job]))
         while not self.options.threaded and self.run_once():
@@ -256,8 +256,6 @@ class Engine:
         self._release(Counter(job.client for job in jobs))
         for place, job in enumerate(jobs):
             self._loop.accept(job, place)
-            if job.ready is not None:
-                job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
 
     def _reserve(self, clients: Counter[str], limit: int | None = None) -> None:
         """Count requests that the loop has not seen yet. Raises QueueFull if too many would wait.

@@ -41,6 +41,11 @@ class Group:
         """Whether all rows are free."""
         return not any(self.jobs)
 
+    @property
+    def broken(self) -> bool:
+        """Whether a call that was to change the rows has consumed them, and failed."""
+        return self.pool is not None and self.programs.consumed(self.pool)
+
     def reserve(self, job: Job) -> int | None:
         """Give a free row to a job, and return its slot. Return None if no row is free."""
         slot = next((slot for slot, other in enumerate(self.jobs) if other is None), None)

@@ -26,8 +26,10 @@ class Job:
         stream: the tokens so far, and their text.
         stop_ids: tokens that end the answer.
         document: the key of the stored state of the beginning of the prompt, or None.
-        load: returns that state. None without such a state.
-        ready: the future of the stored state's preparation, or None.
+        prepare: begins to read that state in other threads, and returns the future of what was read. None without such
+            a state.
+        load: returns that state from what was read, or None if it must be prepared again.
+        ready: what `prepare` returned, or None if the state is not prepared.
         read: number of tokens of the prompt that were stored.
         rooms: the classes that have the room for the rest of the prompt and the answer.
         keep: stores token ids and the state that holds them. None if nothing is to be stored.
@@ -40,8 +42,9 @@ class Job:
         self.answer, self.ids, self.stream, self.stop_ids = answer, ids, stream, stop_ids
         self.plans: list[PlannedClass] = []
         self.document: str | None = None
-        self.load: Callable[[], KVState] | None = None
-        self.ready: Any = None
+        self.prepare: Callable[[], concurrent.futures.Future[Any]] | None = None
+        self.load: Callable[[Any], KVState | None] | None = None
+        self.ready: concurrent.futures.Future[Any] | None = None
         self.read = 0
         self.rooms: list[RowClass] = []
         self.keep: Callable[..., Any] | None = None
@@ -70,6 +73,11 @@ class Job:
     def plan(self) -> PlannedClass:
         """The class in which the job runs."""
         return self.plans[0]
+
+    @property
+    def waits_for_file(self) -> bool:
+        """Whether the stored state of the job's document is not read yet."""
+        return self.prepare is not None and (self.ready is None or not self.ready.done())
 
     @property
     def planned(self) -> bool:

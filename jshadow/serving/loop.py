@@ -3,9 +3,11 @@
 Only one thread calls the functions of this module, and JAX runs in no other.
 """
 
+import contextlib
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshadow.engine.sampling import NO_TOKEN
@@ -13,6 +15,7 @@ from jshadow.errors import JshadowError, NumericalError, ServingError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission
 from jshadow.serving.drawn import DrawnToken, read_drawn
+from jshadow.serving.failures import typed
 from jshadow.serving.groups import Group
 from jshadow.serving.jobs import Job
 from jshadow.serving.placing import Groups
@@ -24,6 +27,7 @@ from jshadow.serving.waiting import WaitingQueue
 
 LOG = logging.getLogger(__name__)
 MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
+MOST_PREPARED = 4  # documents of waiting jobs whose files are read, and are held in host memory
 
 
 class Loop:
@@ -37,8 +41,9 @@ class Loop:
         closed: the error with which further jobs end, or None.
     """
 
-    def __init__(self, programs: Programs, admission: Admission, library: Any) -> None:
-        self.programs, self.library = programs, library
+    def __init__(self, programs: Programs, admission: Admission, library: Any, wake: Callable[[], None]) -> None:
+        """Begin without requests. Any thread calls `wake` when there may be more to do."""
+        self.programs, self.library, self.wake = programs, library, wake
         self.waiting: WaitingQueue[Job] = WaitingQueue()
         self.groups = Groups(programs, admission)
         self.readings: list[Reading] = []
@@ -89,6 +94,16 @@ class Loop:
         self.counts.failed += 1
         job.answer.end(error)
 
+    @contextlib.contextmanager
+    def _work_for(self, job: Job) -> Iterator[None]:
+        """A context manager for the work of one job. An error fails that job, unless it has harmed others."""
+        try:
+            yield
+        except Exception as error:
+            if any(group.broken for group in self.groups):
+                raise
+            self._fail(job, typed(error))
+
     def _fail_lost(self) -> None:
         """Fail each job that neither waits nor has a row. Without a defect of the engine there is none."""
         self._open = {job for job in self._open if not job.answer.done}
@@ -112,6 +127,7 @@ class Loop:
 
     def _run_once(self) -> bool:
         self._admit()
+        self._prepare()
         stepping = [group for group in self.groups if group.active.any()]
         for group in stepping:
             group.start_step()
@@ -123,15 +139,16 @@ class Loop:
         # The part is given to the device before the tokens of the steps are waited for.
         reading, done = self.readings[-1] if self.readings else None, False
         if reading is not None:
-            try:
+            with self._work_for(reading.job):
                 done, reading.moved = reading.reader.advance(), True
-            except JshadowError as error:
-                self._fail(reading.job, error)
             self.counts.units += 1
             self._units += 1
         for group in stepping:
             for slot, tokens in group.drawn():
-                self._push(group, slot, tokens)
+                job = group.jobs[slot]
+                assert job is not None
+                with self._work_for(job):
+                    self._push(job, group, slot, tokens)
         if reading is not None and done:
             self._begin_answers(reading)
         return bool(stepping) or reading is not None
@@ -140,20 +157,16 @@ class Loop:
         """Start to draw. The tokens that grammars allow are found meanwhile, because the step runs already."""
         for slot, job in enumerate(group.jobs):
             if job is not None and group.active[slot] and job.request.allowed is not None:
-                try:
+                with self._work_for(job):
                     group.allow(slot, job.words(self.programs.parts.vocab_size))
-                except JshadowError as error:
-                    self._fail(job, error)
         group.start_draw()
 
-    def _push(self, group: Group, slot: int, tokens: Sequence[DrawnToken]) -> None:
+    def _push(self, job: Job, group: Group, slot: int, tokens: Sequence[DrawnToken]) -> None:
         """Give the tokens that a step drew to the job of a row."""
-        job = group.jobs[slot]
-        assert job is not None
         for drawn in tokens:
             finish = self._add(job, drawn)
             if finish and job.keeps_answer:
-                documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [drawn.token]))
+                documents.keep(job, job.ids + job.stream.tokens, functools.partial(group.row, slot, [drawn.token]))
             if finish or job.answer.done:
                 return self._complete(job, finish)
 
@@ -185,43 +198,52 @@ class Loop:
     def _begin_answers(self, reading: Reading) -> None:
         """Begin the answer of a job whose prompt was read, and those of the waiting jobs with the same prompt."""
         self.readings.remove(reading)
-        job, group = reading.job, reading.group
-        read = reading.reader.end()
-        self._begin_answer(job, group, reading.slot, read)
+        job, group, read = reading.job, reading.group, None
+        with self._work_for(job):
+            read = reading.reader.end()
+            self._begin_answer(job, group, reading.slot, read)
+        if read is None:
+            return
         for twin in [other for other in self.waiting if other.is_twin(job)]:
             if (slot := group.reserve(twin)) is None:
                 return
             self.waiting.remove(twin)
             twin.plans = [group.plan]
             twin.start()
-            try:
+            with self._work_for(twin):
                 twin.row = self.programs.row(twin.request.settings, twin.ids)
-            except JshadowError as error:
-                self._fail(twin, error)
-            else:
                 self._begin_answer(twin, group, slot, read)
 
     def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
         """Draw the first token after a prompt, and make the row active. `read` has the logits [1, V] and the state."""
         (logits, state), programs, row = read, self.programs, job.row
         if job.keep is not None:
-            documents.keep(job, job.ids, state)
+            documents.keep(job, job.ids, lambda: state)
         if job.request.allowed is not None:
-            try:
-                row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
-            except JshadowError as error:
-                return self._fail(job, error)
+            row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
         tokens, row = programs.draw(logits, row)
         wanted = job.request.logprobs is not None
         [drawn] = read_drawn(tokens, programs.likely(logits, tokens) if wanted else None)
         finish = self._add(job, drawn)
         if finish and job.keeps_answer:
-            documents.keep(job, [*job.ids, drawn.token], programs.fed(programs.fork(state), [drawn.token]))
+            documents.keep(job, [*job.ids, drawn.token], lambda: programs.fed(programs.fork(state), [drawn.token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
         group.insert(slot, state, row, drawn.token)
 
     # Admission
+
+    def _prepare(self) -> None:
+        """Begin to read the files of the documents that the first waiting jobs need."""
+        soon: set[str | None] = set()
+        for job in self.waiting if self.library is not None else ():
+            if job.prepare is None or len(soon | {job.document}) > MOST_PREPARED:
+                continue
+            soon.add(job.document)
+            if job.ready is None:
+                with self._work_for(job):
+                    job.ready = job.prepare()
+                    job.ready.add_done_callback(lambda _: self.wake())
 
     def _admit(self) -> None:
         """Begin to read the first prompt that can have a row.
@@ -237,15 +259,15 @@ class Loop:
                 return
             if paused is not None and job.priority <= paused.job.priority:
                 continue
-            if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
+            if job.waits_for_file or (job.planned and job.plan.key in full):
                 continue
-            try:
+            place = None
+            with self._work_for(job):
                 place = self.groups.place(job, None if paused is None else paused.job.plan)
                 if place is not None:
                     job.row = self.programs.row(job.request.settings, job.ids)
                     self.readings.append(Reading(self.programs, job, *place))
-            except JshadowError as error:
-                self._fail(job, error)
+            if job.answer.done or job.waits_for_file:
                 continue
             if place is not None:
                 self.waiting.take(job)

@@ -43,7 +43,9 @@ class Groups:
         self._groups = [group for group in self._groups if group.base is None or not group.empty]
 
     def place(self, job: Job, paused: PlannedClass | None = None) -> tuple[Group, int] | None:
-        """Reserve a row for a job, and return its group and slot. Return None if no row is free and no group fits.
+        """Reserve a row for a job, and return its group and slot.
+
+        Return None if no row is free and no group fits, or if the job's document must be prepared again.
 
         Args:
             job: a job without a row.
@@ -55,6 +57,8 @@ class Groups:
         base = None
         if not job.planned:
             base = self._base(job)
+            if base is None:
+                return None
             plan = documents.plan_rows(self.programs, job, base)
             self.admission.check(plan)
             job.plans = [plan]
@@ -72,6 +76,8 @@ class Groups:
             self._groups.remove(group)
         if job.document is not None and base is None:
             base = self._base(job)
+            if base is None:
+                return None
         group = Group(job.plan, self.programs, base)
         self._groups.append(group)
         slot = group.reserve(job)

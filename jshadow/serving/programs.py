@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.row_room import with_windows
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine import decode
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
@@ -123,6 +123,10 @@ class Programs:
     def insert(self, pool: Pool, slot: int, state: KVState, row: RowSampling) -> Pool:
         """Replace a row of a pool. This consumes the pool."""
         return Pool(pool.state.insert(slot, state, consume=True), set_row(pool.rows, slot, row))
+
+    def consumed(self, pool: Pool) -> bool:
+        """Whether a call has consumed arrays of a pool."""
+        return any(map(is_deleted, [vars(pool.state)["lengths"], *jax.tree.leaves(pool.rows)]))
 
     def step(self, pool: Pool, tokens: np.ndarray, active: np.ndarray) -> tuple[Array, Pool]:
         """Feed a token to each active row. Return the logits, float32 [rows, V]. This consumes the pool's state.

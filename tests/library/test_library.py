@@ -193,7 +193,6 @@ def test_a_disk_that_is_full_half_way(opened, text, state_of, monkeypatch, soon,
     assert tiers_of(library) == tiers
     assert bool(library.longest(text(2))) == held
     assert library.tiers.used("host") == used
-    assert not library.files.directory.reserved
     library.load(kept)
     end()
     key = library.store(text(2), state)

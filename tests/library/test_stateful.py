@@ -14,6 +14,7 @@ from small_state import POLICY, SMALL, equal
 import jshadow
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library import TierLimits
+from jshadow.library.disk import most_bytes
 from jshadow.library.memory import size_of
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size
 from jshadow.weights.params import init_params
@@ -130,22 +131,21 @@ TestTiers.settings = settings(max_examples=100, stateful_step_count=30, deadline
 
 @functools.cache
 def made():
-    """The params, and for each text its ids, its state, the bytes of its file, and the bytes that are reserved."""
+    """The params, and for each text its ids, its state, the bytes of its file, and their upper bound."""
     params, folder = init_params(SMALL), tempfile.mkdtemp()
     texts = [np.random.default_rng(seed).integers(0, 13, 10 + 3 * seed).tolist() for seed in range(COUNT)]
     with jshadow.Library(folder, params, POLICY, capacity=40, fetch="device_put") as library:
-        states, reserved = [], []
+        states, most = [], []
         for ids in texts:
             key = library.add(ids).key
             states.append(library.load(key).fork())
             library.remove(key)
             library.store(ids, states[-1])
-            library.files.directory.reserve(key, states[-1], len(ids))
-            reserved.append(library.files.directory.reserved.pop(key))
+            most.append(most_bytes(library.files.content(states[-1], library.catalog.entry(key))))
         keys = [library.longest(ids).key for ids in texts]
         files = [library.files.directory.bytes_of(key) for key in keys]
     shutil.rmtree(folder)
-    return params, texts, states, keys, files, reserved
+    return params, texts, states, keys, files, most
 
 
 def open_library(folder, limits):
@@ -157,11 +157,11 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(device=FEW, host=FEW, rows=FEW, disk=st.integers(0, 6))
     def begin(self, device, host, rows, disk):
-        _, self.texts, self.states, self.keys, self.sizes, self.reserved = made()
+        _, self.texts, self.states, self.keys, self.sizes, self.most = made()
         self.size = size_of(self.states[0])
         # "host" states in the host tier, and the host rows of "rows" states in the device tier
         limits = device * self.size.device, host * self.size.total + rows * self.size.host
-        self.disk = max(self.reserved) + disk * max(self.sizes) - 1
+        self.disk = max(self.most) + disk * max(self.sizes) - 1
         self.limits = TierLimits(*limits, disk=self.disk)
         self.folder = tempfile.mkdtemp()
         self.library, self.other = open_library(self.folder, self.limits), open_library(self.folder, TierLimits())
@@ -174,31 +174,20 @@ class Machine(RuleBasedStateMachine):
             self.other.close()
             shutil.rmtree(self.folder)
 
-    def has_room(self, text, waiting=0):
-        """Whether the disk has room for a text, beside the further bytes of files that are being written."""
-        return sum(self.sizes[other] for other in self.files) + waiting + self.reserved[text] <= self.disk
-
-    def written(self, text, waiting=0):
+    def written(self, text):
         """Give a text a file if the disk has room. Return whether it has."""
-        if self.has_room(text, waiting):
+        if sum(self.sizes[other] for other in self.files) + self.most[text] <= self.disk:
             self.files.add(text)
             return True
         return False
 
     def put(self, text):
-        """Put a text into memory. Return its tier, and the bytes that are being written for those that leave."""
+        """Put a text into memory. Those that leave are written one after the other. Return its tier."""
         tier, gone = self.model.put(text, self.size)
-        waiting, before = 0, set(self.files)
         for other in gone:
-            if other not in before:
-                self.library.catalog.wait(self.keys[other])
-                unclear = self.has_room(other) and not self.has_room(other, waiting)  # an earlier file may be complete
-                if self.keys[other] in self.library.catalog.entries if unclear else self.written(other, waiting):
-                    self.files.add(other)
-                    waiting += self.reserved[other] - self.sizes[other]
-                else:
-                    self.listed.discard(other)
-        return tier, waiting
+            if other not in self.files and not self.written(other):
+                self.listed.discard(other)
+        return tier
 
     # The rules
 
@@ -211,16 +200,15 @@ class Machine(RuleBasedStateMachine):
         except CapacityError:
             stored = None
         if text not in self.files:
-            # an evicted state may be complete, or still take the bytes that are reserved for it
             assert stored in (self.keys[text], None)
-        tier, waiting = self.put(text)
+        tier = self.put(text)
         in_memory = tier is not None and not durable
         if text in self.files or in_memory:
             assert stored == self.keys[text]
         elif stored is not None:
             assert self.written(text), "a file exceeds the limit"
         else:
-            assert not self.written(text, waiting), "a file that has room is refused"
+            assert not self.written(text), "a file that has room is refused"
             if text not in self.listed:
                 self.model.drop(text)
             return
@@ -288,7 +276,6 @@ class Machine(RuleBasedStateMachine):
             assert self.library.tiers.used(tier) == self.model.taken(tier) <= getattr(self.limits, tier)
         directory = self.library.files.directory
         assert directory.files() == {self.keys[text]: self.sizes[text] for text in self.files}
-        assert not directory.reserved
         assert not self.library.catalog.writing
         assert not directory.folder.exists() or len(list(directory.folder.iterdir())) == len(self.files)
 

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from disk_calls import before_disk_calls
 from small_state import equal
 
 from jshadow import generate
@@ -17,7 +18,6 @@ from jshadow.engine.saved import state as saved_state
 from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
 from jshadow.library import library as library_module
-from jshadow.library import writing
 from jshadow.library.shelf import Entry
 
 WAIT = 30  # seconds after which a test fails
@@ -101,7 +101,7 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
     """A lock that another thread can take is not held."""
     library, again, calls = opened(limits={"device": 0, "host": 0}), opened(), []
     key, state = library.add(text(1)).key, state_of(2)
-    locks = [lock for one in (library, again) for lock in (one.work, one.catalog.lock, one.files.directory.lock)]
+    locks = [lock for one in (library, again) for lock in (one.work, one.catalog.lock)]
 
     def is_free(lock):
         return lock.acquire(blocking=False) and not lock.release()
@@ -130,6 +130,39 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
     assert all(calls)
 
 
+@pytest.mark.parametrize("remote", [False, True], ids=["directory", "object store"])
+def test_no_thread_asks_the_disk_under_a_lock(opened, text, state_of, size, tmp_path, remote):
+    """States move between all tiers, are written, read, replaced and removed."""
+    state, under, calls = state_of(3), [], []
+    limits = {"device": 0, "host": size.total}
+    place = "library"
+    if remote:
+        pytest.importorskip("obstore")
+        place, limits = (tmp_path / "store").as_uri(), limits | {"disk": 0, "disk_folder": tmp_path / "copies"}
+    library, other = opened(place, limits=limits), opened(place)
+
+    def note(name):
+        calls.append(name)
+        under.extend(name for lock in (library.work, library.catalog.lock) if lock._is_owned())
+
+    with before_disk_calls(tmp_path, note):
+        keys = [library.add(text(seed)).key for seed in (1, 2)]
+        assert library.start_store(text(3), state).result(WAIT)
+        library.store(text(4), state_of(4), durable=False)
+        assert [library.load(key) for key in keys]
+        assert library.prepare(keys[0]).result(WAIT)
+        other.look()
+        other.remove(keys[1])
+        library.look()
+        assert library.longest(text(2)) is None
+        library.files.directory.path(keys[0]).unlink(missing_ok=True)
+        library.remove(library.longest(text(3)).key)
+        assert library.tier_bytes()
+        assert len(library.documents()) == (2 if remote else 1)
+    assert len(calls) > 50
+    assert under == []
+
+
 def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, state_of, monkeypatch):
     """Offloaded rows are in host memory already. The thread that writes reads them there."""
     library, state, seen, real = opened(), state_of(1), [], saved_state.host_array
@@ -145,32 +178,44 @@ def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, s
     assert {memory for thread, memory in seen if not thread.startswith("jshadow-")} == {"device"}
 
 
-def test_the_bytes_of_files_that_are_being_written_count(opened, text, state_of, monkeypatch):
-    first, second, measured = state_of(1), state_of(2), opened("measured").files.directory
-    limit = opened("other").files.directory.used()  # two files; more is reserved for each while it is written
-    measured.reserve("key", first, 20)
-    [reserved] = measured.reserved.values()
-    library = opened(limits={"disk": reserved + limit})
+def test_files_are_written_one_after_the_other_within_the_limit(opened, text, state_of, pool, monkeypatch):
+    first, second = state_of(1), state_of(2)
+    one = opened("other").files.directory.used() // 2
+    library = opened(limits={"disk": one + 2**17})  # the upper bound of one file
     with Gate(monkeypatch) as gate:
-        future = library.start_store(text(1), first)
+        stored = library.start_store(text(1), first), pool.submit(library.store, text(2), second)
         gate.wait()
-        with pytest.raises(CapacityError, match=rf"bytes beside {reserved} bytes of stored states"):
-            library.start_store(text(2), second).result(WAIT)
-    future.result(WAIT)
+        library.files.directory.limit = one + 100
+    stored[0].result(WAIT)
+    with pytest.raises(CapacityError, match=rf"limits\.disk={one + 100} .* beside \d+ bytes of stored states"):
+        stored[1].result(WAIT)
+    library.files.directory.limit = None
     library.start_store(text(2), second).result(WAIT)
     assert len(library.files.directory.files()) == 2
 
 
-def test_only_a_few_states_wait_to_be_written(opened, text, state_of, pool, monkeypatch):
-    library, states = opened(), [state_of(seed) for seed in range(writing.MOST_WAITING + 1)]
+def test_only_so_many_bytes_wait_to_be_written(opened, text, state_of, size, pool, monkeypatch):
+    """A further state is refused at once, and `store` waits."""
+    library, states = opened(limits={"writing": 3 * size.total}), [state_of(seed) for seed in range(5)]
     with Gate(monkeypatch) as gate:
-        futures = [library.start_store(text(seed), state) for seed, state in enumerate(states[:-1])]
-        last = pool.submit(library.start_store, text(len(states) - 1), states[-1])
+        futures = [library.start_store(text(seed), states[seed]) for seed in range(4)]
+        message = rf"limits\.writing={3 * size.total} .* a state of {size.total} bytes beside {3 * size.total}$"
+        with pytest.raises(CapacityError, match=message):
+            futures.pop().result(0)
+        assert library.longest(text(3)) is None
+        patient = pool.submit(library.store, text(4), states[4])
         gate.wait()
-        with pytest.raises(concurrent.futures.TimeoutError):
-            last.result(0.2)
-    keys = [future.result(WAIT) for future in [*futures, last.result(WAIT)]]
+        assert not patient.done()
+        assert library.longest(text(4)) is None
+    keys = [future.result(WAIT) for future in [*futures, patient]]
     assert [stored.key for stored in library.documents()] == keys
+    library.start_store(text(3), states[3]).result(WAIT)
+
+
+def test_one_state_may_wait_whatever_its_size(opened, text, state_of):
+    library = opened(limits={"writing": 0})
+    assert library.start_store(text(1), state_of(1)).result(WAIT)
+    assert library.store(text(2), state_of(2))
 
 
 def test_closing_completes_what_is_being_written(opened, text, state_of, pool, monkeypatch):

@@ -10,6 +10,7 @@ file in which any bit has changed is refused. Only white space in the header, wh
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,6 +145,11 @@ class StateContent:
         # Wide numbers first: readers that map a file need each tensor aligned.
         ordered = dict(sorted((leaves | ids).items(), key=lambda item: -item[1].dtype.itemsize))
         return cls(record, ordered, note, frozenset({"lengths", *ids}), spans_processes(state.specs[0].shards))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, as one device has them."""
+        return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in self.leaves.values())
 
     def copied(self) -> "StateContent":
         """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.

@@ -106,6 +106,7 @@ PROGRAMS = types.SimpleNamespace(
     row=lambda settings, ids: "row",
     draw=lambda logits, rows, active=None: (np.atleast_1d(logits), rows),
     pool=lambda state, plan: Pool([None] * plan.row_class.rows, "rows"),
+    consumed=lambda pool: False,
     taken=lambda pool, slot, unfed: [*pool.state[slot], *unfed],
     fork=list,
     fed=lambda state, unfed: [*state, *unfed],
@@ -147,8 +148,10 @@ class PlainLibrary:
         self.reads.append(concurrent.futures.Future())
         return self.reads[-1]
 
-    def load(self, key):
+    def prepared(self, key, read):
         held = self.tiers.get(key)
+        if held is None and read is None:
+            return None  # it has left memory since
         if held is None:
             if key in self.lost:
                 self.ever_lost = True
@@ -210,7 +213,7 @@ class Serving(stateful.RuleBasedStateMachine):
         self.plain = plain_documents()
         self.plain.__enter__()
         self.library = PlainLibrary(device, host)
-        self.loop = Loop(PROGRAMS, Admission(Limits(device_bytes=budget)), self.library)
+        self.loop = Loop(PROGRAMS, Admission(Limits(device_bytes=budget)), self.library, lambda: None)
         self.answers, self.cancelled = [], []
 
     def ask(self, prompt, new, rank, store, stop=(), most=None):
@@ -253,7 +256,7 @@ class Serving(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.library.reads)
     @stateful.rule(data=st.data())
     def read_a_file(self, data):
-        self.library.reads.pop(data.draw(st.integers(0, len(self.library.reads) - 1))).set_result(None)
+        self.library.reads.pop(data.draw(st.integers(0, len(self.library.reads) - 1))).set_result("what was read")
 
     @stateful.precondition(lambda self: self.library.recent)
     @stateful.rule(data=st.data())
@@ -291,10 +294,10 @@ class Serving(stateful.RuleBasedStateMachine):
             assert tokens == expected(answer.request)[0][: len(tokens)]
 
     def teardown(self):
-        for future in self.library.reads:
-            future.set_result(None)
         turns = 0
         while self.loop.run_once() or len(self.loop.waiting):
+            while self.library.reads:
+                self.library.reads.pop().set_result("what was read")
             turns += 1
             assert turns < 10_000
         self.plain.__exit__(None, None, None)
@@ -319,7 +322,7 @@ def test_every_job_of_random_schedules_ends(schedules):
 
 
 def test_a_job_without_a_place_fails_loudly(caplog):
-    loop = Loop(PROGRAMS, Admission(Limits(device_bytes=50)), PlainLibrary(9, 9))
+    loop = Loop(PROGRAMS, Admission(Limits(device_bytes=50)), PlainLibrary(9, 9), lambda: None)
     job = Job(answer := Answer(Request([1], 6)), [1], TextStream(None), frozenset())
     job.plans = fitting(PLANS, 1, 6)
     loop.accept(job)
