@@ -228,11 +228,12 @@ def test_a_process_that_died_may_come_again(ends):
     assert [one.process for one in roll.all()] == [0, 1]
 
 
-STRANGE = (b"GET / HTTP/1.1\r\n", b"{}\n", b"[1]\n", b"\xff\n", b"{" * 70_000, b'{"jshadow": 2}\n')
+DEEP = b'{"a":' + b"[" * 60_000 + b"\n"
+STRANGE = (b"GET / HTTP/1.1\r\n", b"{}\n", b"[1]\n", b"\xff\n", b"{" * 70_000, DEEP, b'{"jshadow": 2}\n')
 
 
 def test_strange_programs_are_sent_away(ends):
-    """They do not disturb the processes that join. One is of another version, and one sends a long line."""
+    """They do not disturb the processes that join. One is of another version, and two send long lines."""
     roll = ends.roll(2)
     with contextlib.ExitStack() as strangers:
         for line in STRANGE:

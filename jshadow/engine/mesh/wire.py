@@ -78,12 +78,15 @@ class Lines:
         """Return the messages that end in these bytes.
 
         Raises:
-            ValueError: a line is not a JSON object, or it is longer than MOST_BYTES.
+            ValueError: a line is not a JSON object, is nested too deeply, or is longer than MOST_BYTES.
         """
         *lines, self.rest = (self.rest + content).split(b"\n")
         if len(self.rest) > MOST_BYTES or self.rest[:1] not in (b"", b"{"):
             raise ValueError(f"a message begins with {self.rest[:8]!r}, or has more than {MOST_BYTES} bytes")
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("a message is nested too deeply") from error
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a message is not a JSON object")
         return messages
