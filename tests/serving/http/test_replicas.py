@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import byte_models
@@ -20,6 +21,7 @@ from serving_cases import PARAMS, SHADOW
 
 import jshadow
 from jshadow.errors import CheckpointError
+from jshadow.serving.http.metrics import FRESH_SECONDS
 from jshadow.serving.http.schemas import ChatRequest, Routed
 from jshadow.serving.http.service import file_id_of
 
@@ -79,7 +81,8 @@ class Replicas:
         return answer.json()["choices"][0]["message"]["content"], usage["prompt_tokens_details"]["cached_tokens"]
 
     def answered(self):
-        """How many requests each worker has answered."""
+        """How many requests each worker has answered. Figures that were asked for just before may be asked for again."""
+        time.sleep(FRESH_SECONDS)
         lines = [worker.get("/metrics").text.splitlines() for worker in self.workers]
         named = [[line for line in each if line.startswith("vllm:request_success_total{")] for each in lines]
         return [sum(float(line.split()[-1]) for line in each) for each in named]
