@@ -81,7 +81,7 @@ class Replicas:
         return answer.json()["choices"][0]["message"]["content"], usage["prompt_tokens_details"]["cached_tokens"]
 
     def answered(self):
-        """How many requests each worker has answered. Figures that were asked for just before may be asked for again."""
+        """How many requests each worker has answered. Figures are computed anew after a while only."""
         time.sleep(FRESH_SECONDS)
         lines = [worker.get("/metrics").text.splitlines() for worker in self.workers]
         named = [[line for line in each if line.startswith("vllm:request_success_total{")] for each in lines]
