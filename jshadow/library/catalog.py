@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jshadow.engine.saved.read import ReadState
-from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.errors import CheckpointError, DocumentError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored
 from jshadow.library.tiers import Size
@@ -67,10 +67,11 @@ class Catalog:
         with_file = {key: entry for key, entry in known.items() if entry.file}
         found = directory.files()
         new = {key: directory.entry(key, size) for key, size in found.items() if key not in known}
-        gone = [key for key in with_file.keys() - found.keys() if not directory.path(key).exists()]
+        gone = [key for key in with_file.keys() - found.keys() if directory.is_gone(key)]
         with self.lock:
             for key, entry in new.items():
-                self.entries.setdefault(key, entry)
+                if entry is not None:
+                    self.entries.setdefault(key, entry)
             for key in found.keys() & known.keys():
                 known[key].file = found[key]
             for key in gone:
@@ -78,7 +79,7 @@ class Catalog:
                 if self.entries.get(key) is with_file[key] and not with_file[key].object and key not in self.writing:
                     self.drop(key)
                     self.forget(key)
-            self.seen = change
+            self.seen = None if None in new.values() else change
 
     def look(self) -> None:
         """Notice the objects that other machines put into the store and removed from it. Without a store, do nothing.
@@ -112,10 +113,10 @@ class Catalog:
         return self.entries.get(key)
 
     def entry(self, key: str) -> Entry:
-        """Return an entry. Raises CheckpointError if there is no such state."""
+        """Return an entry. Raises DocumentError if there is no such state."""
         entry = self.find(key)
         if entry is None:
-            raise CheckpointError(f"key must be that of a stored state of this library, got {key!r:.80}")
+            raise DocumentError(f"key must be that of a stored state of this library, got {key!r:.80}")
         return entry
 
     def stored(self) -> list[Stored]:

@@ -5,6 +5,8 @@ by its content and is written completely or not at all. So a process that finds 
 """
 
 import contextlib
+import errno
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +15,16 @@ import numpy as np
 
 from jshadow.engine.saved.read import read_state_info
 from jshadow.engine.saved.state import StateContent
-from jshadow.errors import CapacityError, CheckpointError
+from jshadow.errors import CapacityError, CheckpointError, StateMismatch
 from jshadow.library.identity import Identity
 from jshadow.library.shelf import Entry
-from jshadow.weights.convert.files import readable, remove_abandoned
+from jshadow.weights.convert.files import remove_abandoned
 
+LOG = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 # Upper bounds of the bytes of a file's header: for the record, and for each array.
 HEADER, HEADER_ARRAY = 2**16, 2**10
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 RECENT = 10**8  # nanoseconds: after a change that is so recent, another one may have the same time
 
 
@@ -63,6 +67,29 @@ class Directory:
             return 0
         return time_ns if time_ns < time.time_ns() - RECENT else None
 
+    @contextlib.contextmanager
+    def named(self, key: str) -> Iterator[None]:
+        """A context manager in which errors about the file of a state name its key. The log has the path.
+
+        The errors of a library reach the clients of a server, to whom its folders are nothing.
+        """
+        try:
+            yield
+        except (CheckpointError, StateMismatch) as error:
+            LOG.warning("%s", error)
+            text = str(error).replace(str(self.path(key)), f"the file of state {key}")
+            raise type(error)(
+                text.replace(f"{self.root}/", "").replace(str(self.root), "the folder")
+            ) from error.__cause__
+
+    def is_gone(self, key: str) -> bool:
+        """Whether a state has no file. False if the system cannot tell."""
+        try:
+            self.path(key).stat()
+        except OSError as error:
+            return isinstance(error, FileNotFoundError | NotADirectoryError)
+        return False
+
     def files(self) -> dict[str, int]:
         """Return the bytes of each file of the library, by key. An empty file counts as 1 byte."""
         return {path.stem: max(1, size) for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
@@ -75,17 +102,23 @@ class Directory:
         """Return the bytes of all stored states below the directory, also those of other libraries."""
         return sum(size for _, size in listed(self.root.glob(f"*/*{SUFFIX}")))
 
-    def entry(self, key: str, size: int) -> Entry:
-        """Return the index entry of a file. If the file cannot be used, the entry says why."""
+    def entry(self, key: str, size: int) -> Entry | None:
+        """Return the index entry of a file. If the file cannot be used, the entry says why.
+
+        Return None if the system cannot read the file now.
+        """
         try:
-            info = read_state_info(self.path(key))
-            if info["tokens"] is None or len(info["tokens"]) != 1:
-                raise CheckpointError(f"{self.path(key)} must hold one row and its token ids")
-            ids = np.asarray(info["tokens"][0], np.int32)
-            if self.identity.key(ids) != key:
-                raise CheckpointError(f"{self.path(key)} must be named by its key {self.identity.key(ids)}")
+            with self.named(key):
+                info = read_state_info(self.path(key))
+                if info["tokens"] is None or len(info["tokens"]) != 1:
+                    raise CheckpointError(f"{self.path(key)} must hold one row and its token ids")
+                ids = np.asarray(info["tokens"][0], np.int32)
+                if self.identity.key(ids) != key:
+                    raise CheckpointError(f"{self.path(key)} must be named by its key {self.identity.key(ids)}")
             return Entry(ids, info["note"], size)
         except CheckpointError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in PASSING:
+                return None
             return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
 
     def write(self, key: str, content: StateContent) -> int:
@@ -113,8 +146,10 @@ class Directory:
 
     def remove(self, key: str) -> None:
         """Remove the file of a state, if there is one. Raises CheckpointError if it cannot be removed."""
-        with readable(self.path(key)):
+        try:
             self.path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.path(key)} cannot be removed: {error.strerror}") from error
 
 
 def most_bytes(content: StateContent) -> int:
@@ -123,9 +158,10 @@ def most_bytes(content: StateContent) -> int:
 
 
 def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
-    """Return paths with the bytes of their files. Files that were removed meanwhile are left out."""
+    """Return paths with the bytes of their files. What was removed meanwhile, or cannot be read, is left out."""
     found = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found.append((path, path.stat().st_size))
+    with contextlib.suppress(OSError):
+        for path in paths:
+            with contextlib.suppress(OSError):
+                found.append((path, path.stat().st_size))
     return found

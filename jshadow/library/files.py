@@ -73,7 +73,8 @@ class Files:
             CapacityError: the file does not fit `limits.disk`.
             CheckpointError: the file or the object cannot be written. No file is left.
         """
-        entry.file = self.directory.write(key, content)
+        with self.directory.named(key):
+            entry.file = self.directory.write(key, content)
         if self.remote is not None:
             try:
                 entry.object = self.remote.put(key, self.directory.path(key), entry)
@@ -93,6 +94,10 @@ class Files:
             CheckpointError: there is no such state, or its file is damaged or of a newer version.
             StateMismatch: the state is of another model, policy, dtype, capacity or fetch mode, or holds other ids.
         """
+        with self.directory.named(key):
+            return self._read(key, ids)
+
+    def _read(self, key: str, ids: np.ndarray | None) -> ReadState:
         path, maker = self.directory.path(key), self.maker
         if self.remote is None and not path.exists():
             path = next(iter(sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))), path)
@@ -134,7 +139,8 @@ class Files:
         """Remove the file and the object of a state. Raises CheckpointError if one cannot be removed."""
         if self.remote is not None:
             self.remote.remove(key)
-        self.directory.remove(key)
+        with self.directory.named(key):
+            self.directory.remove(key)
 
     def close(self) -> None:
         """End the threads, and remove a temporary folder."""

@@ -72,7 +72,8 @@ class Loader:
         """Return a state that was read from its file, and keep it in memory if it fits."""
         size = size_of(read.expected)
         self.tiers.make_room(size)
-        state = place_state(read)
+        with self.catalog.files.directory.named(key):
+            state = place_state(read)
         if self.catalog.loaded(key, read, size):
             self.tiers.put(key, state, size)
         return state

@@ -6,11 +6,13 @@ the title and the number of bytes. It is written last. So a state whose JSON obj
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from jshadow.library.identity import Identity
 from jshadow.library.shelf import Entry
 from jshadow.weights.convert.files import staged_file
 
+LOG = logging.getLogger(__name__)
 RANGE = 2**24  # bytes of one ranged read
 READERS = 8  # number of ranged reads at once
 ONE_PUT = 2**32  # a larger object is put in parts, which excludes that the store itself refuses a second put
@@ -50,6 +53,8 @@ class Remote:
         except ImportError as error:
             raise ConfigError(f"{url} needs the package obstore: pip install 'jshadow[store]'") from error
         self.url, self.identity, self.obstore = url, identity, obstore
+        place = unquote(urlsplit(url).path) if url.startswith("file:") else url
+        self.hidden = f"{place.rstrip('/')}/"  # the errors of a library reach clients, to whom its place is nothing
         try:
             self.store: Any = from_url(url, mkdir=True) if url.startswith("file:") else from_url(url)
         except Exception as error:
@@ -65,7 +70,9 @@ class Remote:
         try:
             yield
         except (self.obstore.exceptions.BaseError, OSError) as error:
-            raise CheckpointError(f"{self.url}: object {name} cannot be read or written: {error}") from error
+            LOG.warning("%s: object %s cannot be read or written: %s", self.url, name, error)
+            text = str(error).partition("\n\n")[0].replace(self.hidden, "")
+            raise CheckpointError(f"object {name} cannot be read or written: {text}") from error
 
     def keys(self) -> set[str]:
         """Return the keys of all complete states. Raises CheckpointError if the store cannot be read."""
@@ -89,7 +96,7 @@ class Remote:
                 raise ValueError("its ids do not have this key")
             return Entry(ids, note, object=int(table["bytes"]))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            return Entry(np.zeros(0, np.int32), object=1, problem=f"{self.url}: object {name} is damaged: {error}")
+            return Entry(np.zeros(0, np.int32), object=1, problem=f"object {name} is damaged: {error}")
 
     def put(self, key: str, path: Path, entry: Entry) -> int:
         """Put the file of a state into the store if it is absent. Return its bytes. Raises CheckpointError."""

@@ -1,11 +1,14 @@
 """Files that are damaged, foreign or vanish: a typed error for their own state, and the others go on."""
 
 import dataclasses
+import errno
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disk_calls import before_disk_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_state import POLICY, SMALL, equal
@@ -115,7 +118,7 @@ def test_a_bad_file_is_told_and_can_be_replaced(copy, opened, fault, listed):
     assert [*found] == ([] if fault == "gone" else [key])
     assert all(found.values())
     if fault == "a folder":
-        with pytest.raises(CheckpointError, match=r"cannot be read.*irectory|ermitted"):
+        with pytest.raises(CheckpointError, match=r"cannot be (read|removed).*irectory|ermitted"):
             library.add(IDS)
         path.rmdir()
     check_mended(library, key, other)
@@ -255,3 +258,24 @@ def test_two_texts_with_one_key(opened, text, monkeypatch):
     again = opened()
     assert again.longest(others) is None
     assert equal(again.load(key), state)
+
+
+def test_a_disk_that_fails_for_a_moment_loses_nothing(opened, text):
+    """What is known stays listed, and a new file whose header cannot be read now is no damaged file."""
+    library, other, broken = opened(), opened(), []
+    key = library.add(text(1)).key
+    assert other.load(key)
+
+    def fail(name):
+        if name in broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with before_disk_calls(library.files.directory.root, fail):
+        new = library.add(text(2)).key
+        broken += ["open"]
+        assert [found.key for found in other.documents()] == [key]
+        broken += ["stat", "scandir"]
+        assert [found.key for found in other.documents()] == [key]
+        assert other.longest(text(1)).key == key
+        assert other.tier_bytes()[2][1] == 0
+    assert {found.key: found.problem for found in other.documents()} == {key: None, new: None}

@@ -2,14 +2,16 @@
 
 import base64
 import dataclasses
+import logging
 import tempfile
 from pathlib import Path
 
-from jshadow.errors import CheckpointError
+from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library.pdf import Begun
 from jshadow.library.sources import read_document
 from jshadow.serving.http.errors import ApiError
 
+LOG = logging.getLogger(__name__)
 MOST_NAME = 200
 
 
@@ -43,7 +45,7 @@ def text_of(upload: Upload, begun: Begun | None = None) -> str:
 
     Raises:
         CheckpointError: the file has no text that can be read.
-        ApiError: the disk has no room for the file.
+        ApiError: the system cannot keep or read the file, such as on a full disk.
     """
     name, data = upload.name, upload.data
     kind = ".pdf" if name.lower().endswith(".pdf") or data.startswith(b"%PDF-") else ".txt"
@@ -53,14 +55,18 @@ def text_of(upload: Upload, begun: Begun | None = None) -> str:
             path.write_bytes(data)
             try:
                 return read_document(path, begun)
-            except CheckpointError as error:
-                raise CheckpointError(str(error).replace(str(path), f"the file {name!r:.80}")) from error
+            except (CheckpointError, ConfigError) as error:
+                if isinstance(error.__cause__, OSError):
+                    raise not_kept(name, error.__cause__) from error
+                raise type(error)(str(error).replace(str(path), f"the file {name!r:.80}")) from error
     except OSError as error:
         raise not_kept(name, error) from error
 
 
 def not_kept(name: str, why: object) -> ApiError:
-    """Return the error of a file for which the server has no room."""
+    """Return the error of a file for which the server has no room. The path of an OSError is only in the log."""
+    LOG.warning("the file %.80r cannot be kept: %s", name, why)
+    why = why.strerror if isinstance(why, OSError) else why
     return ApiError(503, f"the file {name!r:.80} cannot be kept: {why}", code="storage_full", param="file")
 
 

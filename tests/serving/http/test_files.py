@@ -3,14 +3,30 @@
 import asyncio
 import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from pdf_files import LARGE, pdf
-from raw_http import ask, connected, message
-from server_cases import CHAT, FILES, about, client_of, error_of, idle, listening, posted, tiny_service, until
+from raw_http import NAME, ask, connected, message
+from server_cases import (
+    CHAT,
+    FILES,
+    PARAMS,
+    SHADOW,
+    about,
+    client_of,
+    error_of,
+    idle,
+    listening,
+    posted,
+    tiny_service,
+    until,
+)
 
 from jshadow.errors import CheckpointError
+from jshadow.library import Library
 from jshadow.serving.http.uploads import Upload
 
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
@@ -136,6 +152,93 @@ def test_a_full_disk_is_told_and_the_next_upload_is_stored(client, service, monk
     status, made = put(client, TEXT)
     assert status == 200, made
     assert [one["id"] for one in listed(client)] == [made["id"]]
+
+
+def leaked(text, folder):
+    """Whether a text for a client names a folder of the server's disk."""
+    return any(str(path) in text for path in (folder, tempfile.gettempdir(), Path.home()))
+
+
+@pytest.mark.parametrize("where", ["form", "file", "reader"])
+def test_a_full_temporary_folder_is_the_server_s_fault(client, monkeypatch, folder, where):
+    """The form of a large upload, its file, or the process that reads it."""
+    place = f"{tempfile.gettempdir()}/jshadow-upload-1/upload.pdf"
+    full = refuse(OSError(28, FULL, place))
+    data = pdf(["The sea is calm."] * 2) + b"%" * 2**21
+    with monkeypatch.context() as disk:
+        if where == "form":
+            disk.setattr("tempfile.SpooledTemporaryFile.write", full)
+        elif where == "file":
+            disk.setattr(Path, "write_bytes", full)
+        else:
+            disk.setattr(subprocess, "Popen", full)
+        status, body = put(client, data, "a.pdf")
+    assert (status, body["error"]["code"]) == (503, "storage_full")
+    assert FULL in body["error"]["message"]
+    assert not leaked(body["error"]["message"], folder)
+
+
+def test_a_file_on_a_disk_that_is_read_only_cannot_be_removed(client, folder, monkeypatch):
+    made = put(client, TEXT)[1]["id"]
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "unlink", lambda path, **_: refuse(OSError(30, "Read-only file system", str(path)))())
+        answer = client.delete(f"{FILES}/{made}")
+    assert error_of(answer) == (503, "store_unavailable")
+    assert "Read-only file system" in answer.text
+    assert not leaked(answer.text, folder)
+    assert client.delete(f"{FILES}/{made}").status_code == 200
+
+
+def elsewhere(service):
+    """Another server on the same folder."""
+    return Library(service.library.files.directory.root, PARAMS, SHADOW, capacity=service.library.capacity)
+
+
+@pytest.mark.parametrize("moment", ["before its tokens are taken", "before it is submitted", "before its file is read"])
+def test_a_question_during_a_deletion_elsewhere(client, service, folder, monkeypatch, moment):
+    """It is answered from its text, which is there, or told to be asked again."""
+    made = put(client, TEXT)[1]["id"]
+    service.library.tiers.held.clear()
+    place = {"before its tokens are taken": service, "before it is submitted": service.engine}
+    owner = place.get(moment, service.library)
+    name = {service: "file", service.engine: "submit_all"}.get(owner, "prepare")
+    real = getattr(owner, name)
+
+    def removed_meanwhile(*args):
+        found = real(*args) if owner is service else None
+        with elsewhere(service) as other:
+            for one in other.documents():
+                other.remove(one.key)
+        return found or real(*args)
+
+    monkeypatch.setattr(owner, name, removed_meanwhile)
+    body = {"model": NAME, "messages": about({"file_id": made}, "What burns?"), "max_tokens": 2}
+    answer = client.post(CHAT, json=body)
+    if owner is service.engine:
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    else:
+        assert error_of(answer) == (409, "damaged_file")
+    assert not leaked(answer.text, folder)
+
+
+def test_no_error_about_a_file_names_a_folder(client, service, folder):
+    """The log does."""
+    made = put(client, TEXT)[1]["id"]
+    [path] = folder.rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    service.library.tiers.held.clear()
+    messages = about({"file_id": made}, "What burns?")
+    told = [client.post(CHAT, json={"model": NAME, "messages": messages, "max_tokens": 2}) for _ in range(2)]
+    told += [client.get(f"{FILES}/{made}"), client.get(FILES), client.get(f"{FILES}/{made}/content")]
+    assert [answer.status_code for answer in told] == [409, 409, 200, 200, 409]
+    assert "is damaged" in told[2].json()["status_details"]
+    path.write_bytes(b"no state")
+    with tiny_service(folder) as other, client_of(other) as restarted:
+        told += [restarted.get(FILES)]
+    assert "must be a saved KV state" in told[-1].text
+    for answer in told:
+        assert not leaked(answer.text, folder), answer.text
 
 
 def test_a_server_without_a_library_has_no_files():

@@ -1,10 +1,14 @@
 """The routes of files: /v1/files. Each file becomes a stored document."""
 
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
+from jshadow.errors import CheckpointError, DocumentError
 from jshadow.library import Stored
 from jshadow.serving.http.access import client_of
 from jshadow.serving.http.errors import ApiError
@@ -12,9 +16,28 @@ from jshadow.serving.http.replies import FileDeleted, FileList, FileObject
 from jshadow.serving.http.responses import ERRORS, PLAIN
 from jshadow.serving.http.routes.answers import unless_gone
 from jshadow.serving.http.service import Service, file_id_of
-from jshadow.serving.http.uploads import Upload, plain_name
+from jshadow.serving.http.uploads import Upload, not_kept, plain_name
 
-router = APIRouter(prefix="/v1/files", responses=ERRORS)
+
+class FormRoute(APIRoute):
+    """A route whose form lies in temporary files while it is read. Without room for them, it answers 503."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request."""
+        answer = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except HTTPException as error:
+                if isinstance(error.__cause__, OSError):
+                    raise not_kept("of the form", error.__cause__) from error
+                raise
+
+        return handler
+
+
+router = APIRouter(prefix="/v1/files", responses=ERRORS, route_class=FormRoute)
 
 
 def described(service: Service, stored: Stored) -> FileObject:
@@ -86,5 +109,11 @@ async def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Remove a stored document. Answers that use it go on."""
     service: Service = request.app.state.service
     stored = await service.slowly(service.file, file_id)
-    await service.slowly(service.shelf().remove, stored.key)
+    try:
+        await service.slowly(service.shelf().remove, stored.key)
+    except DocumentError as error:  # somebody else has removed it meanwhile
+        message = f"file_id must be that of a stored file, got {file_id!r:.80}"
+        raise ApiError(404, message, code="file_not_found") from error
+    except CheckpointError as error:
+        raise ApiError(503, f"file {file_id} cannot be removed: {error}", code="store_unavailable") from error
     return FileDeleted(id=file_id)
