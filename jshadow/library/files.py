@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jshadow.library.remote import Remote, is_url
 from jshadow.library.shelf import Entry
 from jshadow.library.tiers import TierLimits, fits
 from jshadow.policies import Policy
-from jshadow.weights.convert.files import check_path
+from jshadow.weights.convert.files import check_path, private_folder
 from jshadow.weights.params import Params
 
 READERS = 2  # number of states that are read at once; each is read by several threads
@@ -50,14 +49,13 @@ class Files:
         """Open a directory or an object store. The arguments and errors are those of `Library`."""
         self.maker, self.limits = maker, limits
         self.remote = Remote(place, maker.identity) if is_url(place) else None
-        self.temporary = None
+        self.temporary = contextlib.ExitStack()
         if self.remote is None:
             root, limit = check_path("place", place), limits.disk
         elif limits.disk_folder is not None:
             root, limit = check_path("limits.disk_folder", limits.disk_folder), None
         else:
-            self.temporary = tempfile.TemporaryDirectory(prefix="jshadow-library-")
-            root, limit = Path(self.temporary.name), None
+            root, limit = self.temporary.enter_context(private_folder("jshadow-library")), None
         self.directory = Directory(root, maker.identity, limit)
         self.verified: set[Stamp] = set()
         self.pool = concurrent.futures.ThreadPoolExecutor(READERS, "jshadow-library")
@@ -145,5 +143,4 @@ class Files:
     def close(self) -> None:
         """End the threads, and remove a temporary folder."""
         self.pool.shutdown(cancel_futures=True)
-        if self.temporary is not None:
-            self.temporary.cleanup()
+        self.temporary.close()

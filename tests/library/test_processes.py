@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import shutil
 
+import numpy as np
 import pytest
-from library_process import add, ask, digest, ids_of, listed, load, open_library
+from library_process import add, add_and_be_killed, ask, digest, ids_of, listed, load, open_library
 
 from jshadow.errors import CheckpointError
 from jshadow.weights.convert import files as convert_files
@@ -48,6 +49,42 @@ def test_two_processes_add_at_the_same_time(both, opened):
     assert both(ask, *[(keys[0][0],)] * 2)() == [tokens, tokens]
     names = sorted(f"{key}.safetensors" for key in every)
     assert sorted(path.name for path in library.files.directory.folder.iterdir()) == names  # and nothing half-written
+
+
+POINTS = 10
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_process_that_is_killed_while_it_writes_loses_nothing_and_leaves_nothing(opened, tmp_path):
+    """At ten points of the writing. The next process removes what is half-written."""
+    library = opened()
+    kept = library.add(ids_of(1)).key
+    expected, new, written = digest(library.load(kept)), library.identity.key(np.int32(ids_of(2))), []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["library_process"])
+
+    def run(point):
+        with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(add_and_be_killed, tmp_path / "library", 2, point).result()
+
+    count = run(None)
+    assert count > POINTS
+    for point in np.linspace(0, count - 1, POINTS, dtype=int).tolist():
+        if library.longest(ids_of(2)) is not None:
+            library.remove(new)
+        with pytest.raises(concurrent.futures.process.BrokenProcessPool):
+            run(point)
+        after = opened()
+        found = {one.key: one.problem for one in after.documents()}
+        written.append(new in found)
+        assert found == dict.fromkeys([kept, new] if written[-1] else [kept])
+        assert sorted(path.stem for path in after.files.directory.folder.rglob("*")) == sorted(found)
+        assert [path.name for path in (tmp_path / "library").iterdir()] == [after.identity.folder]
+        assert digest(after.load(kept)) == expected
+        assert after.add(ids_of(2)).key == new
+    assert written == sorted(written)
+    assert set(written) == {False, True}
 
 
 @pytest.mark.slow

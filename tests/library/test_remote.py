@@ -4,6 +4,7 @@ import concurrent.futures
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -266,3 +267,14 @@ def test_a_state_that_is_put_during_a_look_stays(opened, text, store, monkeypatc
     assert [found.key for found in library.documents()] == keys
     library.look()
     assert [found.key for found in library.documents()] == keys
+
+
+def test_copies_that_a_killed_process_left_are_removed(opened, store, monkeypatch, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    first = opened(store).files.directory.root
+    assert first.stat().st_mode & 0o777 == 0o700
+    shutil.copytree(first, f"{first}1")  # nothing locks it, as after a kill
+    second = opened(store).files.directory.root
+    assert {*folder.iterdir()} == {first, second}

@@ -1,12 +1,18 @@
 """What another process does with its library, when a test tells it."""
 
 import hashlib
+import itertools
+import os
+import signal
+from unittest import mock
 
 import jax
 import numpy as np
+from disk_calls import before_disk_calls
 from small_state import POLICY, SMALL
 
 import jshadow
+from jshadow.engine.saved import write
 from jshadow.errors import JshadowError
 from jshadow.library import TierLimits
 from jshadow.weights.params import init_params
@@ -28,6 +34,26 @@ def open_library(place):
     limits = TierLimits(device=0, host=0)
     opened[:] = [jshadow.Library(place, init_params(SMALL), POLICY, capacity=40, fetch="device_put", limits=limits)]
     return listed()
+
+
+def add_and_be_killed(place, seed, point):
+    """Add a text. At a point of its writing, the process is killed. Returns the number of points if there is none."""
+    open_library(place)
+    points = itertools.count()
+
+    def reached(_):
+        if next(points) == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    real = write.write_payload
+
+    def write_payload(*args):
+        reached("write")
+        return real(*args)
+
+    with before_disk_calls(place, reached), mock.patch.object(write, "write_payload", write_payload):
+        add([seed])
+    return next(points)
 
 
 def listed():

@@ -3,13 +3,12 @@
 import base64
 import dataclasses
 import logging
-import tempfile
-from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library.pdf import Begun
 from jshadow.library.sources import read_document
 from jshadow.serving.http.errors import ApiError
+from jshadow.weights.convert.files import private_folder
 
 LOG = logging.getLogger(__name__)
 MOST_NAME = 200
@@ -50,8 +49,8 @@ def text_of(upload: Upload, begun: Begun | None = None) -> str:
     name, data = upload.name, upload.data
     kind = ".pdf" if name.lower().endswith(".pdf") or data.startswith(b"%PDF-") else ".txt"
     try:
-        with tempfile.TemporaryDirectory(prefix="jshadow-upload-") as folder:
-            path = Path(folder) / f"upload{kind}"
+        with private_folder("jshadow-upload") as folder:
+            path = folder / f"upload{kind}"
             path.write_bytes(data)
             try:
                 return read_document(path, begun)

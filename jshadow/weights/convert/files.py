@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,17 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     finally:
         os.close(handle)
     shutil.rmtree(folder, ignore_errors=True)  # does nothing after a rename
+
+
+@contextlib.contextmanager
+def private_folder(prefix: str) -> Iterator[Path]:
+    """A context manager that creates a folder for temporary files, which only this user may read.
+
+    It lies where the system has such folders, and is removed as a `workspace` is. Raises OSError.
+    """
+    with workspace(Path(tempfile.gettempdir()), f"{prefix}{PARTIAL}") as folder:
+        folder.chmod(0o700)
+        yield folder
 
 
 def remove_abandoned(parent: Path, prefix: str = ".") -> None:

@@ -1,6 +1,7 @@
 """Files: names, equal uploads, restarts, clients that leave, and a full disk."""
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -27,6 +28,7 @@ from server_cases import (
 
 from jshadow.errors import CheckpointError
 from jshadow.library import Library
+from jshadow.serving.http import uploads
 from jshadow.serving.http.uploads import Upload
 
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
@@ -145,7 +147,7 @@ def test_a_full_disk_is_told_and_the_next_upload_is_stored(client, service, monk
         elif where == "disk":
             disk.setattr(type(directory), "write", refuse(CheckpointError(f"[Errno 28] {FULL}")))
         else:
-            disk.setattr("tempfile.TemporaryDirectory", refuse(OSError(28, FULL)))
+            disk.setattr(uploads, "private_folder", refuse(OSError(28, FULL)))
         status, body = put(client, TEXT)
     assert (status, body["error"]["code"]) == (503, "storage_full")
     assert ("limits.disk=1000 bytes" if where == "limit" else FULL) in body["error"]["message"]
@@ -239,6 +241,22 @@ def test_no_error_about_a_file_names_a_folder(client, service, folder):
     assert "must be a saved KV state" in told[-1].text
     for answer in told:
         assert not leaked(answer.text, folder), answer.text
+
+
+def test_what_a_killed_server_left_of_an_upload_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def killed(path, begun):
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        shutil.copytree(path.parent, f"{path.parent}1")  # nothing locks it, as after a kill
+        return "text"
+
+    with monkeypatch.context() as once:
+        once.setattr(uploads, "read_document", killed)
+        uploads.text_of(Upload("a.txt", TEXT))
+    assert len(list(tmp_path.iterdir())) == 1
+    assert uploads.text_of(Upload("b.txt", TEXT)) == TEXT.decode()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_without_a_library_has_no_files():
