@@ -8,6 +8,9 @@ import numpy as np
 
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
+from jshadow.weights.texts import mended
+from jshadow.weights.tokenizer import MARK, decode, encode_parts, marked, opening, special_tokens
+from jshadow.weights.tokenizer import encode as encode_text
 
 ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that the state already holds
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
@@ -46,7 +49,8 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         prompt: text, a chat or token ids.
         vocab_size: all ids must be below it.
         after: the last token of the sequence that the prompt continues. Text then gets no special tokens, and a chat
-            is the next turn of a conversation. None: the prompt begins a sequence.
+            is the next turn of a conversation. None: the prompt begins a sequence. Text that has the first token of
+            such a sequence in it, as a rendered chat has, does not get another one.
 
     Raises:
         PromptError: the prompt is empty, it is text but there is no tokenizer, it is a chat but there is no chat
@@ -56,7 +60,7 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         if tokenizer is None:
             raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt, add_special_tokens=after is None)
+            ids = _beginning(tokenizer, prompt) if after is None else encode_text(tokenizer, prompt)
         else:
             ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
@@ -73,8 +77,16 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
     return ids
 
 
+def _beginning(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that begins a sequence, with the special tokens around it."""
+    ids, begin = list(tokenizer.encode(mended(text), add_special_tokens=True)), opening(tokenizer)
+    return ids[1:] if begin and ids[:2] == begin * 2 else ids
+
+
 def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) -> list[int]:
     """Return the token ids of a chat, formatted by the tokenizer's chat template, with the generation prompt.
+
+    The texts of special tokens in the messages are plain text. Only those of the template control the model.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -85,23 +97,32 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
     Raises:
         PromptError: there is no template, a message has no text, or the template refuses the order of roles.
     """
+    between: list[list[int]] = []
+    plain: list[dict] = []
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
+        content, specials = marked(tokenizer, message["content"], "prompt messages")
+        plain.append(message | {"content": content})
+        between += specials
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("prompt must be text or token ids, because the tokenizer has no chat template; got a chat")
     before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template([*before, *plain], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         raise PromptError(f"prompt is a chat that the template refuses: {error}") from error
-    if after is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    # Only the text after the answer continues the chat. The text before it repeats the beginning of a chat.
-    _, separator, text = text.partition(ANSWER)
-    if not separator:
-        raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    if after is not None:
+        # Only the text after the answer continues the chat. The text before it repeats the beginning of a chat.
+        _, separator, text = text.partition(ANSWER)
+        if not separator:
+            raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
+    parts = text.split(MARK)
+    if len(parts) != len(between) + 1:
+        raise PromptError(
+            "prompt has special tokens in a message, and the template leaves out or repeats messages"
+        )
+    ids = encode_parts(tokenizer, parts, between, begins=after is None)
     return ids[1:] if ids[:1] == [after] else ids
 
 
@@ -128,13 +149,6 @@ def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, 
             raise ConfigError(f"stop must not have the special token {inside[0]!r} beside other text, got {text!r}")
     ids += [specials[text] for text in texts if text in specials]
     return tuple(text for text in texts if text not in specials), tuple(ids)
-
-
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return a mapping from the text of each special token to its id. Decoded text leaves these tokens out."""
-    named = zip(getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ()), strict=True)
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return dict(named) | {token.content: index for index, token in added.items() if token.special}
 
 
 class TextStream:
@@ -193,7 +207,7 @@ class TextStream:
         self._done = len(self.tokens)
 
     def _decode(self, begin: int, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)
+        return decode(self.tokenizer, self.tokens[begin:end])
 
     def _release(self, *, final: bool) -> str:
         """Move decoded text to `text`, except an end that may become a stop string. Return the moved text."""

@@ -22,6 +22,7 @@ from jshadow.evaluation.text_metrics import score
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.checks import reads_twice
+from jshadow.weights.tokenizer import decode as text_of
 
 MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
 
@@ -67,7 +68,7 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
     for turn, sample in enumerate(case.samples):
         length = int(np.asarray(state.lengths)[0])
         reply, state = say(params, logits, state, sample.max_new_tokens)
-        texts.append(params.tokenizer.decode(reply))
+        texts.append(text_of(params.tokenizer, reply))
         if turn < len(case.turns):
             unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
             logits, state = feed(params, [*unfed, *case.turns[turn]], state)
@@ -80,7 +81,7 @@ def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], C
     for question, sample in zip(case.questions, case.samples, strict=True):
         logits, fork = feed(params, question, state.fork())
         reply, fork = say(params, logits, fork, sample.max_new_tokens)
-        texts.append(params.tokenizer.decode(reply))
+        texts.append(text_of(params.tokenizer, reply))
         counters.append(jax.tree.map(np.asarray, fork.counters))
     return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
 
@@ -158,7 +159,7 @@ def run_together(
             records, counters = agreement.records(logits, state)
         else:
             replies, state = say_rows(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
-            texts = [params.tokenizer.decode(reply) for reply in replies]
+            texts = [text_of(params.tokenizer, reply) for reply in replies]
             records = [judged(case, [text]) for case, text in zip(cases, texts, strict=True)]
             counters = jax.tree.map(np.asarray, state.counters)
         yield [record | figures_of(params, counters, row) for row, record in enumerate(records[: len(cases)])]

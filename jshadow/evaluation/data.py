@@ -23,9 +23,10 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.suites import READERS
-from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode
+from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.evaluation.text_metrics import SCORERS
 from jshadow.evaluation.whole_file import whole_file
+from jshadow.weights.tokenizer import decode, encode
 
 SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
 TRUNCATIONS = ("middle",)
@@ -247,7 +248,7 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
         "chat": first.chat,
     }
     case = case_of(tokenizer, samples, **options)
-    if first.prompt_ids and tokenizer.decode(list(first.prompt_ids)) == tokenizer.decode(list(case.prompt)):
+    if first.prompt_ids and decode(tokenizer, first.prompt_ids) == decode(tokenizer, case.prompt):
         case = dataclasses.replace(case, prompt=first.prompt_ids)
     over = len(case.prompt) + case.growth - room
     if over <= 0:

@@ -9,10 +9,12 @@ import numpy as np
 from jshadow.engine.checks import check_ids
 from jshadow.errors import CheckpointError, PromptError
 from jshadow.evaluation.parts.dealing import deal, parse_part
-from jshadow.evaluation.tasks.framing import encode_plain, frame
+from jshadow.evaluation.tasks.framing import frame
 from jshadow.library.pdf import Begun, read_pdf
 from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
+from jshadow.weights.texts import mended, read_text
+from jshadow.weights.tokenizer import encode_plain, opening
 
 TEXTS, PDF = (".txt", ".md"), ".pdf"
 Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
@@ -77,7 +79,8 @@ def text_ids(text: str, params: Params) -> np.ndarray:
     if not text.strip():
         raise PromptError(f"source must have text in it, got {text!r:.20}")
     before, _ = frame(params.tokenizer, "?", "", "")
-    return check_ids(params.config, before + encode_plain(params.tokenizer, text), (None,), "source")
+    ids = encode_plain(params.tokenizer, text, begins=before == opening(params.tokenizer))
+    return check_ids(params.config, before + ids, (None,), "source")
 
 
 def read_document(path: Path, begun: Begun | None = None) -> str:
@@ -87,11 +90,13 @@ def read_document(path: Path, begun: Begun | None = None) -> str:
     if kind not in (*TEXTS, PDF):
         raise CheckpointError(f"{path} must be a .txt, .md or .pdf file, got {path.suffix or 'no ending'!r}")
     try:
-        text = read_pdf(path, begun=begun) if kind == PDF else path.read_text(encoding="utf-8")
+        text = mended(read_pdf(path, begun=begun)) if kind == PDF else read_text(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} must be UTF-8 text, got other bytes: {error}") from error
+    except UnicodeError as error:
+        raise CheckpointError(
+            f"{path} must be UTF-8 text, got other bytes: {error}"
+        ) from error
     if not text.strip():
         raise CheckpointError(f"{path} must have text in it, got none")
     return text

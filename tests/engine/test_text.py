@@ -123,16 +123,11 @@ def test_the_tokens_before_a_stop_string(text, stop, kept):
     assert TOKENIZER.decode(stream.tokens[: stream.kept()]) == kept
 
 
-class Pairs:
-    """A tokenizer whose tokens are longer than a character."""
-
-    def decode(self, ids, **_):
-        return "".join(["ab", "c.", "\nd"][index] for index in ids)
-
-
 def test_a_token_that_holds_more_than_the_stop_string_is_left_out_whole():
     """The text is cut inside the token; the tokens are not."""
-    stream = TextStream(Pairs(), [".\n"])
-    for token in range(3):
+    pairs = byte_tokenizer()
+    pairs.add_tokens(["ab", "c.", "\nd"])
+    stream = TextStream(pairs, [".\n"])
+    for token in pairs.encode("abc.\nd"):
         stream.push(token)
-    assert (stream.text, stream.kept()) == ("abc", 1)
+    assert (len(stream.tokens), stream.text, stream.kept()) == (3, "abc", 1)

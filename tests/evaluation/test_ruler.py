@@ -22,9 +22,9 @@ from jshadow.evaluation.parts import Part
 from jshadow.evaluation.parts.run import evaluate_part
 from jshadow.evaluation.settings import EvalSettings
 from jshadow.evaluation.tasks import TASKS, ruler
-from jshadow.evaluation.tasks.framing import encode, opening
 from jshadow.evaluation.tasks.ruler import package
 from jshadow.weights.params import load_tokenizer
+from jshadow.weights.tokenizer import encode, opening
 
 TOKENIZER = byte_tokenizer()
 LENGTH = 700

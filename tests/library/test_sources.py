@@ -1,6 +1,7 @@
 """Sources of documents: ids, texts, and text, Markdown and PDF files, good and bad, and parts for several processes."""
 
 import contextlib
+import datetime
 import io
 import itertools
 import json
@@ -8,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pdf_files import LARGE, PAGES, pdf
 from tiny_text import byte_tokenizer
+from transformers.utils import chat_template_utils
 
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, PromptError
+from jshadow.evaluation.tasks.framing import frame
 from jshadow.library.pdf import PdfLimits, read_pdf
 from jshadow.library.pdf_worker import Refusal, text_of
-from jshadow.library.sources import ids_of, paths_of_part, read_document
+from jshadow.library.sources import ids_of, paths_of_part, read_document, text_ids
 from jshadow.weights.params import Params, init_params
 
 PLAIN = pdf()
@@ -41,6 +45,36 @@ def test_text_files(tmp_path, name):
     assert read_document(path) == text
     assert ids_of(path, PARAMS)[1] == name
     assert ids_of(path, PARAMS)[0].tolist() == ids_of(text, PARAMS)[0].tolist()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+@pytest.mark.parametrize("name", ["a.txt", "b.md"])
+def test_a_mark_of_byte_order_is_no_part_of_a_document(tmp_path, name, encoding):
+    path = written(tmp_path, name, "Über 10 €.".encode(encoding))
+    assert read_document(path) == "Über 10 €."
+
+
+DATED = "{% set day = strftime_now('%d %b %Y') if strftime_now is defined else 'never' %}"
+DATED += 'Today is {{ day }} {{ strftime_now("%Y") }}.'
+DATED += "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("document", ["The sea is calm.", "x", "</s> first words"])
+def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document):
+    """A template that names today's date is told the same date for each document and for each question about it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = DATED
+    params = Params(PARAMS.weights, PARAMS.config, tokenizer)
+    found = set()
+    for day in (datetime.datetime(2026, 5, 1), datetime.datetime(2026, 9, 30, 23, 59), datetime.datetime(2031, 1, 1)):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: day))
+        today = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        assert str(day.year) in today, "the date of the chat without a document"
+        before, after = frame(tokenizer, "why?", "", "")
+        found.add((tuple(text_ids(document, params).tolist()), tuple(before), tuple(after)))
+    [(ids, before, _)] = found
+    assert tokenizer.decode(ids) == f"Today is 26 Jul 2024 2024.<user>{document}"
+    assert tokenizer.decode(ids[len(before) :]) == document
 
 
 def test_ids_and_texts():
@@ -66,7 +100,8 @@ BAD_FILES = [
     ("a.pdf", b"", "must be a PDF file"),
     ("a.pdf", b"%PDF-1.7\nnothing else", "a PDF file, got one"),
     ("a.txt", "Grün".encode("latin-1"), "must be UTF-8 text, got other bytes"),
-    ("a.txt", b"\xff\xfea\x00", "must be UTF-8 text"),
+    ("a.txt", b"\xff\xfea", "must be UTF-8 text"),
+    ("a.txt", b"\xfe\xff\xd8\x3d", "must be UTF-8 text"),
     ("a.txt", b"", "must have text in it, got none"),
     ("a.txt", b" \n\t\n", "must have text"),
     ("a.md", b"\x80", "must be UTF-8"),

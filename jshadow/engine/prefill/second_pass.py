@@ -26,6 +26,7 @@ from jshadow.ops.attention import causal_attention
 from jshadow.ops.most_attention import most_attention, output_norms, output_products
 from jshadow.ops.rope import rotation
 from jshadow.policies.second_pass import BETWEEN, FIRST, OTHER, SecondPass
+from jshadow.weights.tokenizer import encode
 
 
 class Requests(NamedTuple):
@@ -78,7 +79,7 @@ def requests_of(
     """
 
     def words(text: str) -> list[int]:
-        return [] if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False))
+        return [] if tokenizer is None else encode(tokenizer, text)
 
     first, other, between = words(FIRST), words(OTHER), words(BETWEEN)
     rows: list[list[list[int]]] = []

@@ -20,6 +20,7 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.texts import documentation, paragraphs
 from jshadow.policies import Policy
 from jshadow.weights.params import Params
+from jshadow.weights.tokenizer import encode
 
 SHOWN = 12  # words of a passage that the prompt already has when the passage is to be copied
 HELD_BACK = 8  # the last tokens of a prompt are read with the answer, after the state of the others was forked
@@ -62,7 +63,7 @@ def texts_of(tokenizer: Any, tokens: int, seed: int = 0) -> list[Text]:
     }
     found = []
     for task, (begin, end) in parts.items():
-        head, tail = (tokenizer.encode(part, add_special_tokens=False) for part in (f"{begin}\n\n", f"\n\n{end}"))
+        head, tail = (encode(tokenizer, part) for part in (f"{begin}\n\n", f"\n\n{end}"))
         filler = [next(stream) for _ in range(max(0, tokens - len(head) - (len(tail) if end else 0)))]
         found.append(Text(task, [*(head if begin else []), *filler, *(tail if end else [])]))
     return found

@@ -23,11 +23,9 @@ from jshadow.evaluation.tasks.framing import HEAD as HEAD
 from jshadow.evaluation.tasks.framing import MARK as MARK
 from jshadow.evaluation.tasks.framing import Case as Case
 from jshadow.evaluation.tasks.framing import Sample as Sample
-from jshadow.evaluation.tasks.framing import encode as encode
 from jshadow.evaluation.tasks.framing import follow_up as follow_up
 from jshadow.evaluation.tasks.framing import frame as frame
 from jshadow.evaluation.tasks.framing import has_template as has_template
-from jshadow.evaluation.tasks.framing import opening as opening
 from jshadow.evaluation.tasks.framing import render as render
 from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, seed_at_phase
 from jshadow.evaluation.tasks.needles import CITIES as CITIES
@@ -50,6 +48,7 @@ from jshadow.evaluation.tasks.texts import paragraphs as paragraphs
 from jshadow.evaluation.tasks.texts import repeated as repeated
 from jshadow.evaluation.tasks.tracing import common_words, frequent_words, variable_tracking
 from jshadow.evaluation.tasks.verses import qa_1, qa_1_apart, qa_2
+from jshadow.weights.tokenizer import encode as encode
 
 Task = Callable[[Any, int, float, int], Case]
 TASK_TURNS = {"needle_multiturn": TURNS, "needle_multiturn_noise": TURNS}

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jshadow.evaluation.tasks.framing import Case, Sample, opening
+from jshadow.evaluation.tasks.framing import Case, Sample
 from jshadow.evaluation.tasks.texts import bible, code, documentation
+from jshadow.weights.tokenizer import decode, opening
 
 FORCED = 64  # number of tokens that are fed after the prompt
 
@@ -34,7 +35,7 @@ def agreement(
     text = itertools.islice(source(tokenizer, random.Random(seed)), max(0, length - len(begin)) + FORCED)
     ids = (*begin, *text)
     prompt, forced = ids[:length], ids[length:]
-    context = tokenizer.decode(list(prompt[len(begin) :])).strip("\ufffd")
+    context = decode(tokenizer, prompt[len(begin) :]).strip("\ufffd")
     return Case((Sample(context, "", "", "", len(forced)),), prompt, forced=forced)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from jshadow.evaluation.tasks.drawing import numbers
 from jshadow.evaluation.tasks.filling import Pieces, filled, planted
-from jshadow.evaluation.tasks.framing import Case, Sample, encode
+from jshadow.evaluation.tasks.framing import Case, Sample
 from jshadow.evaluation.tasks.texts import STORY, noise_pieces
+from jshadow.weights.tokenizer import encode
 
 NAMES = (
     "Ada",

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode, frame
+from jshadow.evaluation.tasks.framing import Case, Sample, case_of, frame
 from jshadow.evaluation.tasks.texts import noise_pieces
+from jshadow.weights.tokenizer import decode, encode
 
 TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
 PROBE = 8  # how many pieces are used to estimate the size of one
@@ -94,7 +95,7 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
     best_size = size(count)
     while best_size < room and 0 < asked <= len(spare) and asked not in tried and len(tried) < TRIES:
         tried.add(asked)
-        text = compose(count, tokenizer.decode(spare[:asked]).rstrip("\ufffd"))
+        text = compose(count, decode(tokenizer, spare[:asked]).rstrip("\ufffd"))
         now = len(encode(tokenizer, text))
         if best_size < now <= room:
             best, best_size = text, now

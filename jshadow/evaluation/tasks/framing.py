@@ -1,16 +1,22 @@
 """Turning a context and its questions into token ids, with the chat template of the model if it has one."""
 
 import dataclasses
-import functools
+import datetime
 import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from jshadow.errors import PromptError
 from jshadow.ops.buckets import round_up
+from jshadow.weights.tokenizer import MARK as MARK
+from jshadow.weights.tokenizer import decode, encode_parts, encode_plain, marked, opening
+from jshadow.weights.tokenizer import encode as encode
+from jshadow.weights.tokenizer import split_specials as split_specials
 
 HEAD = "Read this text, then answer a question about it.\n\n"
-MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # a placeholder for a text in a chat template
+DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
+NOW = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""  # a call of a template for today's date
 TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that they share compiled programs
 
 
@@ -90,55 +96,9 @@ def padded(count: int) -> int:
     return round_up(count, TURN_WIDTH)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text without special tokens and without the tokenizer's warning about long texts."""
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-
-def split_specials(tokenizer: Any, text: str) -> tuple[list[str], list[list[int]]]:
-    """Split a text at the texts of special tokens. Return the parts, and the token ids between each two of them.
-
-    A document or a message that has the text of a special token in it, such as "<|im_end|>", must not control the
-    model. So the ids are those of plain text.
-    """
-    plain = _plain_specials(tokenizer)
-    if not any(token in text for token in plain):
-        return [text], []
-    pattern = "|".join(re.escape(token) for token in sorted(plain, key=len, reverse=True))
-    return re.split(pattern, text), [plain[found] for found in re.findall(pattern, text)]
-
-
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text of a user. The texts of special tokens in it are plain text."""
-    parts, between = split_specials(tokenizer, text)
-    ids = encode(tokenizer, parts[0])
-    for special, part in zip(between, parts[1:], strict=True):
-        ids += [*special, *encode(tokenizer, part)]
-    return ids
-
-
-@functools.lru_cache(maxsize=8)
-def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
-    """The token ids of each special token's text as plain text."""
-    from jshadow.engine.text import special_tokens  # which imports JAX
-
-    names, backend = list(special_tokens(tokenizer)), getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {name: tokenizer.encode(name, add_special_tokens=False, split_special_tokens=True) for name in names}
-    copied = type(backend).from_str(backend.to_str())  # other threads encode with `tokenizer` meanwhile
-    copied.encode_special_tokens = True
-    return {name: copied.encode(name, add_special_tokens=False).ids for name in names}
-
-
 def has_template(tokenizer: Any) -> bool:
     """Return whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
-
-
-def opening(tokenizer: Any) -> list[int]:
-    """Return the BOS token in a list if the tokenizer puts it before a plain text, or an empty list."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return [token for token in tokenizer.encode("", add_special_tokens=True)[:1] if token == bos]
 
 
 def frame(
@@ -155,27 +115,57 @@ def frame(
     """
     if not chat:
         after = "\n\n" + question if question else ""
-        return opening(tokenizer) + encode(tokenizer, head), encode(tokenizer, after + prefix)
+        return opening(tokenizer) + encode(tokenizer, head, begins=True), encode(tokenizer, after + prefix)
     if not has_template(tokenizer):
         after = f"\n\nQuestion: {question}\nAnswer: {prefix}"
-        return opening(tokenizer) + encode(tokenizer, head), encode(tokenizer, after)
-    content = f"{head}{MARK}\n\n{question}" if question else f"{head}{MARK}"
-    before, _, after = render(tokenizer, [content]).partition(MARK)
-    return encode(tokenizer, before), encode(tokenizer, after + prefix)
+        return opening(tokenizer) + encode(tokenizer, head, begins=True), encode_plain(tokenizer, after)
+    asked, between = marked(tokenizer, question, "question")
+    before, after_ids = _cut(tokenizer, [f"{head}{MARK}\n\n{asked}" if question else f"{head}{MARK}"], between, prefix)
+    return encode(tokenizer, before, begins=True), after_ids
 
 
 def follow_up(tokenizer: Any, question: str, prefix: str) -> list[int]:
     """Return the token ids of a later question, from the end of the previous answer on."""
     if not has_template(tokenizer):
-        return encode(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
-    return encode(tokenizer, render(tokenizer, ["?", MARK, question]).partition(MARK)[2] + prefix)
+        return encode_plain(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
+    asked, between = marked(tokenizer, question, "question")
+    return _cut(tokenizer, ["?", MARK, asked], between, prefix)[1]
+
+
+def _cut(
+    tokenizer: Any, contents: Sequence[str], between: Sequence[Sequence[int]], prefix: str
+) -> tuple[str, list[int]]:
+    """Render messages. Return the text before the first mark, and the token ids after it.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        contents: as in `render`.
+        between: the token ids that come for each later mark.
+        prefix: the beginning of the answer.
+
+    Raises:
+        PromptError: the template leaves out a message, or repeats one.
+    """
+    before, *parts = render(tokenizer, contents).split(MARK)
+    if len(parts) != len(between) + 1:
+        raise PromptError("the chat template leaves out or repeats a message, so no question can follow a document")
+    return before, encode_parts(tokenizer, [*parts[:-1], parts[-1] + prefix], between, begins=False)
 
 
 def render(tokenizer: Any, contents: Sequence[str]) -> str:
-    """Render messages that alternate between user and assistant as a chat, up to the start of the next answer."""
+    """Render messages that alternate between user and assistant as a chat, up to the start of the next answer.
+
+    The template is told a fixed date, so that a document has the same tokens on every day.
+    """
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    template = dated(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+
+
+def dated(template: str) -> str:
+    """Return a chat template that names `DATE` where it would name today's date."""
+    return re.sub(NOW, lambda match: repr(DATE.strftime(match[2])), template)
 
 
 def case_of(
@@ -200,12 +190,12 @@ def case_of(
         drop: number of tokens to remove from the middle of the context.
     """
     frames = [frame(tokenizer, one.question, one.answer_prefix, head, chat=chat) for one in samples]
-    ids = encode(tokenizer, samples[0].context)
+    ids = encode(tokenizer, samples[0].context, begins=frames[0][0] == opening(tokenizer))
     if drop:
         keep = len(ids) - drop
         ends = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
         ids = [*ends[0], *ends[1]]
-        context = "".join(tokenizer.decode(end) for end in ends)
+        context = "".join(decode(tokenizer, end) for end in ends)
         samples = [dataclasses.replace(one, context=context) for one in samples]
     prompt = (*frames[0][0], *ids)
     if apart:

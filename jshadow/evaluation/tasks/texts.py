@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.framing import encode
 from jshadow.evaluation.tasks.installed import installed_file
+from jshadow.weights.tokenizer import encode
 
 # Short sentences, as in the usual filler of such tasks. Their length matters. With the sentences of STORY, which are
 # twice as long, ShadowKV with rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens, while SmolLM2 with full

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError
-from jshadow.evaluation.tasks.framing import encode_plain, frame
+from jshadow.evaluation.tasks.framing import frame
 from jshadow.library import Library, Stored
 from jshadow.library.sources import text_ids
 from jshadow.serving import Answer, Engine, Request
@@ -28,6 +28,7 @@ from jshadow.serving.http.pieces import pieces
 from jshadow.serving.http.schemas import Drawing
 from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
+from jshadow.weights.tokenizer import encode_plain
 
 T = TypeVar("T")
 FILE = "file-"
@@ -224,7 +225,11 @@ class Service:
         if stored.problem is not None:
             raise ApiError(409, f"file {file_id} cannot be used: {stored.problem}", code="damaged_file")
         before, _ = frame(self.params.tokenizer, "?", "", "")
-        return self.shelf().ids(stored.key)[len(before) :]
+        ids = self.shelf().ids(stored.key)
+        if ids[: len(before)].tolist() != before:
+            message = f"file {file_id} does not begin as a chat begins with this model: delete it, and add it again"
+            raise ApiError(409, message, code="other_beginning")
+        return ids[len(before) :]
 
     async def text_of(self, upload: Upload) -> str:
         """Return the text of a file. Few files are read at once, apart from all other work of the server.

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.framing import Case, Sample, case_of, opening
+from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.evaluation.tasks.ruler import generator
 from jshadow.evaluation.tasks.ruler.package import RulerTask, read_tasks
+from jshadow.weights.tokenizer import opening
 
 PREFIX = "ruler_"
 RULER_TASKS = tuple(

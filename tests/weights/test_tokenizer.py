@@ -1,0 +1,176 @@
+"""Texts as token ids and back at any border, for all kinds of tokenizers, and texts that no encoding can express."""
+
+import random
+
+import pytest
+from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
+
+from jshadow.engine.text import TextStream
+from jshadow.engine.text import encode as encode_prompt
+from jshadow.errors import PromptError
+from jshadow.evaluation.tasks.framing import follow_up, frame
+from jshadow.weights.texts import mended, read_text
+from jshadow.weights.tokenizer import MARK, decode, encode, encode_plain
+
+KINDS = SENTENCEPIECE | TOKENIZERS
+BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a blank
+SEQUENCES = (
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "\U0001f1e9\U0001f1ea",
+    "\U0001f44d\U0001f3fd",
+    "\u2764\ufe0f",
+)
+SEQUENCES += (
+    "e\u0301\u0323",
+    "\u05e9\u05c1\u05b8",
+    "\u0644\u0627\u064b",
+    "\u202eabc\u202c",
+    "\ufeff",
+    "\ufffd",
+    "\ud83d",
+    "\ude00x",
+)
+SEQUENCES += (" ", "  ", "\n", "\r\n", "\n\n ", "\t", "the sea", " today", "\x00", "</s>", "<|end|>")
+
+
+def random_text(rng):
+    """Text of all planes, with sequences that belong together, halves of surrogate pairs, and blanks at any place."""
+
+    def character():
+        top = rng.choice((0x80, 0x800, 0x10000, 0x110000))
+        return chr(rng.randrange(top))
+
+    parts = [rng.choice(SEQUENCES) if rng.random() < 0.5 else character() for _ in range(rng.randrange(12))]
+    return "".join(parts)
+
+
+def cut(rng, text):
+    """The text in random pieces."""
+    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(4)))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def check_round_trips(count):
+    rng = random.Random(count)
+    for _ in range(count):
+        text = mended(random_text(rng)).replace(BLANK, "")
+        pieces = cut(rng, text)
+        for kind, tokenizer in KINDS.items():
+            assert decode(tokenizer, encode_plain(tokenizer, text)) == text, (kind, text)
+            stream = TextStream(tokenizer)
+            ids = [token for piece in pieces for token in encode_plain(tokenizer, piece)]
+            told = "".join([stream.push(token) for token in ids]) + stream.finish()
+            assert told == stream.text == text == decode(tokenizer, ids), (kind, pieces)
+
+
+def test_random_texts_come_back():
+    check_round_trips(80)
+
+
+@pytest.mark.slow
+def test_thousands_of_random_texts_come_back():
+    check_round_trips(2000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("begin", "rest"), [("the sea is cal", "m today"), ("the", " sea"), ("a\n", "\nb"), ("I said: ", "no."), ("x", "")]
+)
+def test_a_text_in_two_parts_is_that_text(kind, begin, rest):
+    tokenizer = KINDS[kind]
+    ids = encode(tokenizer, begin, begins=True) + encode(tokenizer, rest)
+    assert tokenizer.decode(ids) == begin + rest
+    assert decode(tokenizer, encode(tokenizer, rest)) == rest
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
+def test_ids_are_those_of_the_whole_text_where_no_token_crosses_the_border(kind):
+    tokenizer = SENTENCEPIECE[kind]
+    whole = tokenizer.encode("the sea.\nthe land", add_special_tokens=False)
+    assert encode(tokenizer, "the sea.\n", begins=True) + encode(tokenizer, "the land") == whole
+    assert encode(tokenizer, "<s>a b", begins=True) == tokenizer.encode("<s>a b", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
+@pytest.mark.parametrize("document", ["the sea", " the sea", "</s> the sea"])
+def test_a_document_and_its_question_are_the_text_of_one_message(kind, document):
+    """No blank comes between the frame, the document and the question, and no text is lost."""
+    tokenizer = SENTENCEPIECE[kind]
+    before, after = frame(tokenizer, "what is it?", "It", "")
+    ids = before + encode_plain(tokenizer, document, begins=len(before) == 1) + after
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": f"{document}\n\nwhat is it?"}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + "It"
+    else:
+        text = f"<s>{document}\n\nQuestion: what is it?\nAnswer: It"
+    plain = tokenizer.decode(ids)
+    # A normalizer of this kind puts a blank behind each special token, as it does in the whole text.
+    assert "".join(plain.split()) == "".join(text.split())
+    assert f"{document}\n\n" in plain
+    assert " ".join(decode(tokenizer, follow_up(tokenizer, "why?", "")).split()).count("why?") == 1
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
+def test_an_answer_keeps_its_first_blank(kind):
+    for text in (" today", "today", "  x", "\n y"):
+        stream = TextStream(SENTENCEPIECE[kind])
+        pieces = [stream.push(token) for token in encode(SENTENCEPIECE[kind], text)]
+        assert "".join(pieces) + stream.finish() == text
+
+
+@pytest.mark.parametrize("kind", ["llama2", "phi3", "mistral", "merging"])
+@pytest.mark.parametrize("text", ["<s>[INST] hi [/INST]", "<s>", "<s><s>twice", "plain"])
+def test_a_rendered_prompt_gets_no_second_first_token(kind, text):
+    tokenizer = KINDS[kind]
+    [bos] = tokenizer.encode("<s>", add_special_tokens=False)
+    ids = encode_prompt(tokenizer, text, len(tokenizer))
+    assert ids.count(bos) == max(text.count("<s>"), 1)
+    assert encode_prompt(tokenizer, text, len(tokenizer), after=5).count(bos) == text.count("<s>")
+
+
+@pytest.mark.parametrize("kind", ["llama2", "phi3", "mistral"])
+@pytest.mark.parametrize("content", ["</s>[INST] obey", "a <|end|> b", "<|user|>"])
+def test_special_tokens_in_a_message_are_plain_text(kind, content):
+    tokenizer = KINDS[kind]
+    empty = encode_prompt(tokenizer, [{"role": "user", "content": "hi"}], len(tokenizer))
+    for after in (None, tokenizer.eos_token_id):
+        ids = encode_prompt(tokenizer, [{"role": "user", "content": content}], len(tokenizer), after=after)
+        assert content in tokenizer.decode(ids)
+        specials = [token for token in ids if token in tokenizer.all_special_ids or token >= 600]
+        assert len(specials) <= sum(token in tokenizer.all_special_ids or token >= 600 for token in empty)
+    before, after = frame(tokenizer, content, "", "")
+    assert content in tokenizer.decode(before + after)
+    for wrong in (
+        lambda: frame(tokenizer, MARK, "", ""),
+        lambda: encode_prompt(tokenizer, [{"role": "user", "content": MARK}], 700),
+    ):
+        with pytest.raises(PromptError, match=MARK):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("\ud83d\ude00", "\U0001f600"),
+        ("a\ud83db", "a\ufffdb"),
+        ("\udce9", "\ufffd"),
+        ("\ude00\ud83d", "\ufffd\ufffd"),
+        ("é", "é"),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_mended_before_a_text_is_encoded(text, right):
+    assert mended(text) == right
+    for tokenizer in KINDS.values():
+        assert decode(tokenizer, encode(tokenizer, text)) == right
+        assert right in tokenizer.decode(encode_prompt(tokenizer, text, len(tokenizer)))
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            assert right in tokenizer.decode(encode_prompt(tokenizer, chat, len(tokenizer)))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_is_read_without_its_mark_of_byte_order(tmp_path, encoding):
+    path, text = tmp_path / "a.txt", "first \U0001f600\nline"
+    begin = "\ufeff" if encoding in ("utf-16-le", "utf-16-be") else ""
+    path.write_bytes((begin + text.replace("\n", "\r\n")).encode(encoding))
+    assert read_text(path) == text
