@@ -70,7 +70,7 @@ class ExpectedAttention(KeepsBest):
         position, last = jnp.arange(prompt.k_post.shape[1]), prompt.lengths[:, None]
         logits = expected_logits(spec, prompt, *later_queries(spec, prompt, self.sinks, self.future))
         inside = ((position >= self.sinks) & (position < last))[:, None, None]
-        share = jnp.where(inside, jax.nn.softmax(jnp.where(inside, logits, MASKED), axis=-1), 0).mean(axis=2)
+        share = jax.nn.softmax(jnp.where(inside, logits, MASKED), axis=-1).mean(axis=2)
         norms = jnp.linalg.norm(prompt.v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
         scores = jnp.where(position < self.sinks, jnp.inf, (share + self.epsilon) * norms)
         return scores, jnp.zeros_like(prompt.lengths)

@@ -115,6 +115,10 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
     ("llama", {"hidden_act": "relu2"}, "relu2"),
     ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    *(
+        ("llama", scaled(**one) | {"original_max_position_embeddings": 1}, "must be above 1 token, got 1")
+        for one in (YARN, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    ),
     ("phi3", scaled(type="longrope", short_factor=[1.0]), "lacks long_factor"),
     ("phi3", longrope(short_factor=[1.0]), "must have 6 numbers"),
     ("phi3", longrope(long_factor=[1.0] * 5 + [-1.0]), "above 0, got -1.0"),

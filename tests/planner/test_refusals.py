@@ -11,7 +11,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.planner.bytes import footprint
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving
-from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu, gpu_named
 from jshadow.planner.mesh import MeshSizes
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
 from jshadow.planner.speculation import Drafting, speculation_plan
@@ -43,6 +43,7 @@ def figures(**given):
 
 
 REFUSED = [
+    (partial(gpu_named, "tpu"), ConfigError, "gpu must be one of .*'h100'.*, got 'tpu'"),
     (partial(plan, context=0), ConfigError, "context must be at least 1, got 0"),
     (partial(plan, context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
     (partial(plan, max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
