@@ -7,7 +7,7 @@ from typing import Any
 
 from jshadow.serving import Answer, Piece
 from jshadow.serving.http.choices import Ended, followed, reports_of
-from jshadow.serving.http.logprobs import completion_logprobs
+from jshadow.serving.http.logprobs import TokenTexts, completion_logprobs
 from jshadow.serving.http.schemas import CompletionRequest
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.usage import total_usage, usage_of
@@ -19,7 +19,7 @@ class Completion:
     def __init__(self, service: Service, body: CompletionRequest, answers: Sequence[Answer]) -> None:
         """Take the answers of all choices of all prompts."""
         self.service, self.body, self.answers = service, body, answers
-        self.tokenizer = service.params.tokenizer
+        self.texts = [TokenTexts(service.params.tokenizer) for _ in answers]
         self.head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -32,9 +32,9 @@ class Completion:
         groups = [reports[first : first + count] for first in range(0, len(reports), count)]
         return total_usage([usage_of(group) for group in groups])
 
-    def _choice(self, index: int, text: str, pieces: list[Piece], offset: int, finish: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, pieces: list[Piece], finish: str | None) -> dict[str, Any]:
         asked = self.body.logprobs is not None and pieces
-        logprobs = completion_logprobs(self.tokenizer, pieces, offset) if asked else None
+        logprobs = completion_logprobs(pieces, self.texts[index]) if asked else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     async def whole(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Completion:
                 pieces[index].append(item)
         ends = zip(pieces, reports_of(self.answers), strict=True)
         choices = [
-            await self.service.slowly(self._choice, index, "".join(one.text for one in held), held, 0, report.finish)
+            await self.service.slowly(self._choice, index, "".join(one.text for one in held), held, report.finish)
             for index, (held, report) in enumerate(ends)
         ]
         return self.head | {"choices": choices, "usage": self._usage()}
@@ -55,14 +55,11 @@ class Completion:
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
         more: dict[str, Any] = {"usage": None} if with_usage else {}
-        written = [0] * len(self.answers)
         async for index, item in followed(self.answers):
             if isinstance(item, Ended):
-                choice = self._choice(index, "", [], written[index], item.report.finish)
+                choice = self._choice(index, "", [], item.report.finish)
             elif item.text or self.body.logprobs is not None:
-                choice = self._choice(index, item.text, [item], written[index], None)
-                if choice["logprobs"]:
-                    written[index] += len(choice["logprobs"]["tokens"][0])
+                choice = self._choice(index, item.text, [item], None)
             else:
                 continue
             yield self.head | {"choices": [choice]} | more

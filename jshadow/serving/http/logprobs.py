@@ -4,8 +4,9 @@ import functools
 import re
 from typing import Any
 
-from jshadow.engine.text import UNFINISHED
+from jshadow.engine.text import UNFINISHED, TextStream
 from jshadow.serving import Piece
+from jshadow.weights.tokenizer import decode
 
 
 def chat_logprobs(tokenizer: Any, pieces: list[Piece]) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def _entry(tokenizer: Any, piece: Piece) -> dict[str, Any]:
 
 
 def _named(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
-    text = tokenizer.decode([token])
+    text = decode(tokenizer, [token], special=True)
     return {"token": text, "logprob": value, "bytes": list(bytes_of(tokenizer, token, text))}
 
 
@@ -47,23 +48,42 @@ def byte_symbols() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-def completion_logprobs(tokenizer: Any, pieces: list[Piece], offset: int) -> dict[str, Any]:
+class TokenTexts:
+    """The texts of the tokens of one answer, in order. Joined, they are the text of the answer.
+
+    A part of a character has no text. The last part has that of the whole character.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.stream = TextStream(tokenizer)  # its text has no special tokens, as that of the answer
+
+    def push(self, token: int) -> tuple[str, int]:
+        """Return the text of the next token, and where it begins in the text of the answer. A special one is named."""
+        offset = len(self.stream.text)
+        text = self.stream.push(token)
+        if not text and not decode(self.tokenizer, [token]):
+            text = decode(self.tokenizer, [token], special=True)
+        return text, offset
+
+
+def completion_logprobs(pieces: list[Piece], texts: TokenTexts) -> dict[str, Any]:
     """Return the `logprobs` of a choice of a completion.
 
     Args:
-        tokenizer: the tokenizer of the model.
-        pieces: the tokens.
-        offset: the length of the texts of the tokens before the pieces.
+        pieces: the next tokens of the answer.
+        texts: the texts of the answer's tokens. Those of the pieces are taken from it.
     """
-    tokens, offsets, tops = [tokenizer.decode([piece.token]) for piece in pieces], [], []
-    for text in tokens:
+    tokens, offsets, tops = [], [], []
+    for piece in pieces:
+        text, offset = texts.push(piece.token)
+        tokens.append(text)
         offsets.append(offset)
-        offset += len(text)
     held = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     for one in held:
         top: dict[str, float] = {}
-        for token, value in one.top:
-            top.setdefault(tokenizer.decode([token]), value)  # of tokens with one text, the likeliest stays
+        for token, value in one.top:  # of tokens with one text, the likeliest stays
+            top.setdefault(decode(texts.tokenizer, [token], special=True), value)
         tops.append(top)
     return {
         "tokens": tokens,
