@@ -234,3 +234,21 @@ def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
     ):
         with pytest.raises(error, match=match):
             call()
+
+
+def test_more_documents_than_are_read_ahead(tmp_path):
+    """Four files are read at once, and here all of them are damaged. The engine sleeps until the next ones are read."""
+    texts = [prompt_of(96, 50 + seed) for seed in range(6)]
+    with library_in(tmp_path) as before:
+        keys = [before.add(text).key for text in texts]
+        for key in keys[:4]:
+            damage_file(before.files.directory.path(key))
+    with library_in(tmp_path) as library, engine_of(library=library, classes=CLASSES[1:], threaded=True) as engine:
+        read = mock.Mock(side_effect=library.files.read)
+        with mock.patch.object(library.files, "read", read):
+            answers = engine.submit_all([Request([*text, 5], 3) for text in texts])
+            assert [answer.result(60).report.stored_tokens for answer in answers[4:]] == [96, 96]
+        for answer in answers[:4]:
+            with pytest.raises(DocumentError):
+                answer.result(60)
+        assert [call.args[0] for call in read.call_args_list][4:] == keys[4:]
