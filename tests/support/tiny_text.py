@@ -1,6 +1,6 @@
 """A byte-level tokenizer without merges: every byte is a token. Text tests need no checkpoint."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
@@ -16,3 +16,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
     wrapped.chat_template = TEMPLATE
     return wrapped
+
+
+def marked_tokenizer(*marks: str, special: bool = False) -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` with a token more for each mark, from id 257 on. Decoded text leaves special ones out."""
+    tokenizer = byte_tokenizer()
+    added = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+    tokenizer.add_tokens(added, special_tokens=special)
+    return tokenizer
+
+
+def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The token ids of a text in bytes alone, whatever tokens of `marked_tokenizer` it has in it."""
+    return byte_tokenizer().encode(text, split_special_tokens=True)

@@ -6,10 +6,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jshadow.engine.text import split_stops
 from jshadow.serving import Answer, Piece
+from jshadow.serving.http.calls import HERMES, tool_call
 from jshadow.serving.http.choices import Ended, followed, reports_of
 from jshadow.serving.http.logprobs import chat_logprobs
-from jshadow.serving.http.marks import Delta, Splitter, tool_call
+from jshadow.serving.http.marks import Delta, Splitter, Wanted, thoughts_of
+from jshadow.serving.http.prompts import Template
 from jshadow.serving.http.schemas import ChatRequest
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.usage import usage_of
@@ -18,16 +21,26 @@ from jshadow.serving.http.usage import usage_of
 class Chat:
     """The answers to one chat."""
 
-    def __init__(self, service: Service, body: ChatRequest, answers: Sequence[Answer], prompt_end: str) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, answers: Sequence[Answer], template: Template, prompt_end: str
+    ) -> None:
         """Take the answers of all choices. `prompt_end` is the text at the end of the prompt."""
         self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
-        template = getattr(self.tokenizer, "chat_template", None)
-        most = 1 if body.parallel_tool_calls is False else math.inf
-        if not body.tools or body.tool_choice == "none":
-            most = 0
+        wanted = None
+        if body.tools and body.tool_choice != "none":
+            names = tuple(tool.function.name for tool in body.tools)
+            wanted = Wanted(template.calls or HERMES, names, 1 if body.parallel_tool_calls is False else math.inf)
+        stops, stop_ids = split_stops(body.stop, self.tokenizer)
+        ends = frozenset(service.params.config.eos_ids).union(stop_ids)
         self.splitters = [
-            Splitter(template, prompt_end=prompt_end, formed=answer.request.allowed is not None, most_calls=most)
+            Splitter(
+                self.tokenizer,
+                thoughts=thoughts_of(template.text, prompt_end) if answer.request.allowed is None else "none",
+                wanted=wanted,
+                stops=stops,
+                ends=ends,
+            )
             for answer in answers
         ]
         self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
@@ -44,7 +57,8 @@ class Chat:
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         splitter = self.splitters[index]
-        deltas = splitter.push("".join(piece.text for piece in pieces), final=True)
+        deltas = [delta for piece in pieces for delta in splitter.push(piece.token)]
+        deltas += splitter.finish(self.answers[index].result(0).report.finish)
         content = "".join(delta.content for delta in deltas)
         reasoning = "".join(delta.reasoning for delta in deltas)
         calls = [tool_call(delta.call) for delta in deltas if delta.call is not None]
@@ -76,12 +90,12 @@ class Chat:
                 yield self._chunk(index, {"role": "assistant", "content": ""}, usage=with_usage)
             splitter = self.splitters[index]
             if isinstance(item, Ended):
-                for delta in self._deltas(index, splitter.push("", final=True)):
+                for delta in self._deltas(index, splitter.finish(item.report.finish)):
                     yield self._chunk(index, delta, usage=with_usage)
                 yield self._chunk(index, {}, finish=self._finish(index), usage=with_usage)
                 continue
             logprobs = chat_logprobs(self.tokenizer, [item]) if self.body.logprobs else None
-            deltas = self._deltas(index, splitter.push(item.text))
+            deltas = self._deltas(index, splitter.push(item.token))
             for delta in deltas or ([{"content": ""}] if logprobs else []):
                 yield self._chunk(index, delta, logprobs=logprobs, usage=with_usage)
                 logprobs = None

@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
+from jshadow.serving.http.calls import HERMES, Format
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.grammar import Grammars
-from jshadow.serving.http.marks import CALL, CALL_END
+from jshadow.serving.http.grammar import Grammars, reason_of
+from jshadow.serving.http.marks import mark_id
 from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
@@ -13,23 +14,39 @@ WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ",
 OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
-def form_of(body: Drawing) -> str | None:
+def form_of(body: Drawing, tokenizer: Any, calls: Format | None = None) -> str | None:
     """Return the grammar of an answer in llguidance's language, or None for a free answer.
 
     With both tools and a form, the answer may be a call or have the form.
 
+    Args:
+        body: the body of the request.
+        tokenizer: the tokenizer of the model.
+        calls: how the model writes calls. None: it has not learned it, or its format is not known.
+
     Raises:
-        ApiError: a field is missing, or llguidance refuses the schema or the expression.
+        ApiError: a field is missing, llguidance refuses the schema or the expression, or the model may call tools in a
+            free answer and its format is not known.
     """
     tools = (body.tools or []) if isinstance(body, ChatRequest) and body.tool_choice != "none" else []
     forced = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
     form = None if body.response_format is None else answer_rule(body.response_format)
     if forced:
-        return checked(["call"], call_rules(forced), "tools")
+        return checked(["call"], call_rules(forced, tokenizer, calls or HERMES), "tools")
     if form is None:
+        if tools and calls is None:
+            raise ApiError(
+                400,
+                "tools: the model's chat template has no tool calls, or in a format that is not known; send "
+                "tool_choice as 'required', a function or 'none'",
+                code="unknown_tool_format",
+                param="tools",
+            )
         return None
     grammar = checked(["answer"], [form], "response_format")
-    return checked(["answer", "call"], [form, *call_rules(tools)], "tools") if tools else grammar
+    if not tools:
+        return grammar
+    return checked(["answer", "call"], [form, *call_rules(tools, tokenizer, calls or HERMES)], "tools")
 
 
 def answer_rule(form: ResponseFormat) -> str | None:
@@ -77,13 +94,21 @@ def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
     return found
 
 
-def call_rules(tools: list[Tool]) -> list[str]:
+def call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
     """Return the rules of the call of one of the tools."""
-    rules = [f'call: "{CALL}" ({" | ".join(f"call{index}" for index in range(len(tools)))}) "{CALL_END}"']
+    names = " | ".join(f"call{index}" for index in range(len(tools)))
+    rules = [f"call: {text_rule(tokenizer, calls.begin)} ({names}) {text_rule(tokenizer, calls.end)}"]
     for index, tool in enumerate(tools):
-        begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
-        rules.append(f'call{index}: {begin} {json_rule(closed(tool.function.parameters))} "}}"')
+        begin = " ".join(text_rule(tokenizer, part) for part in calls.opening_parts(tool.function.name))
+        end = text_rule(tokenizer, calls.closing)
+        rules.append(f"call{index}: {begin} {json_rule(closed(tool.function.parameters))} {end}")
     return rules
+
+
+def text_rule(tokenizer: Any, text: str) -> str:
+    """Return what a rule has for a text. A mark that is one token is that token."""
+    token = mark_id(tokenizer, text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +118,10 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """
     if any(key in schema for key in OPEN_KEYS):
         return schema
-    return {"type": "object", "properties": {}} | schema | {"additionalProperties": False}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list):
+        properties = {name: {} for name in required if isinstance(name, str)} | properties
+    return {"type": "object"} | schema | {"properties": properties, "additionalProperties": False}
 
 
 def checked(names: list[str], rules: list[str], field: str) -> str:
@@ -101,6 +129,6 @@ def checked(names: list[str], rules: list[str], field: str) -> str:
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules, ""])
     problem = Grammars.problem(grammar)
     if problem:
-        reason = problem.partition("\n   ")[0].rpartition("schema: ")[2]
-        raise ApiError(400, f"{field} is refused: {reason:.300}", code="invalid_schema", param=field)
+        message = f"{field} is refused: {reason_of(problem):.300}"
+        raise ApiError(400, message, code="invalid_schema", param=field)
     return grammar

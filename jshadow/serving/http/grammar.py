@@ -1,11 +1,13 @@
 """Grammars of answers, by llguidance (https://github.com/guidance-ai/llguidance)."""
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jshadow.engine.rows.sampling import WORD
 from jshadow.errors import ConfigError
 from jshadow.weights.params import Params
 
@@ -36,10 +38,36 @@ class Grammars:
             raise ConfigError("response_format needs a model with an end token, and its config has none")
         with self.lock:
             if self.tokens is None:
-                from llguidance.hf import from_tokenizer
-
-                self.tokens = from_tokenizer(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
+                self.tokens = tokens_of(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
         return Matcher(self.tokens, grammar, config.vocab_size)
+
+
+def tokens_of(tokenizer: Any, size: int, ends: list[int]) -> Any:
+    """Return the tokens of a model for llguidance: those of the tokenizer, or `size` if the model has more.
+
+    The text of a special token in a grammar is plain text. So llguidance gets a tokenizer whose special tokens have
+    other names, and no text is read as one of them. A grammar can name them by their ids.
+    """
+    from llguidance import LLTokenizer
+    from llguidance.hf import from_tokenizer
+
+    size = max(size, len(tokenizer))
+    tokens = from_tokenizer(tokenizer, size, ends)
+    renamed = {
+        index: f"\ue000{index}\ue001" for index in tokenizer.added_tokens_decoder if tokens.is_special_token(index)
+    }
+    if not renamed:
+        return tokens
+    data = json.loads(tokenizer.backend_tokenizer.to_str()) | dict.fromkeys(("padding", "truncation", "post_processor"))
+    for added in data["added_tokens"]:
+        if added["id"] in renamed:
+            added |= {"content": renamed[added["id"]], "special": True}
+    vocab = data["model"].get("vocab")
+    if isinstance(vocab, dict):
+        data["model"]["vocab"] = {renamed.get(index, name): index for name, index in vocab.items()}
+    elif vocab is not None:
+        data["model"]["vocab"] = [[renamed.get(index, name), score] for index, (name, score) in enumerate(vocab)]
+    return LLTokenizer(json.dumps(data), n_vocab=size, eos_token=ends)
 
 
 class Matcher:
@@ -49,8 +77,8 @@ class Matcher:
         """Begin, for a vocabulary of `size` tokens. Raises ConfigError if the grammar is refused."""
         from llguidance import LLMatcher
 
-        self.matcher = LLMatcher(tokens, grammar)
-        self.words, self.taken = np.zeros(-(-size // 32), np.uint32), 0
+        self.matcher, self.size = LLMatcher(tokens, grammar), -(-size // WORD)
+        self.words, self.taken = np.zeros(-(-tokens.vocab_size // WORD), np.uint32), 0
         self._check()
 
     def __call__(self, drawn: Sequence[int]) -> np.ndarray:
@@ -68,9 +96,19 @@ class Matcher:
         self._check()
         self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
         self._check()
-        return self.words
+        return self.words[: self.size]
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            reason = str(self.matcher.get_error()).partition("\n")[0]
+            reason = reason_of(str(self.matcher.get_error()))
             raise ConfigError(f"response_format or tools cannot be followed: {reason:.300}")
+
+
+def reason_of(problem: str) -> str:
+    """Return the sentence that tells a client why llguidance refuses a grammar."""
+    if problem.startswith("NoExtensionBias"):
+        return "no text fits it; a schema that refers to itself must be able to end"
+    _, found, error = problem.partition("\nerror: ")
+    if found:  # of a regular expression, which stands in the first line or in the second
+        return "the regular expression has an error: " + error.partition("\n")[0]
+    return problem.partition("\n")[0].rpartition("schema: ")[2]

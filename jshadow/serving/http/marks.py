@@ -1,122 +1,230 @@
-"""Reasoning and tool calls in the text of an answer, as the model's chat template marks them.
+"""Reasoning and tool calls in an answer, as the model's chat template marks them.
 
-The text is split while it arrives. A text that may be the beginning of a mark is held back until it is known.
+The tokens of an answer are split while they arrive. A mark that is one token of the tokenizer is known by its id: the
+same text in other tokens is plain text. A mark of several tokens is searched in the text, and a text that may be the
+beginning of one is held back until it is known.
 """
 
 import dataclasses
-import json
-import secrets
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from jshadow.engine.text import overlap
+from jshadow.engine.text import TextStream, overlap
+from jshadow.serving.http.calls import Call, Format, calls_of
+from jshadow.weights.tokenizer import special_tokens
 
 THINK, THINK_END = "<think>", "</think>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"
+Thoughts = Literal["none", "possible", "begun"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A part of an answer: content, reasoning, or a whole tool call as (name, JSON of the arguments)."""
+    """A part of an answer: content, reasoning, or a whole tool call."""
 
     content: str = ""
     reasoning: str = ""
-    call: tuple[str, str] | None = None
+    call: Call | None = None
+
+
+def mark_id(tokenizer: Any, mark: str) -> int | None:
+    """Return the id of the added token that a mark is, or None."""
+    return next((index for index, token in tokenizer.added_tokens_decoder.items() if token.content == mark), None)
+
+
+def thoughts_of(template: str, prompt_end: str) -> Thoughts:
+    """Return where the reasoning of an answer may be. Templates open it in the prompt, or close it to switch it off."""
+    prompt_end = prompt_end.rstrip()
+    if THINK_END not in template or prompt_end.endswith(THINK_END):
+        return "none"
+    return "begun" if prompt_end.endswith(THINK) else "possible"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The tool calls that are looked for in an answer.
+
+    Attributes:
+        form: how the model writes them.
+        names: the names of the functions.
+        most: the largest number of calls. Later ones are left out.
+    """
+
+    form: Format
+    names: tuple[str, ...] = ()
+    most: float = math.inf
 
 
 class Splitter:
-    """Splits the text of one answer into content, reasoning and tool calls.
+    """Splits one answer into content, reasoning and tool calls. Reasoning is at the beginning alone.
 
     Attributes:
         calls: the number of tool calls so far.
+        stopped: whether a stop string was found in the content.
     """
 
     def __init__(
-        self, template: str | None, *, prompt_end: str = "", formed: bool = False, most_calls: float = 0
+        self,
+        tokenizer: Any,
+        *,
+        thoughts: Thoughts = "none",
+        wanted: Wanted | None = None,
+        stops: Sequence[str] = (),
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         """Begin an answer.
 
         Args:
-            template: the chat template of the model. Its marks are looked for. None: no mark is.
-            prompt_end: the end of the prompt. If it opens the reasoning, the answer begins with reasoning.
-            formed: whether a grammar forms the answer. It then has no reasoning, and its calls have marks.
-            most_calls: the largest number of calls. Later calls are left out. 0: no call is looked for.
+            tokenizer: the tokenizer of the model.
+            thoughts: "possible" if the answer may begin with reasoning, "begun" if it does without a mark, else "none".
+            wanted: the calls. None: no call is looked for.
+            stops: stop strings, before which the content ends.
+            ends: the tokens that end the answer, which have no text.
         """
-        template, self.most_calls = template or "", most_calls
-        self.marks: dict[str, str] = {}
-        if THINK_END in template and not formed:
-            self.marks[THINK] = THINK_END
-        if most_calls:
-            self.marks[CALL] = CALL_END
-        self.inside = THINK if THINK in self.marks and prompt_end.rstrip().endswith(THINK) else ""
-        # Without marks in its template, a model writes the JSON of a call alone.
-        self.bare = bool(most_calls) and CALL not in template and not formed and not self.inside
-        self.waiting, self.calls = "", 0
+        self.tokenizer, self.wanted, self.stops, self.ends = tokenizer, wanted, tuple(stops), ends
+        self.form = None if wanted is None else wanted.form
+        self.calls, self.stopped = 0, False
+        self._inside = THINK if thoughts == "begun" else ""
+        self._thinking = thoughts == "possible"  # whether reasoning may begin
+        self._thoughts = self._waiting = self._call = ""  # text that may begin a mark; text of the call that has begun
+        self._tail = ""  # content that may begin a stop string
+        self._held = ""  # content that may be a call without a mark, or blanks before a call
+        self._loose = self.form is not None
+        marks = [] if thoughts == "none" else [THINK, THINK_END]
+        marks += [] if self.form is None else [mark for mark in (self.form.begin, self.form.end) if mark]
+        self._ids = {index: mark for mark in marks if (index := mark_id(tokenizer, mark)) is not None}
+        self._specials = {index: text for text, index in special_tokens(tokenizer).items()}
+        self._stream = TextStream(tokenizer)
 
-    def push(self, text: str, *, final: bool = False) -> list[Delta]:
-        """Add text. Return what became known. With `final`, nothing is held back."""
-        self.waiting += text
-        if self.bare:
-            begin = self.waiting.lstrip()
-            if begin.startswith("{") or not begin:
-                return self._bare() if final else []
-            self.bare = False
+    def push(self, token: int) -> list[Delta]:
+        """Add a token. Return what became known."""
+        if token in self.ends:
+            return []
+        mark = self._ids.get(token)
+        if mark in self._marks():
+            deltas = self._text(self._stream.finish(), final=True) + self._pass(mark)
+            self._stream = TextStream(self.tokenizer)
+            return deltas
+        if self._inside not in ("", THINK) and token in self._specials:  # such as the mark between name and arguments
+            self._call += self._stream.finish() + self._specials[token]
+            self._stream = TextStream(self.tokenizer)
+            return []
+        return self._text(self._stream.push(token))
+
+    def finish(self, finish: str) -> list[Delta]:
+        """End the answer. Return what was held back. `finish` tells why it ended, as in `AnswerReport`.
+
+        If it ended by itself inside the reasoning, the content is the reasoning: the model did not mark its answer.
+        """
+        deltas = self._text(self._stream.finish(), final=True)
+        if self._inside == THINK:
+            return deltas + ([Delta(content=self._thoughts)] if finish == "stop" and self._thoughts else [])
+        if self._inside:
+            return deltas + self._end_call("", keep=finish != "length")
+        deltas += self._content("", final=True)
+        held, self._held = self._held, ""
+        calls = self._some(calls_of(held)) if self._loose and self.form is not None and not self.form.begin else []
+        if calls or (self._loose and self.calls and not held.strip()):
+            return deltas + calls
+        return deltas + ([Delta(content=held)] if held else [])
+
+    def _marks(self) -> tuple[str, ...]:
+        """The marks that may come now."""
+        form = self.form
+        if self._inside == THINK:
+            return (THINK_END,)
+        if self._inside and form is not None:
+            return (form.end or form.begin,)
+        return ((THINK,) if self._thinking else ()) + ((form.begin,) if form is not None and form.begin else ())
+
+    def _text(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Add text, in which marks of several tokens may be. With `final`, no text is held back as a part of one."""
+        self._waiting += text
         deltas: list[Delta] = []
-        while self.waiting:
-            ends = (self.marks[self.inside],) if self.inside else tuple(self.marks)
-            hits = sorted((at, end) for end in ends if (at := self.waiting.find(end)) >= 0)
+        while self._waiting:
+            marks = [mark for mark in self._marks() if mark not in self._ids.values()]
+            hits = sorted((at, mark) for mark in marks if (at := self._waiting.find(mark)) >= 0)
             if hits:
                 at, mark = hits[0]
-                deltas += self._part(self.waiting[:at])
-                self.waiting = self.waiting[at + len(mark) :]
-                self.inside = "" if self.inside else mark
+                part, self._waiting = self._waiting[:at], self._waiting[at + len(mark) :]
+                deltas += self._part(part)
+                if mark in self._marks():  # reasoning cannot begin behind content
+                    deltas += self._pass(mark)
+                else:
+                    deltas += self._part(mark)
                 continue
-            if self.inside == CALL and not final:
-                break  # a call is given as a whole
-            kept = 0 if final else max((overlap(self.waiting, end) for end in ends), default=0)
-            part = self.waiting[: len(self.waiting) - kept]
-            self.waiting = self.waiting[len(part) :]
-            deltas += self._part(part, end="")
+            kept = 0 if final else max((overlap(self._waiting, mark) for mark in marks), default=0)
+            part = self._waiting[: len(self._waiting) - kept]
+            self._waiting = self._waiting[len(part) :]
+            deltas += self._part(part)
             break
         return deltas
 
-    def _part(self, text: str, end: str = CALL_END) -> list[Delta]:
-        """Return a part of what `inside` says. `end` is what follows a call."""
-        if self.inside == CALL:
-            call = call_of(text)
-            if call is None:
-                return [Delta(content=f"{CALL}{text}{end}")]
-            if self.calls >= self.most_calls:
-                return []
-            self.calls += 1
-            return [Delta(call=call)]
+    def _pass(self, mark: str | None) -> list[Delta]:
+        """Go past a mark."""
+        if mark == THINK:
+            self._inside, self._thinking = THINK, False
+            return []
+        if mark == THINK_END:
+            self._inside = ""
+            return []
+        assert self.form is not None
+        assert mark is not None
+        if not self._inside:
+            deltas = self._content("", final=True)
+            self._inside, self._thinking = mark, False
+            held, self._held = self._held, ""
+            return deltas + ([Delta(content=held)] if held.strip() else [])
+        deltas = self._end_call(self.form.end)
+        self._inside = mark if not self.form.end else ""
+        self._loose = True
+        return deltas
+
+    def _part(self, text: str) -> list[Delta]:
+        """Return a part of what `_inside` says, or keep it."""
         if not text:
             return []
-        return [Delta(reasoning=text) if self.inside else Delta(content=text)]
+        if self._inside == THINK:
+            self._thoughts += text
+            return [Delta(reasoning=text)]
+        if self._inside:
+            self._call += text
+            return []
+        return self._content(text)
 
-    def _bare(self) -> list[Delta]:
-        text, self.waiting = self.waiting, ""
-        call = call_of(text)
-        if call is None:
-            return [Delta(content=text)] if text else []
-        self.calls += 1
-        return [Delta(call=call)]
+    def _content(self, text: str, *, final: bool = False) -> list[Delta]:
+        """Add content. Return it up to a stop string, or keep it. With `final`, nothing is kept as a part of one."""
+        if self.stopped:
+            return []
+        self._tail += text
+        hits = [at for stop in self.stops if (at := self._tail.find(stop)) >= 0]
+        self.stopped = bool(hits)
+        kept = 0 if final else max((overlap(self._tail, stop) for stop in self.stops), default=0)
+        end = min(hits) if hits else len(self._tail) - kept
+        self._held += self._tail[:end]
+        self._tail = "" if hits else self._tail[end:]
+        if self._thinking and self._held.strip():
+            self._thinking = False
+        if self._loose and self.wanted is not None and self.form is not None:
+            if not self._held.strip():
+                return []
+            if not self.form.begin and self.form.may_be_call(self._held, self.wanted.names):
+                return []
+        self._loose = False
+        held, self._held = self._held, ""
+        return [Delta(content=held)] if held else []
 
+    def _end_call(self, end: str, *, keep: bool = True) -> list[Delta]:
+        """Return the calls between two marks. If the text is none, it is content as it was written, or left out."""
+        text, self._call = self._call, ""
+        calls = calls_of(text)
+        if calls:
+            return self._some(calls)
+        return [Delta(content=f"{self._inside}{text}{end}")] if keep else []
 
-def call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the JSON of the arguments of a tool call, or None if the text is not the JSON of a call."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def tool_call(call: tuple[str, str], index: int | None = None) -> dict[str, Any]:
-    """Return a call in OpenAI's form, with an id at random. `index` is its number, in a stream."""
-    name, arguments = call
-    place = {} if index is None else {"index": index}
-    function = {"name": name, "arguments": arguments}
-    return place | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    def _some(self, calls: Sequence[Call]) -> list[Delta]:
+        """Return the calls up to the largest number."""
+        assert self.wanted is not None
+        left = calls[: int(min(self.wanted.most - self.calls, len(calls)))]
+        self.calls += len(left)
+        return [Delta(call=call) for call in left]

@@ -5,17 +5,62 @@ begins with the tokens of the stored document, if the document is the beginning 
 text of a special token in a message comes as the token ids of plain text, so that it does not control the model.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import jinja2
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jshadow.errors import PromptError
-from jshadow.evaluation.tasks.framing import MARK, encode, split_specials
+from jshadow.evaluation.tasks.framing import dated
+from jshadow.serving.http.calls import Format, arguments_of, format_of, short_id
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.schemas import FileContent, FilePart, Message
+from jshadow.serving.http.schemas import FileContent, FilePart, Message, TemplateSwitches, ToolCall
+from jshadow.weights.tokenizer import MARK, encode_parts, split_specials
 
 FileIds = Callable[[FilePart], Sequence[int]]
+_PLACE = re.compile(f"{MARK}([0-9]+){MARK}")  # where the ids of a file or of a special token's text come
+
+
+class Template(NamedTuple):
+    """The chat template for a chat, on the day of the stored documents, and how the model writes calls, if known."""
+
+    text: str
+    calls: Format | None
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of an earlier call. Some templates want an object, and some join them with texts as JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def template_of(tokenizer: Any, tools: bool) -> Template:
+    """Return the chat template for a chat. Of several, it is that of tools if there are some, the default or the only.
+
+    Raises:
+        ApiError: there is no template, or none of several is the default.
+    """
+    found = getattr(tokenizer, "chat_template", None)
+    if not found:
+        raise ApiError(400, "messages: the tokenizer has no chat template; use /v1/completions", param="messages")
+    if isinstance(found, Mapping):
+        names = (["tool_use"] if tools else []) + ["default"] + (list(found) if len(found) == 1 else [])
+        name = next((name for name in names if name in found), None)
+        if name is None:
+            raise ApiError(
+                400,
+                f"messages: one of the tokenizer's chat templates must be named 'default', got {sorted(found)!r:.200}",
+                param="messages",
+            )
+        found = found[name]
+    return Template(dated(found), format_of(found))
 
 
 def chat_ids(
@@ -24,6 +69,7 @@ def chat_ids(
     file_ids: FileIds,
     tools: list[dict] | None,
     check: Callable[[str], None],
+    switches: TemplateSwitches | None = None,
 ) -> list[int]:
     """Return the token ids of a chat, up to the beginning of the answer.
 
@@ -33,66 +79,118 @@ def chat_ids(
         file_ids: returns the token ids of the text of a file, without those of a template.
         tools: the functions that the model may call, for the template.
         check: called with the text before it is encoded. It raises an error if the text is too long.
+        switches: what else the template is told.
 
     Raises:
         ApiError: there is no template, it refuses the chat, or a message has neither text nor a tool call.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ApiError(400, "messages: the tokenizer has no chat template; use /v1/completions", param="messages")
-    files: list[Sequence[int]] = []
-    plain = [_plain(tokenizer, message, place, files, file_ids) for place, message in enumerate(messages)]
+    template = template_of(tokenizer, bool(tools))
+    marked = _Marked(tokenizer)
+    plain = [_plain(marked, message, place, file_ids, template.calls) for place, message in enumerate(messages)]
+    files = set(marked.files)
+    told: dict[str, Any] = {} if switches is None else switches.model_dump(exclude_none=True)
+    if tools:
+        tools = marked.values(tools, "tools")
+        if template.calls is not None and template.calls.tools_in_system:
+            if plain[0]["role"] != "system":
+                plain.insert(0, {"role": "system", "content": ""})
+            plain[0]["tools"] = json.dumps(tools, ensure_ascii=False)
+        if re.search(r"\bxml_tools\b", template.text):
+            told["xml_tools"] = tools
     try:
-        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, tools=tools)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ApiError(400, f"messages: the chat template refuses the chat: {error}", param="messages") from error
+        text = tokenizer.apply_chat_template(
+            plain, tools, chat_template=template.text, tokenize=False, add_generation_prompt=True, **told
+        )
+    except Exception as error:  # a template is a program of the checkpoint and may raise anything
+        message = f"messages: the chat template refuses the chat: {error or type(error).__name__}"
+        raise ApiError(400, f"{message:.500}", param="messages") from error
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ApiError(400, "tools must be Unicode texts, got a half of a surrogate pair", param="tools")
     check(text)
-    parts = text.split(MARK)
-    if len(parts) != len(files) + 1:
-        raise ApiError(
-            400,
-            "messages: the chat template leaves out or repeats a message with a file or a special token",
-            param="messages",
-        )
-    ids = encode(tokenizer, parts[0])
-    for file, part in zip(files, parts[1:], strict=True):
-        ids += [*file, *encode(tokenizer, part)]
-    return ids
+    parts = _PLACE.split(text)
+    places = [int(place) for place in parts[1::2]]
+    if sorted(place for place in places if place in files) != sorted(files):
+        raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
+    return encode_parts(tokenizer, parts[::2], [marked.ids[place] for place in places])
 
 
-def _plain(tokenizer: Any, message: Message, place: int, files: list, file_ids: FileIds) -> dict[str, Any]:
-    """Return a message as the template wants it.
+class _Marked:
+    """The texts of a chat, in which a place stands for each file and for the text of each special token.
 
-    A file, and the text of a special token, becomes a mark. Its ids are added to `files`.
+    Attributes:
+        ids: the token ids for each place.
+        files: the places of files.
     """
 
-    def marked(text: str) -> str:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[Sequence[int]] = []
+        self.files: list[int] = []
+
+    def _place(self, ids: Sequence[int]) -> str:
+        self.ids.append(ids)
+        return f"{MARK}{len(self.ids) - 1}{MARK}"
+
+    def file(self, ids: Sequence[int]) -> str:
+        """Return the place of a file."""
+        self.files.append(len(self.ids))
+        return self._place(ids)
+
+    def text(self, text: str, field: str) -> str:
+        """Return a text with places. Raises ApiError if it has the mark of a place in it."""
         if MARK in text:
             raise ApiError(400, f"{field} must not have the text {MARK!r} in it", param=field)
-        pieces, between = split_specials(tokenizer, text)
-        files.extend(between)
-        return MARK.join(pieces)
+        pieces, between = split_specials(self.tokenizer, text)
+        return pieces[0] + "".join(self._place(ids) + piece for ids, piece in zip(between, pieces[1:], strict=True))
 
+    def values(self, value: Any, field: str) -> Any:
+        """Return a value of JSON, with places in all of its texts."""
+        if isinstance(value, str):
+            return self.text(value, field)
+        if isinstance(value, list):
+            return [self.values(one, field) for one in value]
+        if isinstance(value, dict):
+            return {self.text(name, field): self.values(one, field) for name, one in value.items()}
+        return value
+
+
+def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, calls: Format | None) -> dict[str, Any]:
+    """Return a message as the template wants it. Its files and special tokens become places."""
     field = f"messages.{place}.content"
-    if message.content is None and not message.tool_calls:
+    if message.content is None and message.role != "assistant":
         raise ApiError(400, f"{field} must be text or a list of parts, got none", param=field)
     parts = message.content if isinstance(message.content, list) else []
-    texts = [marked(message.content)] if isinstance(message.content, str) else []
+    texts = [marked.text(message.content, field)] if isinstance(message.content, str) else []
     for part in parts:
         if isinstance(part, FileContent):
-            files.append(file_ids(part.file))
-            texts.append(MARK)
+            texts.append(marked.file(file_ids(part.file)))
         else:
-            texts.append(marked(part.text))
+            texts.append(marked.text(part.text, field))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
+    short = calls is not None and calls.short_ids
     if message.tool_calls:
-        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    for name in ("name", "tool_call_id", "reasoning_content"):
+        plain["tool_calls"] = [
+            _call(marked, call, f"messages.{place}.tool_calls.{number}", short)
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = short_id(message.tool_call_id) if short else message.tool_call_id
+    for name in ("name", "reasoning_content"):
         if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
+            plain[name] = marked.text(getattr(message, name), f"messages.{place}.{name}")
     return plain
+
+
+def _call(marked: _Marked, call: ToolCall, field: str, short: bool) -> dict[str, Any]:
+    """Return an earlier call as the template wants it. Raises ApiError if its arguments are no JSON of an object."""
+    field = f"{field}.function.arguments"
+    arguments = arguments_of(call.function.arguments)
+    if arguments is None:
+        got = call.function.arguments
+        raise ApiError(400, f"{field} must be the JSON of an object, got {got!r:.80}", param=field)
+    function = {"name": call.function.name, "arguments": Arguments(marked.values(arguments, field))}
+    return {"id": short_id(call.id) if short else call.id, "type": "function", "function": function}
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -100,7 +198,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
+        return [prompt]
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
     return [*prompt]

@@ -12,7 +12,9 @@ Some fields that clients send by themselves change no answer here. They are acce
 | `prediction` | It could only make an answer sooner. |
 | `stream_options.include_obfuscation` | Events are not padded. |
 | `json_schema.strict`, `function.strict` | A schema is always followed. |
-| `annotations`, `audio`, `refusal` of an earlier answer | They are no part of the prompt. |
+| `annotations`, `audio`, `refusal`, `parsed` of an earlier answer | They are no part of the prompt. |
+
+A field that is null is a field that is not there, whatever its name: clients write their objects with nulls.
 """
 
 from typing import Annotated, Any, Literal
@@ -50,8 +52,20 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_names(cls, value: Any) -> Any:
-        """Refuse an object with too many names before each of them is looked at."""
-        return few(value)
+        """Refuse an object with too many names before each of them is looked at. Leave out the nulls."""
+        value = few(value)
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        """Return the JSON schema. Each field that may be absent may be null, and so may unknown ones."""
+        reference = handler(core)
+        schema = handler.resolve_ref_schema(reference)
+        for name, one in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in one.get("anyOf", ()):
+                schema["properties"][name] = {"anyOf": [one, {"type": "null"}]}
+        schema["additionalProperties"] = {"type": "null"}
+        return reference
 
 
 class FilePart(Body):
@@ -81,6 +95,7 @@ class FunctionCall(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
@@ -103,6 +118,7 @@ class Message(Body):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
+    parsed: Any = None
     # vllm-router changes the name to `reasoning`.
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
@@ -163,6 +179,13 @@ class Routed(Body):
     stream_reasoning: Literal[True] = True
 
 
+class TemplateSwitches(Body):
+    """What a chat template may be told beside the chat. A template without such a switch ignores it."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class Drawing(Routed):
     """The fields that chats and completions share."""
 
@@ -205,6 +228,7 @@ class ChatRequest(Drawing):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -228,6 +252,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool | None = None

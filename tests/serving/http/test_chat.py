@@ -123,7 +123,8 @@ def test_what_openai_clients_send_by_themselves_is_ignored(client):
 
 MARKS = """{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor -%}
 {% for m in messages %}<{{ m.role }}>{{ m.content.split("</think>")[-1] }}
-{%- for call in m.tool_calls or [] %}!{{ call.function.name }}{% endfor %}{% endfor %}<assistant><think>
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{%- endfor %}<assistant><think>
 """
 
 
@@ -139,7 +140,7 @@ def test_reasoning_and_tools_as_the_template_marks_them(client, monkeypatch):
     ]
     told = client.post("/tokenize", json={"messages": turns, "tools": [tool]}).json()["tokens"]
     text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
-    assert text == "[f]<user>Where is it?<assistant>!f<tool>On the left shelf.<assistant><think>"
+    assert text == "[f]<user>Where is it?<assistant><tool_call>f</tool_call><tool>On the left shelf.<assistant><think>"
     body = {"messages": turns, "tools": [tool], "temperature": 0}
     answer, want = chat(client, **body), offline(told, 8).text
     message = answer["choices"][0]["message"]

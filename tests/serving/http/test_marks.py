@@ -1,36 +1,83 @@
-"""Reasoning and tool calls in the text of answers: the same parts, however the text arrives."""
+"""Reasoning and tool calls in answers: the same parts, whether a mark is one token, a special one or plain text."""
 
 import math
+import re
 
 import pytest
+from tiny_text import byte_tokenizer, marked_tokenizer, spelled
 
-from jshadow.serving.http.marks import Splitter, call_of
+from jshadow.serving.http.calls import FORMATS, HERMES, calls_of, format_of
+from jshadow.serving.http.marks import Splitter, Wanted, thoughts_of
 
-THINK = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-MARKED = THINK + "<tool_call>{{ call }}</tool_call>"
 CALL = '{"name": "f", "arguments": {"a": "<b>"}}'
 ONE = f"<tool_call>{CALL}</tool_call>"
 F = ("call", "f", '{"a": "<b>"}')
-WHY, SO, FORMED = ("reasoning", "why"), ("content", "so"), {"formed": True}
-ALL, TWO = {"most_calls": math.inf}, {"most_calls": 2}
+WHY, SO = ("reasoning", "why"), ("content", "so")
+THINKS, BEGUN = {"thoughts": "possible"}, {"thoughts": "begun"}
+ALL, TWO, FIRST = ({"wanted": Wanted(HERMES, most=most)} for most in (math.inf, 2, 1))
+CUT = {"finish": "length"}
+MISTRAL, NAMED, PHI, GLM, LLAMA = (
+    {"wanted": Wanted(format_of(text), ("f", "g"))}
+    for text in ("[TOOL_CALLS]", "[TOOL_CALLS][ARGS]", "<|tool|>", "<|observation|>", "<|python_tag|>")
+)
+G = ("call", "g", "{}")
 
-# The template, the settings, the text of the answer, and its parts. The part of some is their whole text.
+# The settings, the text of the answer, and its parts. The part of some is their whole text.
 CASES = {
-    "plain": ("", {}, "<think>no</think>", None),
-    "thinks": (THINK, {}, "<think>why</think>so", [WHY, SO]),
-    "thinks from the prompt on": (THINK, {"prompt_end": "<assistant><think>\n"}, "why</think>so", [WHY, SO]),
-    "thinks to the end": (THINK, {}, "<think>why <tool", [("reasoning", "why <tool")]),
-    "a form has no reasoning": (THINK, FORMED | {"prompt_end": "<think>"}, '{"a": "<think>"}', None),
-    "begins like a mark": (MARKED, ALL, "a <tool_ca", None),
-    "two calls": (MARKED, ALL, f"<think>why</think>so{ONE}<tool_call>\n{CALL}\n</tool_call>", [WHY, SO, F, F]),
-    "one call at most": (MARKED, {"most_calls": 1}, ONE + ONE, [F]),
-    "no tools": (MARKED, {}, ONE, None),
-    "an unfinished call": (MARKED, TWO, '<tool_call>{"na', None),
-    "no call": (MARKED, TWO, "<tool_call>[]</tool_call>", None),
-    "a bare call": ("", TWO, f"\n{CALL}", [F]),
-    "bare JSON that is no call": ("", TWO, '{"a": 1}', None),
-    "text without marks": ("", TWO, "It is {so}", None),
-    "a forced call": ("", TWO | FORMED, ONE, [F]),
+    "plain": ({}, "<think>no</think>", None),
+    "thinks": (THINKS, "<think>why</think>so", [WHY, SO]),
+    "thinks after a line": (THINKS, "\n<think>why</think>so", [("content", "\n"), WHY, SO]),
+    "thinks from the prompt on": (BEGUN, "why</think>so", [WHY, SO]),
+    "thinks to the limit": (THINKS | CUT, "<think>why <tool", [("reasoning", "why <tool")]),
+    "thinks to the end": (THINKS, "<think>why", [WHY, ("content", "why")]),
+    "a stop string in the thoughts": (
+        THINKS | {"stops": ["h"]},
+        "<think>why</think>so, he",
+        [WHY, ("content", "so, ")],
+    ),
+    "a stop string from the prompt on": (
+        BEGUN | {"stops": ["y", "o"]},
+        "why</think>so",
+        [WHY, ("content", "s")],
+    ),
+    "a form has no reasoning": ({}, '{"a": "<think>"}', None),
+    "a mark behind content": (THINKS, "Use <think>so</think>", [("content", "Use <think>so</think>")]),
+    "a mark behind the reasoning": (THINKS, "<think>why</think>a<think>", [WHY, ("content", "a<think>")]),
+    "two marks in the reasoning": (THINKS, "<think>a<think>b</think>so", [("reasoning", "a<think>b"), SO]),
+    "begins like a mark": (ALL, "a <tool_ca", None),
+    "two calls": (ALL | THINKS, f"<think>why</think>so{ONE}\n<tool_call>\n{CALL}\n</tool_call>", [WHY, SO, F, F]),
+    "one call at most": (FIRST, ONE + ONE, [F]),
+    "blanks around a call": (ALL | THINKS, f"<think>why</think>\n\n{ONE}\n", [WHY, F]),
+    "text behind a call": (ALL, f"{ONE}\nso", [F, ("content", "\nso")]),
+    "no tools": ({}, ONE, None),
+    "an unfinished call": (TWO, '<tool_call>{"na', None),
+    "a call that the limit cuts": (TWO | CUT, f'so{ONE}<tool_call>{{"name": "f", "argu', [SO, F]),
+    "a whole call without its end": (TWO, f"<tool_call>{CALL}", [F]),
+    "no call": (TWO, "<tool_call>[]</tool_call>", None),
+    "Mistral's list": (MISTRAL, f'[TOOL_CALLS] [{CALL}, {{"name": "g", "arguments": {{}}}}]', [F, G]),
+    "Mistral's text before calls": (MISTRAL, f"so[TOOL_CALLS][{CALL}]", [SO, F]),
+    "Mistral's list that is cut": (MISTRAL | CUT, f"so[TOOL_CALLS][{CALL[:9]}", [SO]),
+    "Mistral's names": (NAMED, '[TOOL_CALLS]f[ARGS]{"a": "<b>"}[TOOL_CALLS]g[ARGS]{}', [F, G]),
+    "Mistral's names and ids": (NAMED, '[TOOL_CALLS]f[CALL_ID]ab12cd34e[ARGS]{"a": "<b>"}', [F]),
+    "Phi's list": (PHI, f"so<|tool_call|>[{CALL}]<|/tool_call|>", [SO, F]),
+    "Phi's object": (PHI, f"<|tool_call|>{CALL}", [F]),
+    "GLM's name and object": (GLM, 'f\n{"a": "<b>"}', [F]),
+    "GLM's two calls": (GLM, '\nf\n{"a": "<b>"}\ng\n{}', [F, G]),
+    "GLM's text": (GLM, "for all\n{}", None),
+    "Llama's object": (LLAMA, '\n{"name": "f", "parameters": {"a": "<b>"}}', [F]),
+    "Llama's two calls": (LLAMA, f'{CALL}; {{"name": "g", "parameters": {{}}}}', [F, G]),
+    "Llama's list": (LLAMA, f'[{CALL}, {{"name": "g", "parameters": null}}]', [F, G]),
+    "bare JSON that is no call": (LLAMA, '{"a": 1}', None),
+    "text without marks": (LLAMA, "It is {so}", None),
+}
+UNREAD = ("plain", "a form has no reasoning", "a mark behind content", "a mark behind the reasoning")
+UNREAD += ("two marks in the reasoning", "no tools")
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+MARKS += ("<|tool_call|>", "<|/tool_call|>")
+TOKENIZERS = {
+    "text": byte_tokenizer(),
+    "token": marked_tokenizer(*MARKS),
+    "special": marked_tokenizer(*MARKS, special=True),
 }
 
 
@@ -48,27 +95,81 @@ def joined(deltas):
     return parts
 
 
+def split(tokenizer, ids, finish="stop", **settings):
+    splitter = Splitter(tokenizer, **settings)
+    deltas = [delta for token in ids for delta in splitter.push(token)] + splitter.finish(finish)
+    assert splitter.calls == sum(delta.call is not None for delta in deltas)
+    return joined(deltas)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", CASES)
-def test_an_answer_is_split_in_one_way(name):
-    template, settings, text, want = CASES[name]
+def test_an_answer_is_split_in_one_way(name, kind):
+    """A special token that is not read as a mark has no text."""
+    settings, text, want = CASES[name]
     want = want or [("content", text)]
-    for size in (1, 2, 3, 7, len(text)):
-        splitter = Splitter(template, **settings)
-        pieces = [text[place : place + size] for place in range(0, len(text), size)]
-        deltas = [delta for piece in pieces for delta in splitter.push(piece)] + splitter.push("", final=True)
-        assert joined(deltas) == want, size
-        assert splitter.calls == sum(part[0] == "call" for part in want)
+    if kind == "special" and name in UNREAD:
+        want = [(part, re.sub("</?(think|tool_call)>", "", said)) for part, said in want]
+    tokenizer = TOKENIZERS[kind]
+    assert split(tokenizer, tokenizer.encode(text), **settings) == want
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    "text", ["<think>why</think>so", f"so {ONE}", f"[TOOL_CALLS][{CALL}]", f"<|tool_call|>[{CALL}]<|/tool_call|>"]
+)
+def test_the_text_of_a_mark_in_other_tokens_is_plain_text(text, special):
+    """As an answer about marks has it, or a form whose text has one in it."""
+    tokenizer = marked_tokenizer(*MARKS, special=special)
+    for settings in (THINKS | ALL, THINKS | MISTRAL, THINKS | PHI):
+        assert split(tokenizer, spelled(tokenizer, text), **settings) == [("content", text)]
 
 
 def test_text_is_given_as_soon_as_it_is_known():
-    splitter, bare = Splitter(MARKED, **ALL), Splitter("", **ALL)
-    for piece, told in (("Hi", ["Hi"]), (" <", [" "]), ("b>", ["<b>"]), ("<tool", []), ("s>", ["<tools>"])):
-        assert [(one.content, one.reasoning) for one in splitter.push(piece)] == [(text, "") for text in told]
-    assert [bool(bare.push(piece)) for piece in (" ", "It", " is")] == [False, True, True]
+    tokenizer = TOKENIZERS["text"]
+    splitter, bare = Splitter(tokenizer, **ALL), Splitter(tokenizer, **LLAMA)
+
+    def told(splitter, text):
+        return "".join(delta.content for token in tokenizer.encode(text) for delta in splitter.push(token))
+
+    for piece, want in (("Hi", "Hi"), (" <", " "), ("b>", "<b>"), ("<tool", ""), ("s>", "<tools>")):
+        assert told(splitter, piece) == want
+    assert [told(bare, piece) for piece in (" ", "It", " is")] == ["", " It", " is"]
 
 
-def test_a_call_is_an_object_with_a_name_and_its_arguments_are_json():
-    for text in ("", "{", "1", "[]", '{"a": 1}', '{"name": 1}', '{"name": "f"} x'):
-        assert call_of(text) is None, text
-    for text, arguments in ((', "parameters": {"ä": 1}', '{"ä": 1}'), (', "arguments": "{}"', "{}"), ("", "{}")):
-        assert call_of(f'{{"name": "f"{text}}}') == ("f", arguments)
+def test_the_end_token_has_no_text():
+    """Though it has one of its own in some tokenizers."""
+    tokenizer = TOKENIZERS["text"]
+    ids = tokenizer.encode("so<")
+    assert split(tokenizer, ids, ends=frozenset(ids[-1:]), **ALL) == [SO]
+
+
+def test_a_template_tells_whether_an_answer_may_begin_with_reasoning():
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    for prompt_end, want in (
+        ("<assistant>", "possible"),
+        ("<assistant><think>\n", "begun"),
+        ("<think>\n\n</think>\n\n", "none"),
+        ("</think>\n<assistant>", "possible"),
+    ):
+        assert thoughts_of(template, prompt_end) == want
+        assert thoughts_of("{{ messages }}", prompt_end) == "none"
+
+
+def test_a_template_tells_the_format_of_calls():
+    """Of formats with the same mark, the one with more marks is asked for first."""
+    assert {text: format_of(f"{{{{ tools }}}} {text} {{{{ x }}}}") for text, _ in FORMATS} == dict(FORMATS)
+    assert format_of("<tool_call>{{ name }}<arg_key>") is None
+    assert format_of("{{ tools }}<tool_call>") is HERMES
+    for text in ("", "{{ messages }}", "{% for tool in tools %}{{ tool }}{% endfor %}"):
+        assert format_of(text) is None
+
+
+def test_a_call_is_an_object_with_a_name_and_its_arguments_are_the_json_of_an_object():
+    texts = ("", "{", "1", "[]", '{"a": 1}', '{"name": 1}', '{"name": "f"} x', "[" * 100_000, "f {}", "f\n[]")
+    wrong = ('"x"', '"[1]"', "[1]", "1", "true")
+    for text in (*texts, *(f'{{"name": "f", "arguments": {one}}}' for one in wrong)):
+        assert calls_of(text) == [], text
+    pairs = ((', "parameters": {"ä": 1}', '{"ä": 1}'), (', "arguments": "{}"', "{}"), ("", "{}"))
+    for text, arguments in (*pairs, (', "arguments": ""', ""), (', "arguments": null', "{}")):
+        assert calls_of(f'{{"name": "f"{text}}}') == [("f", arguments)]

@@ -16,7 +16,7 @@ from jshadow.serving.http.completion import Completion
 from jshadow.serving.http.errors import ApiError, client_left, too_late
 from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
-from jshadow.serving.http.prompts import chat_ids, prompts_of
+from jshadow.serving.http.prompts import chat_ids, prompts_of, template_of
 from jshadow.serving.http.responses import ERRORS, STREAM
 from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FileContent, FilePart
 from jshadow.serving.http.service import Service
@@ -38,7 +38,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
     ids = await unless_gone(request, chat_tokens(service, body, tools), service.options.seconds)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    grammar = await service.slowly(form_of, body)
+    template = template_of(service.params.tokenizer, bool(tools))
+    grammar = await service.slowly(form_of, body, service.params.tokenizer, template.calls)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
@@ -46,7 +47,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     client = client_of(request)
     answers = await service.submit(*await service.slowly(service.requests, client, body, ids, most, top, grammar))
     prompt_end = service.params.tokenizer.decode(ids[-16:])
-    return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
+    return await respond(request, body, answers, Chat(service, body, answers, template, prompt_end))
 
 
 @router.post("/v1/completions", responses=ERRORS | STREAM)
@@ -54,7 +55,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or each of several texts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    grammar = await service.slowly(form_of, body)
+    grammar = await service.slowly(form_of, body, service.params.tokenizer)
     requests, prompts = [], prompts_of(body.prompt)
     if len(prompts) * (body.n or 1) > MOST_ANSWERS:
         message = f"the prompts must have at most {MOST_ANSWERS} answers, got {len(prompts)} prompts with n={body.n}"
@@ -96,7 +97,8 @@ def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
         return next(left_files)
 
-    return chat_ids(service.params.tokenizer, body.messages, file_ids, tools or None, service.check_length)
+    args = body.messages, file_ids, tools or None, service.check_length, body.chat_template_kwargs
+    return chat_ids(service.params.tokenizer, *args)
 
 
 async def respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:

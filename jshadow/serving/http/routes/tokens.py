@@ -23,7 +23,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "the body must have either prompt or messages", param="prompt")
     if body.messages is not None:
-        chat = ChatRequest(model=service.options.name, messages=body.messages)
+        switches = body.chat_template_kwargs
+        chat = ChatRequest(model=service.options.name, messages=body.messages, chat_template_kwargs=switches)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         ids = await unless_gone(request, chat_tokens(service, chat, tools), service.options.seconds)
     elif not body.prompt:

@@ -1,0 +1,126 @@
+"""Tool calls as the families of models write them. The chat template of a model tells its family."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import secrets
+from typing import Any
+
+Call = tuple[str, str]  # the name of a function, and the JSON of its arguments, which is an object
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a family writes a call.
+
+    Attributes:
+        begin: the mark before a call, or "" if calls have none. They are then the whole content of the answer.
+        end: the mark after a call, or "" if it goes on to the next one or to the end of the answer.
+        opening, closing: the texts before and after the arguments. NAME stands for the name of the function.
+        short_ids: whether the template wants ids of nine letters and digits.
+        tools_in_system: whether the template reads the tools from the system message, as JSON.
+    """
+
+    begin: str
+    end: str
+    opening: str
+    closing: str
+    short_ids: bool = False
+    tools_in_system: bool = False
+
+    def opening_parts(self, name: str) -> list[str]:
+        """Return the text before the arguments of a function, with the marks in it apart."""
+        return [part for part in re.split(r"(\[[A-Z_]+\])", self.opening.replace("NAME", name)) if part]
+
+    def may_be_call(self, text: str, names: tuple[str, ...]) -> bool:
+        """Return whether a text may be the beginning of calls without a mark. `names` are those of the functions."""
+        text = text.lstrip()
+        if self.opening.startswith("NAME"):
+            return any(text.startswith(f"{name}\n") or f"{name}\n".startswith(text) for name in names)
+        return not text or text[0] in "{["
+
+
+OBJECT, LIST = '{"name": "NAME", "arguments": ', '[{"name": "NAME", "arguments": '
+PARAMETERS = '{"name": "NAME", "parameters": '
+HERMES = Format("<tool_call>", "</tool_call>", OBJECT, "}")
+# The first text that a template has tells its format. None: the format is not known here.
+FORMATS: tuple[tuple[str, Format | None], ...] = (
+    ("<arg_key>", None),
+    ("<function=", None),
+    ("<tool_call>", HERMES),
+    ("[ARGS]", Format("[TOOL_CALLS]", "", "NAME[ARGS]", "", short_ids=True)),
+    ("[TOOL_CALLS]", Format("[TOOL_CALLS]", "", LIST, "}]", short_ids=True)),
+    ("<|tool|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]", tools_in_system=True)),
+    ("<|tool_call|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]")),
+    ("<|observation|>", Format("", "", "NAME\n", "")),
+    ("<|python_tag|>", Format("", "", PARAMETERS, "}")),
+    ('"parameters": dict', Format("", "", PARAMETERS, "}")),
+)
+# The name of a call whose arguments alone are JSON.
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\]|\s*\n)\s*(?=\{)")
+_BETWEEN = re.compile(r"[\s;,]*")
+
+
+def format_of(template: str) -> Format | None:
+    """Return the format of the calls of a model with this chat template. None: it is not known."""
+    return next((form for text, form in FORMATS if text in template), None)
+
+
+def calls_of(text: str) -> list[Call]:
+    """Return the calls that a text consists of. Empty: it has something else in it.
+
+    A call is an object with `name`, and `arguments` or `parameters`; or a name and an object behind it. There may be
+    several, and lists of them.
+    """
+    calls: list[Call] = []
+    place = _BETWEEN.match(text, 0).end()  # type: ignore[union-attr]
+    while place < len(text):
+        named = _NAMED.match(text, place)
+        try:
+            value, place = json.JSONDecoder().raw_decode(text, named.end() if named else place)
+        except (ValueError, RecursionError):
+            return []
+        if named:
+            value = {"name": named[1], "arguments": value}
+        for one in value if isinstance(value, list) else [value]:
+            call = _call_of(one)
+            if call is None:
+                return []
+            calls.append(call)
+        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+    return calls
+
+
+def _call_of(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return None if arguments_of(arguments) is None else (value["name"], arguments)
+    if not isinstance(arguments, dict | None):
+        return None
+    return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call from their JSON. None: it is not the JSON of an object. No text is no argument."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tool_call(call: Call, index: int | None = None) -> dict[str, Any]:
+    """Return a call in OpenAI's form, with an id at random. `index` is its number, in a stream."""
+    name, arguments = call
+    place = {} if index is None else {"index": index}
+    function = {"name": name, "arguments": arguments}
+    return place | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def short_id(name: str) -> str:
+    """Return an id of nine letters and digits for any id: the same one for the same one."""
+    return name if SHORT_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]

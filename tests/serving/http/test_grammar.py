@@ -1,0 +1,202 @@
+"""Answers in a form, drawn at random among the tokens that may follow: marks are tokens, and texts never are."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from server_cases import CHAT, PARAMS, posted
+from tiny_text import byte_tokenizer, marked_tokenizer
+from tokenizers_by_kind import merging_tokenizer
+
+from jshadow.engine.rows.sampling import WORD
+from jshadow.errors import ConfigError
+from jshadow.serving.grammar import allowed_words
+from jshadow.serving.http.calls import HERMES, format_of
+from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.forms import form_of
+from jshadow.serving.http.grammar import Grammars
+from jshadow.serving.http.marks import Splitter, Wanted
+from jshadow.serving.http.schemas import ChatRequest
+
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|im_end|>", "  ")
+END = 256
+TOKENIZERS = {
+    "text": byte_tokenizer(),
+    "token": marked_tokenizer(*MARKS),
+    "special": marked_tokenizer(*MARKS, special=True),
+}
+DEEP = {"type": "object", "properties": {"depth": {"type": "integer", "minimum": 3, "maximum": 40}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "find", "parameters": DEEP | {"required": ["depth"]}}},
+    {"type": "function", "function": {"name": "wait-a-bit"}},
+]
+HI = [{"role": "user", "content": "Hi"}]
+CALLS = {
+    "hermes": HERMES,
+    "Mistral's list": format_of("[TOOL_CALLS]"),
+    "Mistral's names": format_of("[TOOL_CALLS][ARGS]"),
+    "Phi": format_of("<|tool|>"),
+    "GLM": format_of("<|observation|>"),
+    "Llama": format_of("<|python_tag|>"),
+}
+
+
+def params_of(tokenizer, size=None, end=END):
+    config = dataclasses.replace(PARAMS.config, vocab_size=size or len(tokenizer), eos_ids=(end,))
+    return dataclasses.replace(PARAMS, config=config, tokenizer=tokenizer)
+
+
+def drawn(tokenizer, grammar, seed=0, size=None, end=END, most=400):
+    """Tokens at random, up to the end token."""
+    params = params_of(tokenizer, size, end)
+    size = params.config.vocab_size
+    matcher, tokens, rng = Grammars(params).matcher(grammar), [], np.random.default_rng(seed)
+    while tokens[-1:] != [end] and len(tokens) < most:
+        words = allowed_words(matcher, tokens, size)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
+        tokens.append(int(rng.choice(np.flatnonzero(bits))))
+    return tokens
+
+
+def form(tokenizer, calls=None, **body):
+    return form_of(ChatRequest.model_validate({"model": "tiny", "messages": HI} | body), tokenizer, calls)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forced_call_has_the_marks_of_the_family(name, kind):
+    """A mark is one token if the tokenizer has it. The splitter reads the call, and nothing is left over."""
+    tokenizer, calls, seen = TOKENIZERS[kind], CALLS[name], set()
+    grammar = form(tokenizer, calls, tools=TOOLS, tool_choice="required")
+    for seed in range(4):
+        tokens = drawn(tokenizer, grammar, seed)
+        names = [tool["function"]["name"] for tool in TOOLS]
+        splitter = Splitter(tokenizer, wanted=Wanted(calls, tuple(names)), ends=frozenset([END]))
+        [*deltas] = [delta for token in tokens for delta in splitter.push(token)] + splitter.finish("stop")
+        [called] = [delta.call for delta in deltas]
+        assert (called[0], set(json.loads(called[1]))) in [("find", {"depth"}), ("wait-a-bit", set())]
+        seen.add(called[0])
+        marked = [tokenizer.decode([token]) for token in tokens if token > END]
+        if kind == "text" or not calls.begin:
+            assert not marked
+        else:
+            assert marked[0] == calls.begin
+            assert marked[-1] == (calls.end or marked[-1])
+    assert seen == set(names)
+
+
+TEXTS = ("<tool_call>", "<|im_end|>x</tool_call>", "a<|end|>b", "[TOOL_CALLS] <|end|>", "two  blanks")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_of_an_added_token_is_written_in_other_tokens(text, kind):
+    """In an expression, an enum and a key. The decoded answer fits, although decoded text has no special tokens."""
+    tokenizer = TOKENIZERS[kind]
+    schema = {"type": "object", "properties": {text: {"enum": [text]}}, "required": [text]}
+    for body, want in (
+        ({"type": "regex", "regex": f"({re.escape(text)})+x"}, None),
+        ({"type": "json_schema", "json_schema": {"schema": {"enum": [text]}}}, text),
+        ({"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}, {text: text}),
+    ):
+        tokens = drawn(tokenizer, form(tokenizer, response_format=body))
+        assert tokens[-1] == END
+        answer = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert json.loads(answer) == want if want else re.fullmatch(body["regex"], answer)
+
+
+def test_special_tokens_in_the_vocabulary_of_the_model_are_no_text_either():
+    """As those of a tokenizer that was trained with them."""
+    tokenizer = merging_tokenizer()
+    schema = {"enum": ["<s> the harbor </s>"]}
+    grammar = form(tokenizer, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    for seed in range(3):
+        tokens = drawn(tokenizer, grammar, seed, end=1)
+        assert json.loads(tokenizer.decode(tokens, skip_special_tokens=True)) == schema["enum"][0]
+
+
+@pytest.mark.parametrize("more", [1, 10, 64, -3], ids=["one more", "a part of a word", "words", "fewer"])
+def test_a_tokenizer_may_have_another_size_than_the_embedding(more):
+    """Tokens without an embedding may never follow. Embeddings without a token may not either."""
+    size = 257
+    added = marked_tokenizer(*(f"<{index}>" for index in range(more))) if more > 0 else byte_tokenizer()
+    size = size if more > 0 else len(added) - more
+    for text in ("[a-z]{9}", ".{1,9}", "(a|<1>)<0>"):
+        for seed in range(3):
+            tokens = drawn(added, form(added, response_format={"type": "regex", "regex": text}), seed, size)
+            assert max(tokens) < min(size, len(added))
+            assert re.fullmatch(text, added.decode(tokens, skip_special_tokens=True))
+    words = Grammars(params_of(added, size)).matcher(f"start: /{text}/")([])
+    assert words.shape == (-(-size // WORD),)
+
+
+def test_a_server_with_such_a_tokenizer_answers_in_a_form(client, service, monkeypatch):
+    larger = params_of(marked_tokenizer("<0>", "<1>"), PARAMS.config.vocab_size)
+    monkeypatch.setattr(service, "grammars", Grammars(larger))
+    for text in ("[xyz]{5}", "<0>", "(a|<1>){3}"):
+        body = {"messages": HI, "max_tokens": 12, "response_format": {"type": "regex", "regex": text}}
+        assert re.fullmatch(text, posted(client, CHAT, **body)["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("regex", ["(?=a)b", "a(?!b)c", "(?<=a)b", r"(a)\1"])
+def test_the_error_of_an_expression_says_what_is_wrong_with_it(regex):
+    pattern = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": regex}}}
+    for body in ({"type": "regex", "regex": regex}, pattern):
+        with pytest.raises(ApiError, match=r"(look-around|backreferences).* not supported$"):
+            form(TOKENIZERS["text"], response_format=body)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    ],
+)
+def test_a_schema_of_itself_alone_is_refused_in_plain_words(schema):
+    grammar = form(TOKENIZERS["text"], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    with pytest.raises(ConfigError, match="refers to itself must be able to end"):
+        drawn(TOKENIZERS["text"], grammar)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "keys"),
+    [
+        ({"required": ["a"]}, {"a"}),
+        ({"type": "object", "required": ["a", "b"], "properties": {"b": {"const": 1}}}, {"a", "b"}),
+        ({"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"]}, {"b"}),
+        ({}, set()),
+    ],
+)
+def test_arguments_have_the_names_that_are_required(parameters, keys):
+    """Though `properties` does not name them."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    tokenizer = TOKENIZERS["token"]
+    grammar = form(tokenizer, HERMES, tools=[tool], tool_choice="required")
+    found = 0
+    for seed in range(12):
+        tokens = drawn(tokenizer, grammar, seed)
+        if tokens[-1] != END:
+            continue
+        found += 1
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert set(call["arguments"]) == keys
+    assert found
+
+
+def test_tools_in_a_format_that_is_not_known_are_refused_by_name():
+    """The model would write them in a way that the server cannot read. A forced call is written as the server says."""
+    tokenizer = TOKENIZERS["token"]
+    for more in ({}, {"tool_choice": "auto"}, {"response_format": {"type": "text"}}):
+        with pytest.raises(ApiError, match="tools: the model's chat template") as raised:
+            form(tokenizer, None, tools=TOOLS, **more)
+        assert (raised.value.status, raised.value.param) == (400, "tools")
+        assert form(tokenizer, HERMES, tools=TOOLS, **more) is None
+    assert form(tokenizer, None, tools=TOOLS, tool_choice="none") is None
+    forced = {"type": "function", "function": {"name": "find"}}
+    for more in ({"tool_choice": "required"}, {"tool_choice": forced}, {"response_format": {"type": "json_object"}}):
+        assert "<[257]>" in form(tokenizer, None, tools=TOOLS, **more)
