@@ -9,10 +9,9 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import MARK, decode, encode_parts, marked, opening, special_tokens
+from jshadow.weights.tokenizer import ANSWER, MARK, decode, encode_parts, marked, opening, special_tokens
 from jshadow.weights.tokenizer import encode as encode_text
 
-ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that the state already holds
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
 
 

@@ -27,6 +27,8 @@ from jshadow.weights.convert.huggingface import (
     plan,
     read_config,
     read_weights,
+    untied,
+    with_ends,
 )
 from jshadow.weights.convert.huggingface_write import config_to_hf, tensors_of, write_shards
 from jshadow.weights.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
@@ -34,6 +36,7 @@ from jshadow.weights.convert.orbax import read_orbax, write_orbax
 from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
+from jshadow.weights.tokenizer import end_tokens
 
 # A directory with one of these files has a tokenizer. A tokenizer_config.json without one of them is not enough.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -46,7 +49,8 @@ class Params:
     Attributes:
         weights: nested dict of arrays with the structure of `models.transformer.abstract_weights(config)`. All have one
             dtype, except that an int8 `kernel` has a float32 `kernel_scale` beside it.
-        config: sizes and switches. Two loads of one checkpoint have equal configs.
+        config: sizes and switches. Its end tokens are those that config.json, generation_config.json, the tokenizer and
+            its chat template name. Two loads of one checkpoint have equal configs.
         tokenizer: a transformers tokenizer, or None if the checkpoint has none. Without it prompts must be token ids.
         left: on a mesh, where the left rows of ShadowKV's key code lie; see `load`.
     """
@@ -119,8 +123,12 @@ def load(
         _, family, config = read_config(directory)
         check_heads(mesh, config)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
+        if tokenizer is not None:
+            config = with_ends(config, (token for token in end_tokens(tokenizer) if token < config.vocab_size))
         orbax = kind_of(directory) == "orbax"
         if not orbax:
+            if untied(directory, config):
+                config = dataclasses.replace(config, tie_embeddings=False)
             plan(directory, family, config)  # before the manifest, because its errors say more than that a file changed
         if verify:
             check_manifest(directory)

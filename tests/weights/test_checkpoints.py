@@ -15,10 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 import seeded
 from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, shard, tiny_directory, write_gguf
-from family_cases import FAMILY_CASES
+from family_cases import FAMILY_CASES, family_config
 from few import one_of
 from forced_devices import FLAGS
 from safetensors.numpy import load_file
+from tiny_text import byte_tokenizer
 
 from jshadow.cli.main import main
 from jshadow.errors import CheckpointError, ConfigError
@@ -237,6 +238,27 @@ def test_shards_and_harmless_extras_give_the_same_model(tmp_path):
     assert_same(load(directory, "float32"), params)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("place", ["row", "last", "dtype"])
+def test_another_head_than_the_embedding_is_used_in_spite_of_the_config(tmp_path, caplog, name, place):
+    """The logits are those of the head in the file, and a warning says so. A conversion keeps the head."""
+    config = dataclasses.replace(family_config(name), tie_embeddings=True)
+    params = init_params(config, seed=5)
+    save(params, tmp_path / "m")
+    head = np.array(params.weights["embed"]["embedding"])
+    if place == "dtype":
+        head = head.astype(np.float64)
+    else:
+        head[0 if place == "row" else -1] += 1
+    edit_tensors(tmp_path / "m", lambda held: held.update({"lm_head.weight": head}))
+    loaded = load(tmp_path / "m", "float32")
+    assert "lm_head.weight is not the embedding" in caplog.text
+    assert not loaded.config.tie_embeddings
+    np.testing.assert_array_equal(loaded.weights["head"]["kernel"], head.T.astype(np.float32))
+    convert(tmp_path / "m", tmp_path / "converted", "float32")
+    assert_same(load(tmp_path / "converted", "float32"), loaded)
+
+
 DRAFTS = (
     "mtp.fc.weight",  # Qwen
     "mtp.layers.0.self_attn.q_proj.weight",
@@ -285,10 +307,41 @@ def test_two_loads_share_a_config_and_seeds_differ(directory):
     assert not np.array_equal(a, b)
 
 
-def test_generation_config_wins(directory):
-    for eos, expected in ((5, (5,)), ([5, 6], (5, 6)), (None, (0,))):
+def test_end_tokens_are_those_of_both_configs(directory):
+    for eos, expected in ((5, (5, 0)), ([5, 6], (5, 6, 0)), (None, (0,)), ([0, 5], (0, 5))):
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert load(directory).config.eos_ids == expected
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "expected"),
+    [
+        (CHATML, "</s>", ("</s>", "<|im_end|>")),
+        (CHATML, "<|im_end|>", ("<|im_end|>",)),
+        (CHATML, None, ("<|im_end|>",)),
+        ("{% for m in messages %}{{ m['content'] }} </s>{% endfor %}", None, ("</s>",)),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "</s>", ("</s>",)),
+        ("{{ raise_exception('no') }}", "</s>", ("</s>",)),
+        (None, "</s>", ("</s>",)),
+        (None, None, ()),
+        (CHATML, "<|far|>", ("<|im_end|>",)),
+    ],
+)
+def test_end_tokens_of_the_tokenizer_and_of_its_template(tmp_path, template, end, expected):
+    """Those that the model has no embedding for are left out."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
+    tokenizer.add_tokens([f"<{number}>" for number in range(40)])
+    tokenizer.add_tokens(["<|far|>"], special_tokens=True)
+    tokenizer.eos_token = end
+    tokenizer.chat_template = template
+    params = init_params(dataclasses.replace(TINY, vocab_size=288, eos_ids=(3,)), seed=3)
+    save(dataclasses.replace(params, tokenizer=tokenizer), tmp_path / "m")
+    found = load(tmp_path / "m").config.eos_ids
+    assert found == (3, *(tokenizer.convert_tokens_to_ids(name) for name in expected))
 
 
 def test_other_sources(tmp_path, directory, params, monkeypatch):

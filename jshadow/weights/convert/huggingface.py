@@ -6,6 +6,7 @@ which shape each weight has (`abstract_weights`). All tensors that do not match 
 
 import dataclasses
 import functools
+import logging
 import os
 import re
 import shutil
@@ -22,10 +23,11 @@ from jshadow.models.family import ModelFamily
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.weights.convert.files import check_path, read_json, readable
-from jshadow.weights.convert.safetensors_file import READABLE_TAGS, TensorFile, not_finite, raise_all
+from jshadow.weights.convert.safetensors_file import READABLE_TAGS, TensorFile, not_finite, raise_all, same_tensor
 from jshadow.weights.convert.source import Source
 from jshadow.weights.convert.tensors import Placement, placements
 
+LOG = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -48,6 +50,7 @@ SIDE_FILES = (
 )
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"  # without BASE
 BASE = "model."  # prefix of all names but the head's, unless the checkpoint was saved from the base class
 # Tensors of some checkpoints that are not weights of the model: buffers that the config implies, and layers of
 # multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
@@ -93,7 +96,7 @@ def _download(hub_id: str) -> Path:
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
-    """Read config.json. If generation_config.json has eos ids, they replace those of config.json.
+    """Read config.json. The end tokens are those of generation_config.json and of config.json.
 
     Returns:
         The parsed config.json, the model family and the ModelConfig.
@@ -108,8 +111,29 @@ def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     hf, family, config = read_config_file(directory / CONFIG)
     if (directory / GENERATION).exists():
         eos = token_ids(read_json(directory / GENERATION).get("eos_token_id"))
-        config = dataclasses.replace(config, eos_ids=eos or config.eos_ids)
+        config = with_ends(config, eos, first=True)
     return hf, family, config
+
+
+def with_ends(config: ModelConfig, ids: Iterable[int], *, first: bool = False) -> ModelConfig:
+    """Return a config with more end tokens, behind those that it has or, with `first`, before them."""
+    both = [*ids, *config.eos_ids] if first else [*config.eos_ids, *ids]
+    return dataclasses.replace(config, eos_ids=tuple(dict.fromkeys(both)))
+
+
+def untied(directory: Path, config: ModelConfig) -> bool:
+    """Return whether a config says that the head is the embedding, but the files have another head. Warn of it.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    if not config.tie_embeddings:
+        return False
+    found = {name.removeprefix(BASE): (file, name) for file in open_files(directory) for name in file.shapes}
+    if HEAD not in found or EMBEDDING not in found or same_tensor(found[HEAD], found[EMBEDDING]):
+        return False
+    LOG.warning("%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", directory, HEAD)
+    return True
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
@@ -206,7 +230,7 @@ def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
     """Return those of the tensors of a checkpoint that are not weights of the model."""
     drafts = [match for name in names if (match := re.fullmatch(DRAFT_LAYER, name))]
     beginnings = tuple({match[1] for match in drafts if int(match[2]) >= config.num_layers})
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()  # a copy of the embedding
+    tied = {HEAD} if config.tie_embeddings else set()  # a copy of the embedding
     return tied | {name for name in names if name.startswith(beginnings) or re.fullmatch(IGNORED, name)}
 
 
@@ -244,6 +268,8 @@ def open_huggingface(directory: Path) -> Source:
         ConfigError: see `read_config`.
     """
     hf, family, config = read_config(directory)
+    if untied(directory, config):
+        hf, config = hf | {"tie_word_embeddings": False}, dataclasses.replace(config, tie_embeddings=False)
     order, problems = plan(directory, family, config)
     raise_all(str(directory), problems)
     stored = {placement.name: (file, name) for file, name, placement in order}

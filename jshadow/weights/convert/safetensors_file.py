@@ -55,12 +55,31 @@ def check_dtype(dtype: Any) -> np.dtype[Any]:
     return DTYPES[dtype]
 
 
+BLOCK = 2**24  # bytes that are compared at a time
+
+
+def same_tensor(one: "tuple[TensorFile, str]", other: "tuple[TensorFile, str]") -> bool:
+    """Return whether two tensors, each given as its file and its name, have equal shapes, dtypes and bytes.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    (file, name), (second, its_name) = one, other
+    if (file.shapes[name], file.tags[name]) != (second.shapes[its_name], second.tags[its_name]):
+        return False
+    size = file.sizes[name]
+    blocks = [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+    with file.bytes_of(name) as read, second.bytes_of(its_name) as read_other:
+        return all(read(*block) == read_other(*block) for block in blocks)
+
+
 class TensorFile:
     """One safetensors file, opened for reading.
 
     Attributes:
         path: the file.
         shapes: tensor name -> shape.
+        sizes: tensor name -> number of bytes.
         tags: tensor name -> the format's name of its dtype, such as "BF16".
         metadata: the metadata texts of the header.
 
@@ -80,7 +99,9 @@ class TensorFile:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(length))
-            self._starts = {name: 8 + length + header[name]["data_offsets"][0] for name in self.shapes}
+            places = {name: header[name]["data_offsets"] for name in self.shapes}
+            self._starts = {name: 8 + length + begin for name, (begin, _) in places.items()}
+            self.sizes = {name: end - begin for name, (begin, end) in places.items()}
         except (SafetensorError, OSError, ValueError) as error:
             with readable(path):  # the file may have been removed by now
                 raise CheckpointError(describe_damage(path, error, kind)) from error
