@@ -14,11 +14,16 @@ from jshadow.errors import PromptError
 from jshadow.evaluation.tasks.framing import dated
 from jshadow.serving.http.calls import Format, arguments_of, format_of, short_id
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.schemas import FileContent, FilePart, Message, TemplateSwitches, ToolCall
+from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Message, TemplateSwitches
 from jshadow.weights.tokenizer import MARK, encode_parts, split_specials
 
 FileIds = Callable[[FilePart], Sequence[int]]
 _PLACE = re.compile(f"{MARK}([0-9]+){MARK}")  # where the ids of a file or of a special token's text come
+
+
+# A template that puts the arguments of an earlier call into its text as they are. Others take them as an object.
+_JOINED = re.compile(r"arguments['\"\]]*\s*(\+|~|-?\}\})")
+_OBJECT = re.compile(r"arguments['\"\]]*\s*(\||\.|is\b)")
 
 
 class Template(NamedTuple):
@@ -27,18 +32,10 @@ class Template(NamedTuple):
     text: str
     calls: Format | None
 
-
-class Arguments(dict[str, Any]):
-    """The arguments of an earlier call. Some templates want an object, and some join them with texts as JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
+    @property
+    def joins(self) -> bool:
+        """Whether the template wants the arguments of a call as JSON, and not as an object."""
+        return bool(_JOINED.search(self.text)) and not _OBJECT.search(self.text)
 
 
 def template_of(tokenizer: Any, tools: bool) -> Template:
@@ -60,7 +57,7 @@ def template_of(tokenizer: Any, tools: bool) -> Template:
                 param="messages",
             )
         found = found[name]
-    return Template(dated(found), format_of(found))
+    return Template(found, format_of(found))
 
 
 def chat_ids(
@@ -86,7 +83,7 @@ def chat_ids(
     """
     template = template_of(tokenizer, bool(tools))
     marked = _Marked(tokenizer)
-    plain = [_plain(marked, message, place, file_ids, template.calls) for place, message in enumerate(messages)]
+    plain = [_plain(marked, message, place, file_ids, template) for place, message in enumerate(messages)]
     files = set(marked.files)
     told: dict[str, Any] = {} if switches is None else switches.model_dump(exclude_none=True)
     if tools:
@@ -97,9 +94,10 @@ def chat_ids(
             plain[0]["tools"] = json.dumps(tools, ensure_ascii=False)
         if re.search(r"\bxml_tools\b", template.text):
             told["xml_tools"] = tools
+    source = dated(template.text) if files else template.text  # as the library has told the day to the document
     try:
         text = tokenizer.apply_chat_template(
-            plain, tools, chat_template=template.text, tokenize=False, add_generation_prompt=True, **told
+            plain, tools, chat_template=source, tokenize=False, add_generation_prompt=True, **told
         )
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         message = f"messages: the chat template refuses the chat: {error or type(error).__name__}"
@@ -154,7 +152,7 @@ class _Marked:
         return value
 
 
-def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, calls: Format | None) -> dict[str, Any]:
+def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, template: Template) -> dict[str, Any]:
     """Return a message as the template wants it. Its files and special tokens become places."""
     field = f"messages.{place}.content"
     if message.content is None and message.role != "assistant":
@@ -168,10 +166,14 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, cal
             texts.append(marked.text(part.text, field))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
-    short = calls is not None and calls.short_ids
+    short = template.calls is not None and template.calls.short_ids
     if message.tool_calls:
         plain["tool_calls"] = [
-            _call(marked, call, f"messages.{place}.tool_calls.{number}", short)
+            {
+                "id": short_id(call.id) if short else call.id,
+                "type": "function",
+                "function": _called(marked, call.function, f"messages.{place}.tool_calls.{number}", template.joins),
+            }
             for number, call in enumerate(message.tool_calls)
         ]
     if message.tool_call_id is not None:
@@ -182,15 +184,14 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, cal
     return plain
 
 
-def _call(marked: _Marked, call: ToolCall, field: str, short: bool) -> dict[str, Any]:
-    """Return an earlier call as the template wants it. Raises ApiError if its arguments are no JSON of an object."""
+def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dict[str, Any]:
+    """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object."""
     field = f"{field}.function.arguments"
-    arguments = arguments_of(call.function.arguments)
+    arguments = arguments_of(call.arguments)
     if arguments is None:
-        got = call.function.arguments
-        raise ApiError(400, f"{field} must be the JSON of an object, got {got!r:.80}", param=field)
-    function = {"name": call.function.name, "arguments": Arguments(marked.values(arguments, field))}
-    return {"id": short_id(call.id) if short else call.id, "type": "function", "function": function}
+        raise ApiError(400, f"{field} must be the JSON of an object, got {call.arguments!r:.80}", param=field)
+    arguments = marked.values(arguments, field)
+    return {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False) if joins else arguments}
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
