@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ EXAMPLE = "example: jshadow serve meta-llama/Llama-3.1-8B-Instruct --library doc
 MOST_CONTEXT = 32_768  # of the model's context, unless --max-context says otherwise
 ROOM = 1024
 MIB = 2**20
+CLOSE_SECONDS = 3.0  # to close the engine and the library in
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -158,10 +161,21 @@ def warming() -> Iterator[None]:
 
 
 def end(service: "Service") -> None:
-    """Close the engine and the library."""
+    """Close the engine and the library. If that takes long, such as on a disk that hangs, the process ends anyway."""
+    late = threading.Timer(CLOSE_SECONDS, give_up)
+    late.daemon = True
+    late.start()
     service.engine.close(drain=False)
     if service.library is not None:
         service.library.close()
+    late.cancel()
+
+
+def give_up() -> None:
+    """End the process with 1. Files that are half written have names of their own, and the next start removes them."""
+    told = f"jshadow: the engine or the disk did not end in {CLOSE_SECONDS:g} s, so what was not written is lost"
+    print(told, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def check_options(args: argparse.Namespace) -> Early:

@@ -1,9 +1,12 @@
 """`jshadow serve` up to the first request: what it refuses early, what it says at the start, and --warm-only."""
 
 import socket
+import threading
+import types
 
 import pytest
 
+from jshadow.cli import serve
 from jshadow.serving.http import run
 
 SMALL = ["--max-context", "96", "--room", "32", "--slots", "2", "--set", "rank=8", "--set", "outlier_chunks=2"]
@@ -81,3 +84,17 @@ def test_the_start_is_told_as_json(tiny_model, tmp_path, monkeypatch, answer, pr
     out = printed(*command)
     for part in ("http://127.0.0.1:", "rank=8", "2 of 64 + 32 tokens", f"{place}, 0 documents of 0 tokens", "API keys"):
         assert part in out
+
+
+def test_an_end_that_hangs_ends_the_process(monkeypatch, capsys):
+    exits, hangs = [], threading.Event()
+    monkeypatch.setattr(serve, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(serve.os, "_exit", lambda status: exits.append(status) or hangs.set())
+    engine = types.SimpleNamespace(close=lambda drain: hangs.wait(20))
+    serve.end(types.SimpleNamespace(engine=engine, library=None))
+    assert exits == [1]
+    assert "did not end in 0.05 s" in capsys.readouterr().err
+    hangs.clear()
+    engine.close = lambda drain: None
+    serve.end(types.SimpleNamespace(engine=engine, library=None))
+    assert not hangs.wait(0.2)

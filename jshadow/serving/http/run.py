@@ -25,7 +25,7 @@ class Server(uvicorn.Server):
     """A uvicorn server that drains before it ends.
 
     After SIGTERM or SIGINT it goes on to listen, so that `/ready` says 503 and new requests are refused with 503. It
-    ends when no request is open. A second signal ends it at once.
+    ends when no request is open and all states are written. A second signal ends it at once.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """Take a uvicorn configuration.
 
-        The open requests have `drain_seconds` to finish after a signal. `listening` is called when the server listens.
+        What is open has `drain_seconds` to finish after a signal. `listening` is called when the server listens.
         """
         super().__init__(config)
         self.service, self.drain_seconds, self.listening = service, drain_seconds, listening
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
             self.should_exit = True  # open requests have its error; whoever started the server can start it again
         if self.service.draining:
             late = time.monotonic() - self.signalled > self.drain_seconds
-            self.should_exit = self.should_exit or late or not self.service.open
+            self.should_exit = self.should_exit or late or not self.service.busy
         return await super().on_tick(counter)
 
 
@@ -82,11 +82,13 @@ def serve(
 ) -> int:
     """Answer HTTP requests until a signal comes. Return the exit status. It is 1 if the engine has failed.
 
+    The engine and the library stay open.
+
     Args:
         service: the model. Its programs are compiled in another thread, and then `/ready` says 200.
         config: host, port and further options of uvicorn. Its app is `make_app(service)`.
         sockets: where to listen.
-        drain_seconds: the longest wait for open requests after a signal.
+        drain_seconds: the longest wait for open requests and for files after a signal.
         listening: called when the server listens.
         warming: returns the context manager in which the programs are compiled, for a display.
 
@@ -111,7 +113,6 @@ def serve(
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
     broken = service.engine.failure is not None
-    service.engine.close(drain=False)
     if failed and not service.draining:
         raise failed[0]
     return 0 if server.started and not broken else 1

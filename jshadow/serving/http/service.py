@@ -70,6 +70,11 @@ class Service:
         self.warm = counts.busy_seconds, counts.finished
         self.ready = True
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open or a state is being written."""
+        return bool(self.open or (self.library is not None and self.library.catalog.unwritten_yet()))
+
     # Answers
 
     async def submit(self, *requests: Request) -> list[Answer]:
