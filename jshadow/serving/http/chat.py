@@ -1,5 +1,6 @@
 """Chat completions in OpenAI's form: whole, and as events."""
 
+import dataclasses
 import math
 import secrets
 import time
@@ -7,42 +8,56 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jshadow.engine.text import split_stops
-from jshadow.serving import Answer, Piece
+from jshadow.serving import Answer, Piece, Request
 from jshadow.serving.http.calls import HERMES, tool_call
 from jshadow.serving.http.choices import Ended, followed, reports_of
 from jshadow.serving.http.logprobs import chat_logprobs
-from jshadow.serving.http.marks import Delta, Splitter, Wanted, thoughts_of
+from jshadow.serving.http.marks import Delta, Ending, Splitter, Thoughts, Wanted
 from jshadow.serving.http.prompts import Template
 from jshadow.serving.http.schemas import ChatRequest
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.usage import usage_of
 
 
+def splitter_of(service: Service, body: ChatRequest, template: Template, thoughts: Thoughts) -> Splitter:
+    """Return what splits an answer to a chat."""
+    wanted = None
+    if body.tools and body.tool_choice != "none":
+        names = tuple(tool.function.name for tool in body.tools)
+        wanted = Wanted(template.calls or HERMES, names, 1 if body.parallel_tool_calls is False else math.inf)
+    stops, stop_ids = split_stops(body.stop, service.params.tokenizer)
+    ends = frozenset(service.params.config.eos_ids).union(stop_ids)
+    return Splitter(service.params.tokenizer, thoughts=thoughts, wanted=wanted, stops=stops, ends=ends)
+
+
+def with_stops(
+    service: Service, body: ChatRequest, requests: Sequence[Request], template: Template, thoughts: Thoughts
+) -> list[Request]:
+    """Return the requests of a chat, so that stop strings do not count in the reasoning."""
+    texts, stop_ids = split_stops(body.stop, service.params.tokenizer)
+    config = service.params.config
+    if thoughts == "none" or not texts or not config.eos_ids:
+        return list(requests)
+    return [
+        dataclasses.replace(
+            request,
+            stop=stop_ids or None,
+            allowed=Ending(splitter_of(service, body, template, thoughts), config.vocab_size, sorted(config.eos_ids)),
+        )
+        for request in requests
+    ]
+
+
 class Chat:
     """The answers to one chat."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, answers: Sequence[Answer], template: Template, prompt_end: str
+        self, service: Service, body: ChatRequest, answers: Sequence[Answer], template: Template, thoughts: Thoughts
     ) -> None:
-        """Take the answers of all choices. `prompt_end` is the text at the end of the prompt."""
+        """Take the answers of all choices. `thoughts` tells where their reasoning may be."""
         self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
-        wanted = None
-        if body.tools and body.tool_choice != "none":
-            names = tuple(tool.function.name for tool in body.tools)
-            wanted = Wanted(template.calls or HERMES, names, 1 if body.parallel_tool_calls is False else math.inf)
-        stops, stop_ids = split_stops(body.stop, self.tokenizer)
-        ends = frozenset(service.params.config.eos_ids).union(stop_ids)
-        self.splitters = [
-            Splitter(
-                self.tokenizer,
-                thoughts=thoughts_of(template.text, prompt_end) if answer.request.allowed is None else "none",
-                wanted=wanted,
-                stops=stops,
-                ends=ends,
-            )
-            for answer in answers
-        ]
+        self.splitters = [splitter_of(service, body, template, thoughts) for _ in answers]
         self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> dict[str, Any]:
@@ -76,8 +91,10 @@ class Chat:
         }
 
     def _finish(self, index: int) -> str:
-        finish = self.answers[index].result(0).report.finish
-        return "tool_calls" if finish == "stop" and self.splitters[index].calls else finish
+        splitter, finish = self.splitters[index], self.answers[index].result(0).report.finish
+        if splitter.stopped:
+            return "stop"
+        return "tool_calls" if finish == "stop" and splitter.calls else finish
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream."""

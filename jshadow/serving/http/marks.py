@@ -10,6 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
+from jshadow.engine.rows.sampling import pack_mask
 from jshadow.engine.text import TextStream, overlap
 from jshadow.serving.http.calls import Call, Format, calls_of
 from jshadow.weights.tokenizer import special_tokens
@@ -228,3 +231,28 @@ class Splitter:
         left = calls[: int(min(self.wanted.most - self.calls, len(calls)))]
         self.calls += len(left)
         return [Delta(call=call) for call in left]
+
+
+class Ending:
+    """The function `Request.allowed` of an answer whose stop strings count in its content alone.
+
+    All tokens may follow until one of the stop strings is there. Then only end tokens may.
+    """
+
+    def __init__(self, splitter: Splitter, size: int, ends: Sequence[int]) -> None:
+        """Begin an answer.
+
+        Args:
+            splitter: splits this answer. It is used for nothing else.
+            size: number of tokens in the vocabulary.
+            ends: the end tokens of the model.
+        """
+        self.splitter, self.taken = splitter, 0
+        self.all, self.ends = pack_mask(np.ones(size, bool)), pack_mask(np.isin(np.arange(size), ends))
+
+    def __call__(self, drawn: Sequence[int]) -> np.ndarray:
+        """Return the tokens that may follow those that were drawn, as in `pack_mask`, uint32 [W]."""
+        for token in drawn[self.taken :]:
+            self.splitter.push(token)
+        self.taken = len(drawn)
+        return self.ends if self.splitter.stopped else self.all

@@ -165,3 +165,44 @@ def test_the_text_of_a_special_token_does_not_control_the_model(client):
         ids = client.post("/tokenize", json=body).json()["tokens"]
         assert ids == [*encode("<user>"), *want, *encode("\n<assistant>")]
     assert text_ids(text, PARAMS)[-len(want) :].tolist() == want
+
+
+def test_stop_strings_count_in_the_content_alone(client, monkeypatch):
+    """The answer is reasoning to its limit in the first template, and content in the second."""
+    for template, name in ((MARKS, "reasoning_content"), (MARKS.replace("<think>", ""), "content")):
+        monkeypatch.setattr(PARAMS.tokenizer, "chat_template", template)
+        told = client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+        want = offline(told, 8).text
+        for stop in (want[2:4], [want[1], "~~~"], want[3:]):
+            body = {"temperature": 0, "stop": stop}
+            answer = chat(client, **body)
+            [choice], events = answer["choices"], events_of(client, CHAT, messages=MESSAGES, max_tokens=8, **body)
+            cut = min(want.index(one) for one in ([stop] if isinstance(stop, str) else stop) if one in want)
+            text, finish = (want, "length") if name == "reasoning_content" else (want[:cut], "stop")
+            assert (choice["message"][name], choice["finish_reason"]) == (text, finish)
+            assert "".join(event["choices"][0]["delta"].get(name, "") for event in events) == text
+            assert events[-1]["choices"][0]["finish_reason"] == finish
+            assert answer["usage"]["completion_tokens"] <= 8
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_thoughts_that_are_switched_off_in_the_prompt_are_content(client, monkeypatch, closed):
+    template = MARKS.strip().replace("<think>", "<think>{% if not enable_thinking %}</think>{% endif %}")
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", template)
+    body = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": not closed}}
+    message = chat(client, **body)["choices"][0]["message"]
+    assert ("reasoning_content" in message, bool(message["content"])) == (not closed, closed)
+    told = posted(client, "/tokenize", messages=MESSAGES, chat_template_kwargs=body["chat_template_kwargs"])
+    assert chat(client, **body)["usage"]["prompt_tokens"] == told["count"]
+
+
+def test_named_templates_mark_reasoning_too(client, monkeypatch):
+    """And the answer, with what a client adds to it, is accepted as history."""
+    for named in ({"default": MARKS}, {"rag": MARKS}, {"default": "", "tool_use": MARKS}):
+        monkeypatch.setattr(PARAMS.tokenizer, "chat_template", named)
+        tool = {"type": "function", "function": {"name": "f", "parameters": None}}
+        body = {"temperature": 0, "tools": [tool], "tool_choice": None, "stream": None, "stop": None}
+        message = chat(client, **body)["choices"][0]["message"]
+        assert (message["content"], bool(message["reasoning_content"])) == ("", True)
+        history = [*MESSAGES, message | {"function_call": None, "tool_calls": None}, *MESSAGES]
+        assert chat(client, **body | {"messages": history})["usage"]["prompt_tokens"] > 60

@@ -3,11 +3,13 @@
 import math
 import re
 
+import numpy as np
 import pytest
 from tiny_text import byte_tokenizer, marked_tokenizer, spelled
 
+from jshadow.serving.grammar import allowed_words
 from jshadow.serving.http.calls import FORMATS, HERMES, calls_of, format_of
-from jshadow.serving.http.marks import Splitter, Wanted, thoughts_of
+from jshadow.serving.http.marks import Ending, Splitter, Wanted, thoughts_of
 
 CALL = '{"name": "f", "arguments": {"a": "<b>"}}'
 ONE = f"<tool_call>{CALL}</tool_call>"
@@ -173,3 +175,20 @@ def test_a_call_is_an_object_with_a_name_and_its_arguments_are_the_json_of_an_ob
     pairs = ((', "parameters": {"ä": 1}', '{"ä": 1}'), (', "arguments": "{}"', "{}"), ("", "{}"))
     for text, arguments in (*pairs, (', "arguments": ""', ""), (', "arguments": null', "{}")):
         assert calls_of(f'{{"name": "f"{text}}}') == [("f", arguments)]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("settings", [THINKS, BEGUN], ids=["possible", "begun"])
+@pytest.mark.parametrize("stop", ["so", "h</", "o, "])
+def test_after_a_stop_string_in_the_content_only_end_tokens_may_follow(kind, settings, stop):
+    """It does not count in the reasoning, nor across its mark."""
+    tokenizer, end = TOKENIZERS[kind], 256
+    text = "why so, h</think>so, h</end"
+    ids = tokenizer.encode(text if settings is BEGUN else f"<think>{text}")
+    ending = Ending(Splitter(tokenizer, **settings, stops=[stop]), len(tokenizer), [end])
+    allowed = [allowed_words(ending, ids[:count], len(tokenizer)) for count in range(len(ids) + 1)]
+    stopped = [
+        tokenizer.decode(ids[:count]) for count, words in enumerate(allowed) if np.bitwise_count(words).sum() == 1
+    ]
+    assert len(stopped) == len(text) - text.rindex(stop) - len(stop) + 1
+    assert (allowed[-1] == Ending(Splitter(tokenizer), len(tokenizer), [end]).ends).all()

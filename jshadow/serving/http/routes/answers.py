@@ -11,11 +11,12 @@ from pydantic_core import to_json
 from jshadow.serving import Answer
 from jshadow.serving.http.access import client_of
 from jshadow.serving.http.bodies import JsonRoute
-from jshadow.serving.http.chat import Chat
+from jshadow.serving.http.chat import Chat, with_stops
 from jshadow.serving.http.completion import Completion
 from jshadow.serving.http.errors import ApiError, client_left, too_late
 from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
+from jshadow.serving.http.marks import thoughts_of
 from jshadow.serving.http.prompts import chat_ids, prompts_of, template_of
 from jshadow.serving.http.responses import ERRORS, STREAM
 from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FileContent, FilePart
@@ -45,9 +46,11 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
     client = client_of(request)
-    answers = await service.submit(*await service.slowly(service.requests, client, body, ids, most, top, grammar))
+    requests = await service.slowly(service.requests, client, body, ids, most, top, grammar)
     prompt_end = service.params.tokenizer.decode(ids[-16:])
-    return await respond(request, body, answers, Chat(service, body, answers, template, prompt_end))
+    thoughts = thoughts_of(template.text, prompt_end) if grammar is None else "none"
+    answers = await service.submit(*with_stops(service, body, requests, template, thoughts))
+    return await respond(request, body, answers, Chat(service, body, answers, template, thoughts))
 
 
 @router.post("/v1/completions", responses=ERRORS | STREAM)
