@@ -12,14 +12,14 @@ from cases import TINY, model, random_tokens, run_steps
 from codec_calls import run
 from few import one_of, pairwise, quick
 from oracle_maths import softmax
-from random_arrays import wide
+from random_arrays import array, normal, wide
 
 from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
 from jshadow.models.config import RopeConfig
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, StreamingLLM, head_budgets
-from jshadow.policies.expected_attention import BLOCK
+from jshadow.policies.expected_attention import BLOCK, expected_logits
 
 
 def test_streaming_llm_is_stable_far_beyond_its_window():
@@ -51,6 +51,21 @@ POLICIES = {
     "expected many": ExpectedAttention(kept=37, sinks=2, future=64, epsilon=0.05),
     "expected sinks": ExpectedAttention(kept=3, sinks=5, future=1),
 }
+
+
+def test_expected_logits_are_those_of_gaussian_queries():
+    """E exp(s q . k) of Gaussian queries is exp(s m . k + s^2 k . C k / 2)."""
+    config = dataclasses.replace(TINY, q_heads=4, kv_heads=2, head_dim=6, rope=RopeConfig(theta=50.0))
+    spec = cache_specs(config, POLICIES["expected few"], 2, 64, 1, "float32", "resident")[0]
+    keys, mean, root = normal(2, 48, 2, 6), normal(2, 4, 6, seed=1), normal(2, 4, 6, 6, seed=2)
+    covariance = array(np.asarray(root) @ np.asarray(root).swapaxes(2, 3))
+    got = jax.jit(lambda *given: expected_logits(spec, PromptKV(None, given[0], None, None, None), *given[1:]))(
+        keys, mean, covariance
+    )
+    each = np.repeat(np.asarray(keys, np.float64), 2, axis=2)  # of each query head
+    want = spec.scale * np.einsum("bhd,bshd->bhs", mean, each)
+    want += spec.scale**2 / 2 * np.einsum("bshd,bhde,bshe->bhs", each, covariance, each)
+    np.testing.assert_allclose(np.asarray(got).reshape(2, 4, 48), want, rtol=1e-5, atol=1e-5)
 
 
 def query_turn(config, position):

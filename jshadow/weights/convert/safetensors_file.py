@@ -151,15 +151,16 @@ def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
         if len(head) < 9 or length > MAX_HEADER or head[8:9] != b"{":
             return f"{path} must be {kind}, got {size} bytes of something else: {error}"
-        if 8 + length > size:
-            return f"{path} is {cut} (its header alone needs {8 + length} bytes, the file has {size})"
+        begin = 8 + length  # of the tensors
+        if begin > size:
+            return f"{path} is {cut} (its header alone needs {begin} bytes, the file has {size})"
         file.seek(8)
         raw = file.read(length)
     try:
         ends = [int(info["data_offsets"][1]) for name, info in json.loads(raw).items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError):
         return f"{path} must be {kind}, got a header that does not parse: {error}"
-    expected = 8 + length + max(ends, default=0)
+    expected = begin + max(ends, default=0)
     if size < expected:
         return f"{path} is {cut} (its header expects {expected} bytes, the file has {size})"
     return f"{path} is damaged (its header describes {expected} bytes, the file has {size}): {error}"
