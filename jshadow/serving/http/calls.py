@@ -20,7 +20,6 @@ class Format:
         end: the mark after a call, or "" if it goes on to the next one or to the end of the answer.
         opening, closing: the texts before and after the arguments. NAME stands for the name of the function.
         short_ids: whether the template wants ids of nine letters and digits.
-        tools_in_system: whether the template reads the tools from the system message, as JSON.
     """
 
     begin: str
@@ -28,11 +27,14 @@ class Format:
     opening: str
     closing: str
     short_ids: bool = False
-    tools_in_system: bool = False
 
     def opening_parts(self, name: str) -> list[str]:
         """Return the text before the arguments of a function, with the marks in it apart."""
         return [part for part in re.split(r"(\[[A-Z_]+\])", self.opening.replace("NAME", name)) if part]
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return the text of a call."""
+        return f"{self.begin}{self.opening.replace('NAME', name)}{arguments}{self.closing}{self.end}"
 
     def may_be_call(self, text: str, names: tuple[str, ...]) -> bool:
         """Return whether a text may be the beginning of calls without a mark. `names` are those of the functions."""
@@ -52,7 +54,7 @@ FORMATS: tuple[tuple[str, Format | None], ...] = (
     ("<tool_call>", HERMES),
     ("[ARGS]", Format("[TOOL_CALLS]", "", "NAME[ARGS]", "", short_ids=True)),
     ("[TOOL_CALLS]", Format("[TOOL_CALLS]", "", LIST, "}]", short_ids=True)),
-    ("<|tool|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]", tools_in_system=True)),
+    ("<|tool|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]")),
     ("<|tool_call|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]")),
     ("<|observation|>", Format("", "", "NAME\n", "")),
     ("<|python_tag|>", Format("", "", PARAMETERS, "}")),

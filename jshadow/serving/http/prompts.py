@@ -21,6 +21,8 @@ FileIds = Callable[[FilePart], Sequence[int]]
 _PLACE = re.compile(f"{MARK}([0-9]+){MARK}")  # where the ids of a file or of a special token's text come
 
 
+_OWN_TOOLS = re.compile(r"\w(\.tools\b|\[['\"]tools['\"]\])")  # the tools are read from the system message
+_ONE_CALL = "single tool-call"  # the error of a template that refuses several calls in one message
 # A template that puts the arguments of an earlier call into its text as they are. Others take them as an object.
 _JOINED = re.compile(r"arguments['\"\]]*\s*(\+|~|-?\}\})")
 _OBJECT = re.compile(r"arguments['\"\]]*\s*(\||\.|is\b)")
@@ -86,13 +88,15 @@ def chat_ids(
     plain = [_plain(marked, message, place, file_ids, template) for place, message in enumerate(messages)]
     files = set(marked.files)
     told: dict[str, Any] = {} if switches is None else switches.model_dump(exclude_none=True)
+    if _ONE_CALL in template.text:
+        plain = _one_call_each(plain)
     if tools:
         tools = marked.values(tools, "tools")
-        if template.calls is not None and template.calls.tools_in_system:
+        if _OWN_TOOLS.search(template.text):
             if plain[0]["role"] != "system":
                 plain.insert(0, {"role": "system", "content": ""})
-            plain[0]["tools"] = json.dumps(tools, ensure_ascii=False)
-        if re.search(r"\bxml_tools\b", template.text):
+            plain[0]["tools"] = _json(tools) if "<|tool|>" in template.text else tools
+        if "xml_tools" in template.text:
             told["xml_tools"] = tools
     source = dated(template.text) if files else template.text  # as the library has told the day to the document
     try:
@@ -176,12 +180,32 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
             }
             for number, call in enumerate(message.tool_calls)
         ]
+        if template.calls is not None and "tool_calls" not in template.text:
+            functions = [call["function"] for call in plain.pop("tool_calls")]
+            written = [template.calls.written(one["name"], _json(one["arguments"])) for one in functions]
+            plain["content"] += "".join(written)
     if message.tool_call_id is not None:
         plain["tool_call_id"] = short_id(message.tool_call_id) if short else message.tool_call_id
     for name in ("name", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = marked.text(getattr(message, name), f"messages.{place}.{name}")
     return plain
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat in which no message has several calls. The answer to a call follows it."""
+    told, left = [], list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls", [])
+        for number, call in enumerate(calls[:-1]):
+            told.append(message | {"tool_calls": [call], "content": "" if number else message["content"]})
+            answer = next((one for one in left if one.get("tool_call_id") == call["id"]), None)
+            if answer is not None:
+                left.remove(answer)
+                told.append(answer)
+        told.append(message | {"tool_calls": calls[-1:], "content": ""} if calls[1:] else message)
+    return told
 
 
 def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dict[str, Any]:
@@ -191,7 +215,12 @@ def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dic
     if arguments is None:
         raise ApiError(400, f"{field} must be the JSON of an object, got {call.arguments!r:.80}", param=field)
     arguments = marked.values(arguments, field)
-    return {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False) if joins else arguments}
+    return {"name": call.name, "arguments": _json(arguments) if joins else arguments}
+
+
+def _json(value: Any) -> str:
+    """Return JSON as templates write it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -133,14 +133,57 @@ def test_tools_come_where_the_template_reads_them(monkeypatch, first):
     """Phi reads them from the system message. SmolLM3 has another name for them."""
     tokenizer = byte_tokenizer()
     monkeypatch.setattr(tokenizer, "chat_template", SYSTEM)
-    text = tokenizer.decode(ids_of(tokenizer, [{"role": first, "content": "Hi"}], [TOOL]))
+    hi = [{"role": first, "content": "Hi"}]
+    text = tokenizer.decode(ids_of(tokenizer, hi, [TOOL]))
     said = "" if first == "user" else "Hi"
     told = f"<|system|>{said}<|tool|>{json.dumps([TOOL])}<|/tool|>"
     assert text == told + ("<|user|>Hi" if first == "user" else "")
     monkeypatch.setattr(
         tokenizer, "chat_template", "<tool_call>{% if xml_tools %}{{ xml_tools[0] | tojson }}{% endif %}"
     )
-    assert tokenizer.decode(ids_of(tokenizer, [{"role": first, "content": "Hi"}], [TOOL])).endswith(json.dumps(TOOL))
+    assert tokenizer.decode(ids_of(tokenizer, hi, [TOOL])).endswith(json.dumps(TOOL))
+
+
+@pytest.mark.parametrize(
+    ("mark", "want"),
+    [
+        ("<|tool|>", '<|tool_call|>[{"name": "find", "arguments": %s}]<|/tool_call|>'),
+        ("<tool_call>", '<tool_call>{"name": "find", "arguments": %s}</tool_call>'),
+        ("<|observation|>", "find\n%s"),
+    ],
+)
+def test_calls_are_written_as_the_family_does_where_the_template_leaves_them_out(monkeypatch, mark, want):
+    """So the model sees what it has called."""
+    tokenizer = marked_tokenizer("<|tool_call|>", "<|/tool_call|>", special=True)
+    template = mark + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    ids = ids_of(tokenizer, turns(json.dumps)[:3])
+    calls = want % json.dumps(FOUND, ensure_ascii=False) + want % "{}"
+    assert tokenizer.decode(ids).endswith(f"<|assistant|>{calls}")
+    assert ids == tokenizer.encode(tokenizer.decode(ids))
+
+
+ONE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+ONE += "{{ raise_exception('only single tool-calls') }}{% endif %}"
+ONE += "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("shape", ["in order", "backwards", "two calls", "no answers"])
+def test_several_calls_come_one_by_one_where_the_template_takes_one(monkeypatch, shape):
+    """Each has its answer behind it."""
+    tokenizer, chat = byte_tokenizer(), turns(json.dumps)
+    monkeypatch.setattr(tokenizer, "chat_template", ONE)
+    first, second = f"<|assistant|>{json.dumps(FOUND, ensure_ascii=False)}", "<|assistant|>{}"
+    want = f"{first}<|tool|>On the left.{second}<|tool|>{{}}"
+    if shape == "backwards":
+        chat[3:5] = chat[4:2:-1]
+    elif shape == "no answers":
+        want = first + second
+        del chat[3:5]
+    elif shape == "two calls":
+        chat[5:5], want = chat[2:5], want * 2
+    head, end = "<|system|>Be brief.<|user|>Where is it?", "<|assistant|>On the left.<|user|>And now?"
+    assert tokenizer.decode(ids_of(tokenizer, chat)) == head + want + end
 
 
 NAMED = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "rag": "R"}
