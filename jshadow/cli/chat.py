@@ -105,7 +105,7 @@ def questions() -> Iterator[str]:
             importlib.import_module("readline")  # `input` then has a history
     while True:
         try:
-            line = input(sign).strip()
+            line = input(sign).removeprefix("\ufeff").strip()
         except EOFError:
             return
         except UnicodeDecodeError as error:
@@ -141,10 +141,11 @@ class Conversation:
 
     def read(self, document: str) -> None:
         """Prefill a document, as the beginning of the first question."""
-        from jshadow.evaluation.tasks.framing import encode, frame
+        from jshadow.evaluation.tasks.framing import frame
+        from jshadow.weights.tokenizer import encode_plain
 
         before, _ = frame(self.params.tokenizer, "?", "", "", chat=self.template)
-        tokens = before + encode(self.params.tokenizer, document)
+        tokens = before + encode_plain(self.params.tokenizer, document, begins=not self.template)
         self.state, self.document = self._run(tokens, 0).state, True
 
     def ask(self, question: str) -> "Generation":
@@ -172,14 +173,15 @@ class Conversation:
     def _encode(self, question: str) -> list[int]:
         """Return the token ids of a question that continues the state."""
         from jshadow.engine.text import encode as encode_prompt
-        from jshadow.evaluation.tasks.framing import encode, frame, opening
+        from jshadow.evaluation.tasks.framing import frame
+        from jshadow.weights.tokenizer import encode_plain, opening
 
         tokenizer, vocab = self.params.tokenizer, self.params.config.vocab_size
         if not self.template:
             text = PLAIN_QUESTION.format(question)
             if self.state is None:
-                return opening(tokenizer) + encode(tokenizer, text)
-            return encode(tokenizer, f"\n\n{text}")
+                return opening(tokenizer) + encode_plain(tokenizer, text, begins=True)
+            return encode_plain(tokenizer, f"\n\n{text}")
         if self.document and not self.turns:
             return frame(tokenizer, question, "", "")[1]
         import numpy as np

@@ -4,21 +4,22 @@ import os
 from pathlib import Path
 
 from jshadow.errors import CheckpointError, PromptError
+from jshadow.weights import texts
 
 
 def read_text(path: str, option: str) -> str:
     """Return the text of a file.
 
     Args:
-        path: a UTF-8 file; `~` is the home folder.
+        path: a file in UTF-8, or in UTF-16 with its mark of byte order; `~` is the home folder.
         option: the name of the file in error messages, such as "--text".
 
     Raises:
         PromptError: the file cannot be read, is not UTF-8 text, or has no text in it.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = texts.read_text(Path(path).expanduser())
+    except (OSError, UnicodeError) as error:
         raise PromptError(f"{option} must be readable UTF-8 text: {error}") from error
     if "\0" in text:
         raise PromptError(f"{option} must be readable UTF-8 text, got a binary file: {path}")

@@ -26,6 +26,7 @@ from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.cli.report_table import figures, is_right, notes
 from jshadow.errors import ConfigError, PromptError
+from jshadow.weights.texts import mended
 
 if TYPE_CHECKING:
     from jshadow.engine.result import Generation
@@ -83,7 +84,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         return read_text(args.prompt_file, "prompt")
     try:
-        text: str = sys.stdin.read() if args.source else args.prompt
+        text = mended(sys.stdin.read().removeprefix("\ufeff") if args.source else args.prompt)
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"prompt must be readable UTF-8 text: {error}") from error
     if not text.strip():

@@ -5,6 +5,7 @@ The modules of the commands import JAX only when a command runs, so that help an
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -141,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         JAX cannot start the backend, or the reader of standard output closed the pipe. 2: a JshadowError. 130: an
         interrupt.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the encoding of the terminal lacks
     try:
         try:
             return run_command(argv)

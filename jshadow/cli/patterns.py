@@ -36,6 +36,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 def run_patterns(args: argparse.Namespace) -> int:
     """Run `jshadow prefill-patterns`, and return 0 when the pattern is written."""
     from jshadow.engine.sparse_prefill.search import save_pattern, search_pattern
+    from jshadow.engine.text import encode
     from jshadow.weights.params import load
 
     text = read_text(args.text, "text")
@@ -43,7 +44,7 @@ def run_patterns(args: argparse.Namespace) -> int:
     params = load(args.model, dtype=args.dtype)
     if params.tokenizer is None:
         raise PromptError(f"text cannot be encoded because {args.model} has no tokenizer")
-    tokens = params.tokenizer.encode(text)
+    tokens = encode(params.tokenizer, text, params.config.vocab_size)
     if not 1 <= args.tokens <= len(tokens):
         raise PromptError(f"tokens must lie in [1, {len(tokens)}], the tokens of the text, got {args.tokens}")
     with SlowProgress("searching") as progress:

@@ -26,6 +26,7 @@ from jshadow.evaluation.suites import READERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.evaluation.text_metrics import SCORERS
 from jshadow.evaluation.whole_file import whole_file
+from jshadow.weights.texts import read_text
 from jshadow.weights.tokenizer import decode, encode
 
 SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
@@ -87,10 +88,10 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ConfigError(f"data {path} needs pyarrow: pip install pyarrow") from error
             yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
         elif path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
             yield from enumerate(content if isinstance(content, list) else [content], start=1)
         elif path.suffix == ".jsonl":
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            for number, line in enumerate(read_text(path).split("\n"), start=1):
                 if line.strip():
                     yield number, json.loads(line)
         else:

@@ -61,7 +61,10 @@ def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
     if isinstance(source, str | os.PathLike):
         if params.tokenizer is None:
             raise PromptError(f"source must be token ids, because the checkpoint has no tokenizer; got {source!r:.80}")
-        text, title = (source, "") if isinstance(source, str) else (read_document(Path(source)), Path(source).name)
+        if isinstance(source, str):
+            text, title = source, ""
+        else:
+            text, title = read_document(Path(source)), mended(Path(source).name)
         if "\n" not in text and text.lower().endswith((*TEXTS, PDF)):
             raise PromptError(f"source must be a pathlib.Path to be read as a file, got the text {text!r:.80}")
         return text_ids(text, params), title
@@ -94,9 +97,7 @@ def read_document(path: Path, begun: Begun | None = None) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except UnicodeError as error:
-        raise CheckpointError(
-            f"{path} must be UTF-8 text, got other bytes: {error}"
-        ) from error
+        raise CheckpointError(f"{path} must be UTF-8 text, got other bytes: {error}") from error
     if not text.strip():
         raise CheckpointError(f"{path} must have text in it, got none")
     return text

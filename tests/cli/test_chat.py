@@ -100,7 +100,7 @@ BAD = [
     (["--file", "/dev/null/book"], None, "--file must be readable UTF-8 text"),
     (["--file", "book"], b" \n", "--file must have text in it"),
     (["--file", "book"], b"GGUF\x00\x01", "got a binary file"),
-    (["--file", "book"], b"\xff\xfe", "--file must be readable UTF-8 text"),
+    (["--file", "book"], b"\xff\xff", "--file must be readable UTF-8 text"),
     (["--room", "0"], None, "--room must be at least 1"),
     (["--room", "100", "--capacity", "400"], None, "--room must be left out with --capacity"),
     (["--max-new-tokens", "0"], None, "--max-new-tokens must be at least 1"),

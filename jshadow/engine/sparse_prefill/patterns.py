@@ -13,6 +13,7 @@ import numpy as np
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, check_positive
+from jshadow.weights.texts import read_text
 
 FORMAT = "jshadow prefill pattern 1"
 KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local"), "block_sparse": ("blocks",)}
@@ -94,7 +95,7 @@ def load_pattern(path: str | os.PathLike[str]) -> Pattern:
     """Read a pattern that `jshadow prefill-patterns` wrote. Raises ConfigError if the file cannot be read."""
     source = Path(path).expanduser()
     try:
-        about = json.loads(source.read_text(encoding="utf-8"))
+        about = json.loads(read_text(source))
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ConfigError(f"pattern: {source} must be a file of {FORMAT!r}")
         layers = tuple(tuple(HeadPattern(kind, tuple(sizes)) for kind, *sizes in layer) for layer in about["heads"])

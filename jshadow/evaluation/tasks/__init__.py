@@ -20,7 +20,6 @@ from jshadow.evaluation.tasks.agreement import FORCED as FORCED
 from jshadow.evaluation.tasks.agreement import agreement, agreement_bible, agreement_code
 from jshadow.evaluation.tasks.extraction import text_to_json
 from jshadow.evaluation.tasks.framing import HEAD as HEAD
-from jshadow.evaluation.tasks.framing import MARK as MARK
 from jshadow.evaluation.tasks.framing import Case as Case
 from jshadow.evaluation.tasks.framing import Sample as Sample
 from jshadow.evaluation.tasks.framing import follow_up as follow_up

@@ -9,10 +9,7 @@ from typing import Any
 
 from jshadow.errors import PromptError
 from jshadow.ops.buckets import round_up
-from jshadow.weights.tokenizer import MARK as MARK
-from jshadow.weights.tokenizer import decode, encode_parts, encode_plain, marked, opening
-from jshadow.weights.tokenizer import encode as encode
-from jshadow.weights.tokenizer import split_specials as split_specials
+from jshadow.weights.tokenizer import MARK, decode, encode, encode_parts, encode_plain, marked, opening
 
 HEAD = "Read this text, then answer a question about it.\n\n"
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.serving.requests import check_integer
+from jshadow.weights.texts import read_text
 
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
 ANY_HOST = "*"
@@ -63,8 +64,8 @@ def read_keys(path: Path) -> tuple[str, ...]:
         CheckpointError: the file cannot be read, or has no key in it.
     """
     try:
-        lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in read_text(path.expanduser()).splitlines()]
+    except (OSError, UnicodeError) as error:
         raise CheckpointError(f"{path} must be a readable UTF-8 file of API keys: {error}") from error
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jshadow.errors import CheckpointError, ConfigError
+from jshadow.weights.texts import read_text
 
 # `remove_for_good` tries up to REMOVALS times, a tenth of a second apart. It stops when the directory was gone QUIET
 # times in a row.
@@ -72,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises CheckpointError if it is missing, does not parse or is not an object."""
     check_file(path, "a JSON object")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(read_text(path), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} must be a JSON object, got text that does not parse: {error}") from error
     if not isinstance(value, dict):

@@ -94,6 +94,9 @@ def test_keys_are_read_from_a_file_and_bad_options_are_refused(tmp_path):
     path.write_text("# ours\n\n first \nsecond\n")
     none.write_text("# none\n")
     assert read_keys(path) == ("first", "second")
+    for encoding in ("utf-8-sig", "utf-16"):
+        path.write_text("first\nsecond\n", encoding=encoding)
+        assert read_keys(path) == ("first", "second")
     for call, error, match in (
         (lambda: read_keys(none), CheckpointError, "at least one API key"),
         (lambda: ServerOptions(NAME, held_bytes=0), ConfigError, "held_bytes must be an integer of at least 1, got 0"),
