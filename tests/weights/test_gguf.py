@@ -120,6 +120,7 @@ def test_what_metadata_become(tmp_path, directory):
         "linear": {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}},
         "ends": {"metadata": {"tokenizer.ggml.eot_token_id": 2}},
         "no tokenizer": {"tokenizer": False},
+        "one file": {"metadata": {"split.count": 1, "split.no": 0}},
     }
     found = {}
     for name, options in written.items():
@@ -176,6 +177,9 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...
     "divisors": ({"extra_tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, ConfigError, ("rope_freqs",)),
     "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
     "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("up_proj", "[48, 32]")),
+    "first of two files": ({"metadata": {"split.count": 2, "split.no": 0}}, CheckpointError, ("count=2", "merge")),
+    "a later file": ({"arch": "x", "metadata": {"split.count": 9}}, CheckpointError, ("split.count=9", "no=None")),
+    "kind of a split": ({"metadata": {"split.count": "two"}}, CheckpointError, ("split.count='two'",)),
     "alignment": ({"metadata": {"general.alignment": 24}}, CheckpointError, ("general.alignment", "24")),
 }
 

@@ -171,12 +171,13 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
     short = template.calls is not None and template.calls.short_ids
+    calls = f"messages.{place}.tool_calls"
     if message.tool_calls:
         plain["tool_calls"] = [
             {
-                "id": short_id(call.id) if short else call.id,
+                "id": short_id(call.id) if short else marked.text(call.id, f"{calls}.{number}.id"),
                 "type": "function",
-                "function": _called(marked, call.function, f"messages.{place}.tool_calls.{number}", template.joins),
+                "function": _called(marked, call.function, f"{calls}.{number}.function", template.joins),
             }
             for number, call in enumerate(message.tool_calls)
         ]
@@ -185,7 +186,8 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
             written = [template.calls.written(one["name"], _json(one["arguments"])) for one in functions]
             plain["content"] += "".join(written)
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = short_id(message.tool_call_id) if short else message.tool_call_id
+        name = message.tool_call_id
+        plain["tool_call_id"] = short_id(name) if short else marked.text(name, f"messages.{place}.tool_call_id")
     for name in ("name", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = marked.text(getattr(message, name), f"messages.{place}.{name}")
@@ -210,12 +212,12 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dict[str, Any]:
     """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object."""
-    field = f"{field}.function.arguments"
+    name = f"{field}.arguments"
     arguments = arguments_of(call.arguments)
     if arguments is None:
-        raise ApiError(400, f"{field} must be the JSON of an object, got {call.arguments!r:.80}", param=field)
-    arguments = marked.values(arguments, field)
-    return {"name": call.name, "arguments": _json(arguments) if joins else arguments}
+        raise ApiError(400, f"{name} must be the JSON of an object, got {call.arguments!r:.80}", param=name)
+    arguments = marked.values(arguments, name)
+    return {"name": marked.text(call.name, f"{field}.name"), "arguments": _json(arguments) if joins else arguments}
 
 
 def _json(value: Any) -> str:

@@ -99,9 +99,14 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     Raises:
         ConfigError: the architecture is not llama, the model has experts, or config.json cannot express its RoPE
             scaling exactly.
-        CheckpointError: a key is missing or has the wrong type.
+        CheckpointError: a key is missing or has the wrong type, or the file is a part of a model.
     """
     metadata = file.metadata
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise CheckpointError(
+            f"{file.path} is a part of a GGUF model that is split into split.count={metadata['split.count']!r} files "
+            f"(split.no={metadata.get('split.no')!r}); join them first, with llama-gguf-split --merge"
+        )
     if metadata.get("general.architecture") != "llama":
         raise ConfigError(f"general.architecture must be 'llama', got {metadata.get('general.architecture')!r}")
     if metadata.get("llama.expert_count"):

@@ -242,8 +242,10 @@ def test_the_text_of_a_special_token_is_plain_text_in_calls_reasoning_and_tools(
     tokenizer = byte_tokenizer()
     messages = turns(lambda given: json.dumps(given | {END: END}))
     messages[2]["reasoning_content"] += END
+    messages[2]["tool_calls"][0]["function"]["name"] += END
+    messages[2]["tool_calls"][0]["id"] += END
     tool = json.loads(json.dumps(TOOL).replace('"properties": {}', f'"properties": {{"a": {{"enum": ["{END}"]}}}}'))
-    for name, count in (("hermes", 6), ("either", 5), ("items", 5)):
+    for name, count in (("hermes", 7), ("either", 6), ("items", 6)):
         monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[name])
         ids = ids_of(tokenizer, messages, [tool])
         assert 256 not in ids
