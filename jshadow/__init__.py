@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from jshadow.policies import OmniKV as OmniKV
     from jshadow.policies import Policy as Policy
     from jshadow.policies import Pyramid as Pyramid
+    from jshadow.policies import Quantized as Quantized
     from jshadow.policies import Quest as Quest
     from jshadow.policies import RocketKV as RocketKV
     from jshadow.policies import ShadowKV as ShadowKV
@@ -141,6 +142,7 @@ FACE = {
         "OmniKV",
         "Policy",
         "Pyramid",
+        "Quantized",
         "Quest",
         "RocketKV",
         "ShadowKV",

@@ -25,6 +25,8 @@ PAPERS_SETTINGS = (
     ("infinigen:columns=25", "device_put"),
     ("infinigen:columns=16", "device_put"),
     ("omnikv:budget=2048", "device_put"),
+    ("quantized:dtype=fp8", "resident"),
+    ("quantized:dtype=int4", "resident"),
     ("kivi:bits=2:group=32", "resident"),
     ("kivi:bits=2:group=64", "resident"),
     ("specache:bits=2:group=64", "device_put"),

@@ -34,6 +34,7 @@ from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.offloaded import Offloaded as Offloaded
 from jshadow.policies.omnikv.policy import OmniKV as OmniKV
+from jshadow.policies.quantized import Quantized as Quantized
 from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES
 from jshadow.policies.registry import find_policy as find_policy

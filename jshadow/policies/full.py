@@ -66,17 +66,7 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
         """Compute exact attention over all positions up to the query's own."""
-        cache, rows = state.live.cache, step.positions.shape[1]
-        end = step.positions
-        if rows > 1:
-            end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
-        held = own_count(spec, end + 1, cache.k.shape[2])
-        pieces = [Piece(cache.k, cache.v, held[:, None, :, None])]
-        if rows == 2:  # a guess is not stored in the cache, but its query attends to its own key
-            k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
-            guess = on_first(spec, jnp.eye(rows, dtype=bool) & ~step.valid[:, None])
-            pieces.append(Piece(k, v, guess[:, None]))
-        return attend_parts(spec, step.q_post, pieces), state
+        return attend_all(spec, step, state.live.cache.k, state.live.cache.v), state
 
     def all_tokens(self, spec: CacheSpec, state: LayerState) -> KeyValues:
         """Return the cache."""
@@ -104,6 +94,26 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
         """Return only this policy itself, since full attention has no settings."""
         return [[self]]
+
+
+def attend_all(spec: CacheSpec, step: StepKV, k: Array, v: Array) -> Array:
+    """Compute the attention of a step's queries over all positions up to their own, [B, T, h_q, d].
+
+    Args:
+        spec: the layer.
+        step: the queries. A guess is not stored, but its query attends to its own key.
+        k, v: keys after RoPE and values of all tokens [B, h_kv, capacity, d], those of the step included.
+    """
+    rows, end = step.positions.shape[1], step.positions
+    if rows > 1:
+        end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
+    held = own_count(spec, end + 1, k.shape[2])
+    pieces = [Piece(k, v, held[:, None, :, None])]
+    if rows == 2:
+        own_k, own_v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
+        guess = on_first(spec, jnp.eye(rows, dtype=bool) & ~step.valid[:, None])
+        pieces.append(Piece(own_k, own_v, guess[:, None]))
+    return attend_parts(spec, step.q_post, pieces)
 
 
 def or_full(policy: Policy, config: ModelConfig, capacity: int) -> tuple[Policy, str | None]:

@@ -34,6 +34,7 @@ ORACLES: dict[str, tuple[type, type]] = {
     "snapkv": (oracle_sisters.SnapKV, SETS),
     "omnikv": (oracle_sisters.OmniKV, SETS),
     "kivi": (oracle_sisters.KIVI, SETS),
+    "quantized": (oracle_sisters.Quantized, SETS),
     "infinigen": (oracle_sisters.InfiniGen, SETS),
     "loki": (oracle_sisters.Loki, SETS),
     "infllm": (oracle_sisters.InfLLM, oracle_sisters.InfLLMOracle),
@@ -91,7 +92,7 @@ def compare(policy: Policy, config: ModelConfig, one: World, prefill: Any, recor
         slack = max([1.0, *(entry["factor_error"] / SMALL_ERROR for entry in run.trace)])
         tied = [e["step"] for e in run.trace if min(e[gap] for gap in GAPS) < NEAR_TIE * slack or slack > LARGEST_SLACK]
         good = 1 + min(tied, default=one.steps.shape[1])
-        quantizes = isinstance(oracle_policy(policy), oracle_sisters.KIVI)
+        quantizes = hasattr(oracle_policy(policy), "near_tie")
         if quantizes and np.abs(logits[row, :good] - want[:good]).max() > TOLERANCE:
             # A number in the middle between two codes may get either code, and all later steps read it. If the nearer
             # code does not give these logits, the farther one must. The row counts as a near tie.
@@ -121,7 +122,13 @@ def check_outliers(state, row, trace):
             assert [set(np.flatnonzero(head).tolist()) for head in out] == entry["outliers"]
 
 
-OF_LAWS = [*(name for name in ORACLES if name in POLICIES), "shadowkv_reference", "omnikv_window", "kivi_1bit"]
+OF_LAWS = [
+    *(name for name in ORACLES if name in POLICIES),
+    "shadowkv_reference",
+    "omnikv_window",
+    "kivi_1bit",
+    "quantized_int4",
+]
 
 
 @pytest.mark.parametrize("name", quick(POLICIES, OF_LAWS))
@@ -163,6 +170,8 @@ OTHERS = [  # prompts of 118, 67 and 9 tokens: the middle one ends inside a unit
     "group2 kivi:bits=2:group=8:residual=16",
     "group1 kivi:bits=1:group=4:residual=12",
     "head_dim80 kivi:bits=4:group=5:residual=10",
+    "head_dim80 quantized:dtype=fp8",
+    "tied quantized:dtype=int8",
     "group2 loki:budget=20:columns=4:recent=1",
     "head_dim80 loki:budget=20:columns=13:recent=6",
     "group1 loki:budget=20:columns=16:recent=1",

@@ -97,6 +97,7 @@ REFUSED_WITH = {
     "rocketkv.budget=7": "must be an integer at least 8, got 7",
     "rocketkv.scores='h2o'": "must be one of ('snapkv', ",
     "kivi.group=7": "must divide",
+    "quantized.dtype='fp4'": "must be one of ('fp8', 'int8', 'int4'), got 'fp4'",
 }
 REFUSED_AROUND = {
     "dense_first.layers": [DenseFirst(layers=9)],
@@ -137,6 +138,8 @@ PAPERS_BYTES = {
     ("infinigen:columns=25", "device_put"): (1.5625 * 30 / 32 + 1.0, 15.0, None),
     ("infinigen:columns=16", "device_put"): (1.0 * 30 / 32 + 1.0, 15.0, None),
     ("omnikv:budget=2048", "device_put"): (4.0, 12.0, 192),
+    ("quantized:dtype=fp8", "resident"): (8 + 0.125, 0, 0),  # a scale of two bytes for 128 numbers
+    ("quantized:dtype=int4", "resident"): (4 + 0.125, 0, 0),
     ("kivi:bits=2:group=32", "resident"): (3.01, 0, 0),
     ("kivi:bits=2:group=64", "resident"): (2.51, 0, 0),
     ("specache:bits=2:group=64", "device_put"): (2.51, 16.0, 8),

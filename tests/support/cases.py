@@ -35,6 +35,7 @@ from jshadow.policies import (
     OmniKV,
     Policy,
     Pyramid,
+    Quantized,
     Quest,
     ShadowKV,
     ShadowKVPlus,
@@ -149,6 +150,7 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
         OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_of(OmniKV)
     ),
     "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), lossless_of(KIVI)),
+    "quantized_int4": PolicyCase(Quantized("int4"), None),
     "infllm_capped": PolicyCase(
         InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
         lossless_of(InfLLM),

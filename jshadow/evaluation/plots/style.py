@@ -35,6 +35,7 @@ METHODS = {
     "infllm": ("#332288", ">"),
     "omnikv": ("#56B4E9", "D"),
     "kivi": ("#009E73", "*"),
+    "quantized": ("#999999", "s"),
     "specache": ("#117733", "X"),
     "shadowkv": ("#D55E00", "o"),
     "shadowkv_plus": ("#E69F00", "p"),

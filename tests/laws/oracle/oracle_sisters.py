@@ -365,6 +365,45 @@ class KIVI(SetPolicy):
         return np.concatenate([keys, k[blocks:]]), np.concatenate([values, v[old:]])
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantized(SetPolicy):
+    """Every query sees all tokens, and each key and value of a head is rounded. For near_tie see KIVI.
+
+    Attributes:
+        dtype: "fp8", "int8" or "int4".
+    """
+
+    dtype: str
+    near_tie: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """All positions for every query head."""
+        return [list(range(len(k)))] * len(q), np.inf
+
+    def levels(self) -> Array:
+        """The numbers of a code that are not negative, in order. Those of E4M3 have 3 bits after the point."""
+        if self.dtype != "fp8":
+            return np.arange({"int8": 128, "int4": 8}[self.dtype], dtype=np.float64)
+        small = np.arange(8) / 2.0**9
+        large = [(1 + part / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for part in range(8)]
+        return np.concatenate([small, large[:-1]])  # the last one is NaN
+
+    def rounded(self, x: Array) -> Array:
+        """Round the vectors of the last axis, and return the values of the codes."""
+        levels, most = self.levels(), np.abs(x).max(axis=-1, keepdims=True)
+        step = np.where(most > 0, most, 1) / levels[-1]
+        place = np.abs(x) / step
+        upper = np.clip(np.searchsorted(levels, place), 1, len(levels) - 1)
+        share = (place - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
+        up = (share > 0.5) | ((share == 0.5) & (upper % 2 == 0))
+        up ^= np.abs(share - 0.5) < self.near_tie
+        return np.sign(x) * np.where(up, levels[upper], levels[upper - 1]) * step
+
+    def distort(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Round all keys and values; k and v are [held, h_kv, d]."""
+        return self.rounded(k), self.rounded(v)
+
+
 def gelu(x: Array) -> Array:
     """x times the share of a normal distribution below it."""
     return np.asarray(x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))))
