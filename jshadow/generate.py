@@ -40,6 +40,7 @@ def generate(
     verify: bool = False,
     fitted: Fitted | None = None,
     speculate: Drafter | None = None,
+    plain: bool = False,
 ) -> Generation | list[Generation]:
     """Answer a prompt, or a batch of prompts of any lengths.
 
@@ -69,6 +70,9 @@ def generate(
             holds its own.
         speculate: a drafter, such as `PromptLookup()`. It proposes tokens, and the model checks several of them at
             once. No token changes. The policy must be able to give tokens back (`KVState.rewind`).
+        plain: whether the texts of special tokens in a text, such as "<|im_end|>", are plain text. If not, they are
+            special tokens, and a chat that was rendered can be given as text. In the messages of a chat they are always
+            plain text.
 
     Returns:
         A Generation for one prompt, or a list of them for a list of prompts.
@@ -92,6 +96,7 @@ def generate(
         verify=verify,
         fitted=fitted,
         speculate=speculate,
+        plain=plain,
     )
     loop = GenerationLoop(params, prompt, options)
     for _ in loop:

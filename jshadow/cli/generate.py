@@ -47,6 +47,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--prompt", help="the prompt")
     add.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with the prompt")
     add.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    add.add_argument(
+        "--plain-prompt", action="store_true", help="special tokens in the prompt, such as <|im_end|>, are plain text"
+    )
     add_policy_options(add)
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
@@ -225,6 +228,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
             verify=args.verify,
             fitted=question.fitted,
             speculate=question.drafter,
+            plain=args.plain_prompt,
             progress=progress.prefill,
             before=tokens_before or None,
             spare=SPARE if args.save_state is not None else 0,

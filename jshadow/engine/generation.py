@@ -82,8 +82,9 @@ class GenerationLoop:
             if len(prompts) != state.batch:
                 raise StateMismatch(f"prompt must have {state.batch} rows, like the state, got {len(prompts)}")
             last = np.asarray(state.last).tolist()
-        vocab = params.config.vocab_size
-        return [encode(params.tokenizer, one, vocab, after=before) for one, before in zip(prompts, last, strict=True)]
+        vocab, plain = params.config.vocab_size, self.options.plain
+        pairs = zip(prompts, last, strict=True)
+        return [encode(params.tokenizer, one, vocab, after=before, plain=plain) for one, before in pairs]
 
     def _plan(self) -> None:
         """Choose the capacity and the policy. It is Full if the requested one has no effect at that capacity."""

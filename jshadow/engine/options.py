@@ -50,6 +50,7 @@ class GenerateKeywords(TypedDict, total=False):
     verify: bool
     fitted: Fitted | None
     speculate: Drafter | None
+    plain: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class GenerateOptions:
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted,
-            speculate: see `generate`.
+            speculate, plain: see `generate`.
         progress: called with a `PrefillProgress` after each unit of the prefill, which is then waited for. With a
             state, it is called after each piece of the prompt that is appended.
         spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
@@ -79,6 +80,7 @@ class GenerateOptions:
     verify: bool = False
     fitted: Fitted | None = None
     speculate: Drafter | None = None
+    plain: bool = False
     progress: Progress | None = None
     spare: int = 0
     before: Sequence[Sequence[int]] | None = None

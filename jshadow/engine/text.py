@@ -9,7 +9,7 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import ANSWER, MARK, decode, encode_parts, marked, opening, special_tokens
+from jshadow.weights.tokenizer import ANSWER, MARK, decode, encode_parts, encode_plain, marked, opening, special_tokens
 from jshadow.weights.tokenizer import encode as encode_text
 
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
@@ -40,7 +40,9 @@ def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
     raise PromptError(f"prompt must be text, a chat, token ids, or a non-empty list of those, got {prompt!r:.80}")
 
 
-def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | None = None) -> list[int]:
+def encode(
+    tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | None = None, plain: bool = False
+) -> list[int]:
     """Return the token ids of one prompt.
 
     Args:
@@ -50,6 +52,7 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         after: the last token of the sequence that the prompt continues. Text then gets no special tokens, and a chat
             is the next turn of a conversation. None: the prompt begins a sequence. Text that has the first token of
             such a sequence in it, as a rendered chat has, does not get another one.
+        plain: whether the texts of special tokens in a text are plain text, as they are in the messages of a chat.
 
     Raises:
         PromptError: the prompt is empty, it is text but there is no tokenizer, it is a chat but there is no chat
@@ -59,7 +62,7 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         if tokenizer is None:
             raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
-            ids = _beginning(tokenizer, prompt) if after is None else encode_text(tokenizer, prompt)
+            ids = _text_ids(tokenizer, prompt, begins=after is None, plain=plain)
         else:
             ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
@@ -76,8 +79,12 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
     return ids
 
 
-def _beginning(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text that begins a sequence, with the special tokens around it."""
+def _text_ids(tokenizer: Any, text: str, *, begins: bool, plain: bool) -> list[int]:
+    """Return the token ids of a text. If it begins a sequence, they have the special tokens around it."""
+    if plain:
+        return (opening(tokenizer) if begins else []) + encode_plain(tokenizer, text, begins=begins)
+    if not begins:
+        return encode_text(tokenizer, text)
     ids, begin = list(tokenizer.encode(mended(text), add_special_tokens=True)), opening(tokenizer)
     return ids[1:] if begin and ids[:2] == begin * 2 else ids
 
@@ -118,9 +125,7 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
             raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
     parts = text.split(MARK)
     if len(parts) != len(between) + 1:
-        raise PromptError(
-            "prompt has special tokens in a message, and the template leaves out or repeats messages"
-        )
+        raise PromptError("prompt has special tokens in a message, and the template leaves out or repeats messages")
     ids = encode_parts(tokenizer, parts, between, begins=after is None)
     return ids[1:] if ids[:1] == [after] else ids
 

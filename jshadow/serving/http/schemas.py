@@ -222,6 +222,7 @@ class ChatRequest(Drawing):
     """The body of /v1/chat/completions."""
 
     messages: Messages
+    add_special_tokens: Literal[False] = False  # the template has them
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -239,6 +240,8 @@ class CompletionRequest(Drawing):
     """The body of /v1/completions. The prompt is text or token ids, or a list of these."""
 
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None

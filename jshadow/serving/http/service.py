@@ -111,10 +111,20 @@ class Service:
             for choice in range(body.n or 1)
         ]
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of the prompt of a completion. Raises PromptError or CapacityError."""
+    def encode(self, prompt: str | list[int], *, special: bool, plain: bool) -> list[int]:
+        """Return the token ids of the prompt of a completion.
+
+        Args:
+            prompt: text or token ids.
+            special: whether the special tokens that begin and end a sequence are put around a text.
+            plain: whether the texts of special tokens in a text are plain text.
+
+        Raises:
+            PromptError, CapacityError: the prompt is empty, too long, or has a token id that is out of range.
+        """
         self.check_length(prompt)
-        return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
+        vocab, after = self.params.config.vocab_size, None if special else 0
+        return encode_prompt(self.params.tokenizer, prompt, vocab, after=after, plain=plain)
 
     def check_length(self, text: str | list[int]) -> None:
         """Raise CapacityError if a prompt has more bytes or tokens than any can have. Encoding it can take minutes."""

@@ -90,6 +90,18 @@ def test_log_probabilities_are_those_of_the_model(client):
     assert told["text_offset"] == list(range(8))
 
 
+def test_the_special_tokens_of_a_prompt(client):
+    """The text of the end token is the end token, or seven bytes of plain text."""
+    for split, count in ((False, 3), (True, 2 + len("<|end|>")), (None, 3)):
+        answer = posted(client, "/v1/completions", prompt="a<|end|>b", split_special_tokens=split, max_tokens=1)
+        assert answer["usage"]["prompt_tokens"] == count
+    for add in (True, False, None):
+        answer = posted(client, "/v1/completions", prompt="ab", add_special_tokens=add, max_tokens=1)
+        assert answer["usage"]["prompt_tokens"] == 2
+    messages = [{"role": "user", "content": "Hi"}]
+    posted(client, "/v1/chat/completions", messages=messages, add_special_tokens=False, max_tokens=1)
+
+
 def test_stop_strings_the_end_token_and_the_number_of_tokens(client):
     body = {"temperature": 1, "seed": 2, "max_tokens": 12, "response_format": letters(12)}
     text = post(client, **body)["choices"][0]["text"]

@@ -1,6 +1,7 @@
 """The routes of answers: /v1/chat/completions and /v1/completions."""
 
 import asyncio
+import functools
 from collections.abc import Coroutine
 from typing import Any
 
@@ -60,11 +61,12 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service.check_model(body.model)
     grammar = await service.slowly(form_of, body, service.params.tokenizer)
     requests, prompts = [], prompts_of(body.prompt)
+    encode = functools.partial(service.encode, special=body.add_special_tokens, plain=body.split_special_tokens)
     if len(prompts) * (body.n or 1) > MOST_ANSWERS:
         message = f"the prompts must have at most {MOST_ANSWERS} answers, got {len(prompts)} prompts with n={body.n}"
         raise ApiError(400, message, param="n")
     for prompt in prompts:
-        ids = await service.slowly(service.encode, prompt)
+        ids = await service.slowly(encode, prompt)
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
         if body.max_tokens is None:
             most = min(most, COMPLETION_TOKENS)
