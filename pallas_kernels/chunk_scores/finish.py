@@ -20,19 +20,19 @@ BLOCK = 1_024  # chunks of a program
 STATISTICS = 16_384  # most numbers of a tile of maxima that a program holds
 
 
-def joined(each: list[jax.Array], candidate: jax.Array, interpret: bool) -> jax.Array:
+def joined(each: list[jax.Array], interpret: bool) -> jax.Array:
     """Return the logits of chunks from those of their landmarks: the logarithm of the sum of their masses.
 
     Args:
-        each: float32 logits, one array for each landmark of a chunk. Chunks that are not candidates have MASKED.
-        candidate: bool, the chunks that are scored.
+        each: float32 logits, one array for each landmark of a chunk. Chunks that are not candidates have MASKED, and
+            keep it: a sum of masses changes such a number by less than its precision.
         interpret: whether JAX's interpreter runs the kernel.
     """
     if len(each) == 1:
         return each[0]
     highest = functools.reduce(jnp.maximum, each)
     mass = functools.reduce(jnp.add, [exp2(logit - highest, interpret) for logit in each])
-    return jnp.where(candidate, highest + log2(mass, interpret), MASKED)
+    return highest + log2(mass, interpret)
 
 
 def finish_kernel(partial, candidates, out, *, group, interpret):  # type: ignore[no-untyped-def]

@@ -88,7 +88,7 @@ def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore
     for part in range(chunks.parts):
         rows = Rows(b, h, chunk * chunks.parts + part, chunk_there)
         each.append(jnp.where(candidate, landmark_logits(queries, chunks, rows, tile.scale), MASKED))
-    logit = joined(each, candidate, tile.interpret)
+    logit = joined(each, tile.interpret)
     peak = logit.max(axis=1)
     weight = jnp.where(candidate, exp2(logit - peak[:, None], tile.interpret), 0.0)
     pltriton.store(logits.at[b, h, row[:, None], chunk[None]], logit, mask=row_there[:, None] & chunk_there[None])

@@ -219,7 +219,7 @@ def chunk_logits(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax
     for part in range(chunks.parts):
         logit = landmark_logits(queries, chunks, Place(b, h, number * chunks.parts + part), tile)
         each.append(jnp.where(candidate, logit, MASKED))
-    return joined(each, candidate, tile.interpret)
+    return joined(each, tile.interpret)
 
 
 def landmark_logits(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax.Array:

@@ -117,7 +117,7 @@ def tile_logits(
             spread = pltriton.load(levels.spread.at[b, h, mark, jnp.zeros_like(mark)], mask=lanes_there, other=0.0)
             each[part] += spread.astype(jnp.float32) ** 2 * half_square
     each = [jnp.where(lanes_there, logit, MASKED) for logit in each]
-    return joined(each, lanes_there, sizes.interpret)
+    return joined(each, sizes.interpret)
 
 
 def transformed(rows: list[jax.Array]) -> list[jax.Array]:
