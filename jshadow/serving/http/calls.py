@@ -46,7 +46,7 @@ class Format:
 
 OBJECT, LIST = '{"name": "NAME", "arguments": ', '[{"name": "NAME", "arguments": '
 PARAMETERS = '{"name": "NAME", "parameters": '
-HERMES = Format("<tool_call>", "</tool_call>", OBJECT, "}")
+HERMES = Format("<tool_call>", "</tool_call>", f"\n{OBJECT}", "}\n")
 # The first text that a template has tells its format. None: the format is not known here.
 FORMATS: tuple[tuple[str, Format | None], ...] = (
     ("<arg_key>", None),

@@ -1,38 +1,27 @@
 """Answers in a form, drawn at random among the tokens that may follow: marks are tokens, and texts never are."""
 
-import dataclasses
 import json
 import re
 
-import numpy as np
 import pytest
-from server_cases import CHAT, PARAMS, posted
+from chat_cases import HI, TOOLS, drawn, form, params_of
+from server_cases import CHAT, END, PARAMS, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
 
 from jshadow.engine.rows.sampling import WORD
 from jshadow.errors import ConfigError
-from jshadow.serving.grammar import allowed_words
 from jshadow.serving.http.calls import HERMES, format_of
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.marks import Splitter, Wanted
-from jshadow.serving.http.schemas import ChatRequest
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|im_end|>", "  ")
-END = 256
 TOKENIZERS = {
     "text": byte_tokenizer(),
     "token": marked_tokenizer(*MARKS),
     "special": marked_tokenizer(*MARKS, special=True),
 }
-DEEP = {"type": "object", "properties": {"depth": {"type": "integer", "minimum": 3, "maximum": 40}}}
-TOOLS = [
-    {"type": "function", "function": {"name": "find", "parameters": DEEP | {"required": ["depth"]}}},
-    {"type": "function", "function": {"name": "wait-a-bit"}},
-]
-HI = [{"role": "user", "content": "Hi"}]
 CALLS = {
     "hermes": HERMES,
     "Mistral's list": format_of("[TOOL_CALLS]"),
@@ -41,27 +30,6 @@ CALLS = {
     "GLM": format_of("<|observation|>"),
     "Llama": format_of("<|python_tag|>"),
 }
-
-
-def params_of(tokenizer, size=None, end=END):
-    config = dataclasses.replace(PARAMS.config, vocab_size=size or len(tokenizer), eos_ids=(end,))
-    return dataclasses.replace(PARAMS, config=config, tokenizer=tokenizer)
-
-
-def drawn(tokenizer, grammar, seed=0, size=None, end=END, most=400):
-    """Tokens at random, up to the end token."""
-    params = params_of(tokenizer, size, end)
-    size = params.config.vocab_size
-    matcher, tokens, rng = Grammars(params).matcher(grammar), [], np.random.default_rng(seed)
-    while tokens[-1:] != [end] and len(tokens) < most:
-        words = allowed_words(matcher, tokens, size)
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
-        tokens.append(int(rng.choice(np.flatnonzero(bits))))
-    return tokens
-
-
-def form(tokenizer, calls=None, **body):
-    return form_of(ChatRequest.model_validate({"model": "tiny", "messages": HI} | body), tokenizer, calls)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chat_cases import FOUND, IDS, TOOL, ids_of, turns
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_message_function_tool_call import ChatCompletionMessageFunctionToolCall, Function
@@ -14,7 +15,7 @@ from tokenizers_by_kind import SENTENCEPIECE
 
 from jshadow.serving.http.calls import short_id, tool_call
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.prompts import chat_ids, template_of
+from jshadow.serving.http.prompts import template_of
 from jshadow.serving.http.schemas import ChatRequest, TokenizeRequest
 
 # What the families' templates do with calls, in few words.
@@ -42,32 +43,6 @@ TEMPLATES = {
     "{% for name, value in c.function.arguments.items() %}<arg_key>{{ name }}{{ value }}{% endfor %}{% endfor %}"
     "{% endfor %}",
 }
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
-FOUND = {"place": "Kiel", "deep": {"ü": [1, None, "a\nb"]}}
-IDS = "call_0123456789abcdef", "b12345678"
-
-
-def turns(arguments):
-    """A system text, a question, reasoning with two calls, their answers, and the next question."""
-    calls = [
-        {"id": name, "type": "function", "function": {"name": "find", "arguments": arguments(given)}}
-        for name, given in zip(IDS, (FOUND, {}), strict=True)
-    ]
-    return [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Where is it?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Look.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": IDS[0], "content": "On the left."},
-        {"role": "tool", "tool_call_id": IDS[1], "content": "{}"},
-        {"role": "assistant", "content": "On the left.", "reasoning_content": "Easy."},
-        {"role": "user", "content": "And now?"},
-    ]
-
-
-def ids_of(tokenizer, messages, tools=None, check=lambda text: None, files=None, **switches):
-    """The ids of the messages of a body, as the routes make them."""
-    body = ChatRequest.model_validate({"model": "tiny", "messages": messages, "chat_template_kwargs": switches or None})
-    return chat_ids(tokenizer, body.messages, files, tools, check, body.chat_template_kwargs)
 
 
 @pytest.fixture(params=["bytes", "marks", "llama2"])
@@ -148,7 +123,7 @@ def test_tools_come_where_the_template_reads_them(monkeypatch, first):
     ("mark", "want"),
     [
         ("<|tool|>", '<|tool_call|>[{"name": "find", "arguments": %s}]<|/tool_call|>'),
-        ("<tool_call>", '<tool_call>{"name": "find", "arguments": %s}</tool_call>'),
+        ("<tool_call>", '<tool_call>\n{"name": "find", "arguments": %s}\n</tool_call>'),
         ("<|observation|>", "find\n%s"),
     ],
 )
