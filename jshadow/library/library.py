@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jax import Array
 
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity
@@ -14,11 +15,12 @@ from jshadow.engine.prefill.whole import prefill_many
 from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import OnePrompt, Progress
-from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.errors import CheckpointError, NumericalError, StateMismatch
 from jshadow.library.asking import Asking, question_ids
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
 from jshadow.library.sources import Source, ids_of
 from jshadow.library.state_store import StateStore
+from jshadow.weights.digest import host_array
 
 LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_SHARE of the tokens
 
@@ -60,6 +62,7 @@ class Library(StateStore):
             PromptError: the source is empty, or its tokens are not the model's.
             CheckpointError: a file cannot be read, or the state cannot be written.
             CapacityError: the document exceeds the capacity, or its state fits no tier.
+            NumericalError: the model's logits are NaN.
             ConfigError: a package for such a source is not installed.
         """
         ids, name = ids_of(source, self.params)
@@ -154,7 +157,7 @@ class Library(StateStore):
         """Read all `ids`, int32 [n]."""
         width = batch_of([len(ids)], self.capacity, str(self.params.dtype)).width
         tokens = np.pad(ids, (0, width - len(ids)))[None]
-        [(_, state)] = prefill_many(
+        [(logits, state)] = prefill_many(
             self.params,
             tokens,
             [len(ids)],
@@ -165,6 +168,7 @@ class Library(StateStore):
             progress=progress,
             room=0,
         )
+        _check_numbers(logits)
         return state
 
     def _extended(self, found: Stored, ids: np.ndarray, progress: Progress | None) -> KVState | None:
@@ -176,4 +180,15 @@ class Library(StateStore):
         except (CheckpointError, StateMismatch):
             return None  # the document is read from its first token
         rest = ids[found.tokens :]
-        return extend(self.params, rest[None], [len(rest)], begun.with_room(len(rest)), progress=progress)[1]
+        logits, state = extend(self.params, rest[None], [len(rest)], begun.with_room(len(rest)), progress=progress)
+        _check_numbers(logits)
+        return state
+
+
+def _check_numbers(logits: Array) -> None:
+    """Raise NumericalError if the logits [1, V] of a document's last token have a NaN. Its state is then no use."""
+    if np.isnan(host_array(logits)).any():
+        raise NumericalError(
+            "logits must be numbers, got NaN in those of the document's last token, so nothing is stored; check the "
+            "weights, or run the model in a wider dtype"
+        )

@@ -217,13 +217,13 @@ class Loop:
     def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
         """Draw the first token after a prompt, and make the row active. `read` has the logits [1, V] and the state."""
         (logits, state), programs, row = read, self.programs, job.row
-        if job.keep is not None:
-            documents.keep(job, job.ids, lambda: state)
         if job.request.allowed is not None:
             row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
         tokens, row = programs.draw(logits, row)
         wanted = job.request.logprobs is not None
         [drawn] = read_drawn(tokens, programs.likely(logits, tokens) if wanted else None)
+        if job.keep is not None and drawn.token != NO_TOKEN:
+            documents.keep(job, job.ids, lambda: state)
         finish = self._add(job, drawn)
         if finish and job.keeps_answer:
             documents.keep(job, [*job.ids, drawn.token], lambda: programs.fed(programs.fork(state), [drawn.token]))

@@ -13,8 +13,9 @@ from jshadow import generate, load_state
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved import write as saved
 from jshadow.engine.saved.leaves import bare, cache_fills, places
-from jshadow.errors import CapacityError, CheckpointError, ConfigError
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError
 from jshadow.library import TierLimits
+from jshadow.library import library as library_module
 from jshadow.library.memory import to_device, to_host
 from jshadow.weights.params import init_params
 
@@ -56,6 +57,30 @@ def test_a_long_beginning_is_extended_and_a_short_one_is_not(opened, text, monke
     assert steps
     assert np.asarray(state.lengths).tolist() == [24]
     assert int(np.asarray(state.last)[0]) == ids[-1]
+
+
+@pytest.mark.parametrize("beginning", [0, 14, 19])
+def test_a_document_whose_logits_are_nan_is_not_stored(opened, text, monkeypatch, beginning):
+    """Neither one that is read whole, nor one whose stored beginning is extended. It fails each time."""
+    library, ids = opened(), text(7)
+    if beginning:
+        library.add(ids[:beginning])
+    with monkeypatch.context() as patch:
+        for name in ("prefill_many", "extend"):
+            whole = getattr(library_module, name)
+
+            def poisoned(*args, whole=whole, **options):
+                made = whole(*args, **options)
+                (logits, state), many = (made[0], True) if isinstance(made, list) else (made, False)
+                made = np.full_like(np.asarray(logits), np.nan), state
+                return [made] if many else made
+
+            patch.setattr(library_module, name, poisoned)
+        for _ in range(2):
+            with pytest.raises(NumericalError, match="NaN in those of the document's last token"):
+                library.add(ids)
+            assert [stored.tokens for stored in library.documents()] == [beginning] * bool(beginning)
+    assert library.add(ids).tokens == 20
 
 
 def test_a_state_in_host_memory_is_moved_and_its_offloaded_rows_are_not(opened, text, size):

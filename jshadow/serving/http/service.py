@@ -28,7 +28,7 @@ from jshadow.serving.http.pieces import pieces
 from jshadow.serving.http.schemas import Drawing
 from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
-from jshadow.weights.tokenizer import encode_plain
+from jshadow.weights.tokenizer import decode, encode_plain, opening
 
 T = TypeVar("T")
 FILE = "file-"
@@ -111,7 +111,7 @@ class Service:
             for choice in range(body.n or 1)
         ]
 
-    def encode(self, prompt: str | list[int], *, special: bool, plain: bool) -> list[int]:
+    def encode(self, prompt: str | list[int], *, special: bool = True, plain: bool = False) -> list[int]:
         """Return the token ids of the prompt of a completion.
 
         Args:
@@ -245,6 +245,12 @@ class Service:
             message = f"file {file_id} does not begin as a chat begins with this model: delete it, and add it again"
             raise ApiError(409, message, code="other_beginning")
         return ids[len(before) :]
+
+    def file_text(self, file_id: str) -> str:
+        """Return the text of a stored document, decoded from its tokens. Raises ApiError."""
+        ids, tokenizer = self.file_tokens(file_id).tolist(), self.params.tokenizer
+        begins = frame(tokenizer, "?", "", "")[0] == opening(tokenizer)
+        return str(tokenizer.decode(ids)) if begins else decode(tokenizer, ids)
 
     async def text_of(self, upload: Upload) -> str:
         """Return the text of a file. Few files are read at once, apart from all other work of the server.

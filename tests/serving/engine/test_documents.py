@@ -14,9 +14,11 @@ from serving_cases import CLASSES, OPTIONS, PARAMS, WARM, answers_of, engine_of,
 import jshadow
 from jshadow import errors
 from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.policies import Full
 from jshadow.serving import Request
+from jshadow.serving.drawn import DrawnToken
 
 DOCUMENT = prompt_of(96, 5)
 PIECE = OPTIONS.turn_chunk
@@ -93,6 +95,19 @@ def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library,
         answers.pop(2).result(0)
     for answer in answers:
         assert answer.result(0).tokens == on_stored(library, answer.request)
+
+
+def test_a_prompt_whose_logits_are_nan_is_not_stored(library, engine):
+    ids = prompt_of(40, 11)
+    for new in (1, 5):
+        with mock.patch("jshadow.serving.loop.read_drawn", return_value=[DrawnToken(NO_TOKEN)]):
+            [answer] = [engine.submit(Request(ids, new, store=True, title="Harbor"))]
+            run(engine)
+        with pytest.raises(errors.NumericalError, match="prompt and 0 generated tokens"):
+            answer.result(0)
+        assert library.longest(ids) is None
+    assert answer_of(engine, ids, 1, store=True).report.not_stored is None
+    assert library.longest(ids).tokens == 40
 
 
 def test_states_are_stored_when_asked(library, engine):

@@ -1,12 +1,14 @@
 """Files: names, equal uploads, restarts, clients that leave, and a full disk."""
 
 import asyncio
+import datetime
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pdf_files import LARGE, pdf
@@ -25,9 +27,12 @@ from server_cases import (
     tiny_service,
     until,
 )
+from transformers.utils import chat_template_utils
 
+from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError
 from jshadow.library import Library
+from jshadow.serving.drawn import DrawnToken
 from jshadow.serving.http import uploads
 from jshadow.serving.http.uploads import Upload
 
@@ -65,6 +70,51 @@ def test_a_file_is_added_listed_read_asked_and_removed(client):
     assert client.delete(path).json() == {"id": made["id"], "object": "file", "deleted": True}
     assert client.get(path).status_code == 404
     assert listed(client) == []
+
+
+DATED = (
+    "Today is {{ strftime_now('%d %b %Y') }}.{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("data", [TEXT, b"\xef\xbb\xbf" + TEXT, TEXT.decode().encode("utf-16")])
+def test_a_file_is_one_document_on_every_day(client, monkeypatch, data):
+    """A question on the next day finds the stored document, and no word of it is lost."""
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", DATED)
+    made = []
+    for day in (datetime.datetime(2026, 5, 31), datetime.datetime(2026, 9, 1), datetime.datetime(2026, 12, 24)):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: day))
+        status, told = put(client, data)
+        assert status == 200
+        made.append(told["id"])
+        assert client.get(f"{FILES}/{told['id']}/content").content == TEXT
+        for question in ("What burns?", "</s>?", "x"):
+            messages = about({"file_id": told["id"]}, question)
+            usage = posted(client, CHAT, messages=messages, max_tokens=1)["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= len(TEXT)
+    assert len(set(made)) == len(listed(client)) == 1
+
+
+@pytest.mark.parametrize(
+    "template", ["New: " + DATED, "{% for m in messages %}{{ m['content'] }}{% endfor %}[more text here]"]
+)
+def test_a_file_that_began_in_another_way_is_told_and_not_cut(client, monkeypatch, template):
+    _, made = put(client, TEXT)
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", "before the document: " + template)
+    answer = client.get(f"{FILES}/{made['id']}/content")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "other_beginning")
+    answer = client.post(CHAT, json={"model": NAME, "messages": about({"file_id": made["id"]}, "x")})
+    assert answer.status_code == 409
+
+
+def test_a_file_whose_logits_are_nan_is_refused_each_time(client, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("jshadow.serving.loop.read_drawn", lambda *_: [DrawnToken(NO_TOKEN)])
+        for data in (TEXT, TEXT, TEXT[:20]):
+            status, answer = put(client, data)
+            assert (status, answer["error"]["code"]) == (500, "not_a_number")
+            assert listed(client) == []
+    assert put(client, TEXT)[0] == 200
 
 
 NAMES = {"../../etc/passwd": "passwd", "C:\\temp\\a.txt": "a.txt", "/a/b.md": "b.md", "~": "~", "é.txt": "é.txt"}

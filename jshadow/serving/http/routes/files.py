@@ -100,8 +100,7 @@ async def get_file(request: Request, file_id: str) -> FileObject:
 async def file_content(request: Request, file_id: str) -> PlainTextResponse:
     """Return the text of a stored document, decoded from its tokens."""
     service: Service = request.app.state.service
-    ids = await service.slowly(service.file_tokens, file_id)
-    return PlainTextResponse(await service.slowly(service.params.tokenizer.decode, ids))
+    return PlainTextResponse(await service.slowly(service.file_text, file_id))
 
 
 @router.delete("/{file_id}")
