@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jshadow.evaluation.metrics import mean_known, mean_stderr
 from jshadow.policies import Policy, Wrapper
 from jshadow.policies.settings import changed_settings, policy_settings
 
+SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the label of a policy
 TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
 
@@ -134,6 +136,31 @@ def label(policy: Policy) -> str:
     return ":".join([policy.name, *(f"{name}={json.dumps(value)}" for name, value in changed.items())])
 
 
+def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Return a short name of each policy of a table, and sentences that tell what the names leave out.
+
+    If a method runs with several settings, its names have only those settings in which they differ.
+
+    Args:
+        labels: what `label` returned, in the order of the table. A label may occur several times.
+    """
+    methods: dict[str, dict[str, list[str]]] = {}
+    for one in labels:
+        name, *settings = SETTING.split(one)
+        methods.setdefault(name, {})[one] = settings
+    names, told = {}, []
+    for name, of_method in methods.items():
+        first, *others = of_method.values()
+        common = [one for one in first if others and all(one in settings for settings in others)]
+        names |= {
+            one: ":".join([name, *(setting for setting in settings if setting not in common)])
+            for one, settings in of_method.items()
+        }
+        if common:
+            told.append(f"All rows of {name} have {', '.join(common)}.")
+    return names, told
+
+
 def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of results, one line for each row."""
     titles = (
@@ -148,13 +175,16 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "full / this",
         "repeats %",
     )
-    table = Table(*titles)
+    table, (names, _) = Table(*titles), short_names(row["policy"] for row in rows)
+    table.columns[titles.index("policy")].overflow = "fold"  # a name that is cut could be that of another row
 
     def form(value: float | None, spec: str, scale: float = 1.0) -> str:
         return "-" if value is None else format(scale * value, spec)
 
     for row in rows:
-        name = row["policy"] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
+        name = (
+            names[row["policy"]] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
+        )
         score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
             row["task"],
@@ -207,6 +237,7 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     settings: dict[tuple[Any, ...], set[str]] = {}
+    names, told = short_names(row["policy"] for row in rows if not row["infeasible"])
     for row in rows:
         settings.setdefault((row["length"], row["share"], row["name"]), set()).add(row["policy"])
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
@@ -217,9 +248,11 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         share = row["share"] or (0.0 if as_asked else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
+    table.columns[2].overflow = "fold"
     for (length, share, name), by_task in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
         row = next(iter(by_task.values()))
-        front = [f"{length:,}", f"{100 * share:g}" if share else "-", name]
+        shown = name.replace(row["policy"], names.get(row["policy"], row["policy"]))
+        front = [f"{length:,}", f"{100 * share:g}" if share else "-", shown]
         if row["infeasible"]:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
@@ -229,6 +262,8 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in distances]
         table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks, *divergence[:1])
     console.print(table)
+    for sentence in told:
+        console.print(sentence, highlight=False)
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
 
 
@@ -241,6 +276,8 @@ def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, in
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the table, the results of the controls, and the recall over all tasks with questions."""
     console.print(results_table(rows))
+    for sentence in short_names(row["policy"] for row in rows)[1]:
+        console.print(sentence, highlight=False)
     if rows:
         console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")
     for prefill in dict.fromkeys(row.get("prefill", "exact") for row in rows):

@@ -1,9 +1,12 @@
 """Metrics against NumPy; result rows: partial scores, recall of full attention, and the verdict of a control."""
 
+import io
 from typing import Any
 
 import numpy as np
 import pytest
+from result_rows import row
+from rich.console import Console
 
 from jshadow.evaluation import metrics, results
 
@@ -72,3 +75,35 @@ def test_mean_and_standard_error():
     assert (mean, stderr) == (np.mean(values), pytest.approx(np.std(values, ddof=1) / 2))
     assert metrics.mean_stderr([3.0]) == (3.0, None)
     assert [metrics.mean_known([None, 2.0]), metrics.mean_known([None])] == [2.0, None]
+
+
+SEVERAL = [f"shadowkv:budget=512:outlier_chunks=48:chunk_size=8:local_chunks={count}" for count in range(5)]
+NAMED = [
+    (SEVERAL, [f"shadowkv:local_chunks={count}" for count in range(5)], "budget=512, outlier_chunks=48, chunk_size=8"),
+    ([*SEVERAL[:2], "shadowkv"], [*SEVERAL[:2], "shadowkv"], ""),
+    (["quest:unit=8", "h2o:heavy=4"], ["quest:unit=8", "h2o:heavy=4"], ""),
+    (['adakv:kept=9:scores="a:b=c"', "adakv:kept=9"], ['adakv:scores="a:b=c"', "adakv"], "kept=9"),
+    (
+        ["h2o:heavy=4:dense.layers=1", "h2o:heavy=4:dense.layers=2"],
+        ["h2o:dense.layers=1", "h2o:dense.layers=2"],
+        "heavy=4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("labels", "names", "common"), NAMED)
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_rows_are_named_by_what_differs_between_them(labels, names, common, width):
+    """No two rows look the same in a printed table, and what all of them have is told once."""
+    given = {"fetch": "resident", "hit_rate": None, "offloaded_device_bytes": 1, "full_bytes": 2, "control": None}
+    rows = [row(label, **given) for label in labels for _ in range(2)]
+    for show in (results.show, results.show_shares):
+        with Console(width=width, file=io.StringIO(), record=True) as console:
+            show(rows, console)
+        text = console.export_text()
+        column = "".join(line.split("│")[3].strip() for line in text.splitlines() if line.startswith("│"))
+        assert all(name in column for name in names)
+        assert "\N{HORIZONTAL ELLIPSIS}" not in column
+        assert (f"have {common}." in " ".join(text.split())) == bool(common)
+    short, _ = results.short_names(labels)
+    assert list(short.values()) == names

@@ -94,8 +94,8 @@ def test_what_has_no_share_is_told_by_its_settings():
     shown = [
         ("full", None, [], ["100", "full"]),
         ("h2o:heavy=3", 0.5, [], ["50", "h2o"]),
-        ("adakv:kept=9", 0.5, [], ["50", "adakv:kept=9"]),
-        ('adakv:kept=9:scores="kvzip"', 0.5, [], ["50", 'adakv:kept=9:scores="kvzip"']),
+        ("adakv:kept=9", 0.5, [], ["50", "adakv"]),
+        ('adakv:kept=9:scores="kvzip"', 0.5, [], ["50", 'adakv:scores="kvzip"']),
         ("h2o:heavy=4", None, [], ["-", "h2o:heavy=4"]),
         ("quest:unit=8", None, ["unit"], ["-", "quest:unit=8"]),
     ]
@@ -107,7 +107,9 @@ def test_what_has_no_share_is_told_by_its_settings():
     ]
     with Console(width=120, record=True, quiet=False, file=io.StringIO()) as console:
         results.show_shares(rows, console)
-    told = [line.split("│")[2:4] for line in console.export_text().splitlines() if line.startswith("│")]
+    text = console.export_text()
+    assert "All rows of adakv have kept=9." in text
+    told = [line.split("│")[2:4] for line in text.splitlines() if line.startswith("│")]
     assert [[part.strip() for part in line] for line in told] == [cells for *_, cells in shown]
 
 
