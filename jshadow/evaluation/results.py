@@ -148,7 +148,8 @@ def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     for one in labels:
         name, *settings = SETTING.split(one)
         methods.setdefault(name, {})[one] = settings
-    names, told = {}, []
+    names: dict[str, str] = {}
+    told: list[str] = []
     for name, of_method in methods.items():
         first, *others = of_method.values()
         common = [one for one in first if others and all(one in settings for settings in others)]
