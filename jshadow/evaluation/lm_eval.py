@@ -31,6 +31,7 @@ from jshadow.policies import Policy
 from jshadow.policies.capabilities import with_fitted
 from jshadow.policies.settings import policy_settings
 from jshadow.weights.params import Params, load
+from jshadow.weights.texts import mended
 
 LOG = logging.getLogger(__name__)
 TRUNCATIONS = (None, "middle")
@@ -128,7 +129,7 @@ class JshadowLM(TemplateLM):
             bos = self.tokenizer.bos_token
             add_special_tokens = False if bos and string.startswith(bos) else self.add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **options))
+        return list(self.tokenizer.encode(mended(string), **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat as text. Without the generation prompt, its last message (a `gen_prefix`) is left open.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library import pdf_worker
+from jshadow.weights.texts import mended
 
 Begun = Callable[["subprocess.Popen[bytes]"], None]
 
@@ -62,7 +63,7 @@ def read_pdf(path: Path, limits: PdfLimits = LIMITS, begun: Begun | None = None)
             process.kill()
             raise
     if process.returncode == 0:
-        return out.decode()
+        return mended(out.decode("utf-8", "surrogatepass"))  # some files have halves of surrogate pairs
     lines = err.decode("utf-8", "replace").strip().splitlines()
     if process.returncode == pdf_worker.REFUSED:
         raise CheckpointError(f"{path} {lines[-1]}")

@@ -55,7 +55,7 @@ def main(path: str, seconds: int, memory: int, pages: int, characters: int) -> i
     except OSError as error:
         print(f"cannot be read: {error}", file=sys.stderr)
         return REFUSED
-    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
     return 0
 
 

@@ -93,7 +93,7 @@ def read_document(path: Path, begun: Begun | None = None) -> str:
     if kind not in (*TEXTS, PDF):
         raise CheckpointError(f"{path} must be a .txt, .md or .pdf file, got {path.suffix or 'no ending'!r}")
     try:
-        text = mended(read_pdf(path, begun=begun)) if kind == PDF else read_text(path)
+        text = read_pdf(path, begun=begun) if kind == PDF else read_text(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except UnicodeError as error:

@@ -63,9 +63,9 @@ def split_specials(tokenizer: Any, text: str) -> tuple[list[str], list[list[int]
     A document or a message that has the text of a special token in it, such as "<|im_end|>", must not control the
     model. So the ids are those of plain text.
     """
-    plain = _plain_specials(tokenizer)
-    if not any(token in text for token in plain):
+    if not any(token in text for token in _special_names(tokenizer)):
         return [text], []
+    plain = _plain_specials(tokenizer)
     pattern = "|".join(re.escape(token) for token in sorted(plain, key=len, reverse=True))
     return re.split(pattern, text), [plain[found] for found in re.findall(pattern, text)]
 
@@ -155,9 +155,14 @@ def _behind(tokenizer: Any) -> tuple[_Before, ...]:
 
 
 @functools.lru_cache(maxsize=8)
+def _special_names(tokenizer: Any) -> tuple[str, ...]:
+    return tuple(special_tokens(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
 def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
     """The token ids of each special token's text as plain text that continues another one."""
-    names, backend = list(special_tokens(tokenizer)), getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend = type(backend).from_str(backend.to_str())  # other threads encode with `tokenizer` meanwhile
         backend.encode_special_tokens = True
@@ -167,7 +172,7 @@ def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
             return list(backend.encode(text, add_special_tokens=False).ids)
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    return {name: _continuing(tokenizer, ids_of, name) for name in names}
+    return {name: _continuing(tokenizer, ids_of, name) for name in _special_names(tokenizer)}
 
 
 def _continuing(tokenizer: Any, ids_of: Callable[[str], list[int]], text: str) -> list[int]:

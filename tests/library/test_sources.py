@@ -90,6 +90,13 @@ def test_a_pdf_has_an_empty_line_between_its_pages(tmp_path):
     assert read_document(written(tmp_path, "b.PDF", pdf(["", "One line."]))).strip() == "One line."
 
 
+@pytest.mark.parametrize(("line", "text"), [("xAB", "x\U0001f600"), ("xA", "x\ufffd"), ("BAx", "\ufffd\ufffdx")])
+def test_halves_of_surrogate_pairs_in_a_pdf_are_mended(tmp_path, line, text):
+    path = written(tmp_path, "a.pdf", pdf([line], letters={"A": 0xD83D, "B": 0xDE00}))
+    assert read_document(path) == text
+    assert ids_of(path, PARAMS)[0].tolist() == ids_of(text, PARAMS)[0].tolist()
+
+
 FOLDER = object()  # in place of a file's content
 BAD_FILES = [
     ("a.pdf", pdf(password="secret"), "must not be encrypted"),

@@ -8,11 +8,23 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 PAGES = ("The first page.", "The second page.")
 
 
-def pdf(pages=PAGES, password=None) -> bytes:
-    """A PDF with a line of text on each page. An empty line makes an empty page."""
+def pdf(pages=PAGES, password=None, letters=None) -> bytes:
+    """A PDF with a line of text on each page. An empty line makes an empty page.
+
+    Args:
+        pages: the lines.
+        password: encrypts the file.
+        letters: what some letters stand for, as UTF-16: `{"A": 0xD83D}`.
+    """
     writer = pypdf.PdfWriter()
     font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
     font = DictionaryObject({NameObject(key): NameObject(value) for key, value in font.items()})
+    if letters:
+        pairs = "\n".join(f"<{ord(letter):02X}> <{unit:04X}>" for letter, unit in letters.items())
+        table = DecodedStreamObject()
+        head = f"1 begincodespacerange\n<00> <FF>\nendcodespacerange\n{len(letters)} beginbfchar\n"
+        table.set_data(f"{head}{pairs}\nendbfchar".encode())
+        font[NameObject("/ToUnicode")] = writer._add_object(table)
     for line in pages:
         page = writer.add_blank_page(200, 200)
         content = DecodedStreamObject()

@@ -1,6 +1,9 @@
 """Texts as token ids and back at any border, for all kinds of tokenizers, and texts that no encoding can express."""
 
+import itertools
 import random
+import sysconfig
+from pathlib import Path
 
 import pytest
 from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
@@ -70,6 +73,49 @@ def test_random_texts_come_back():
 @pytest.mark.slow
 def test_thousands_of_random_texts_come_back():
     check_round_trips(2000)
+
+
+def real_texts(count):
+    """The beginnings of files of the standard library, sorted by name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path for pattern in ("*.py", "*/*.py", "*.txt") for path in folder.glob(pattern))
+    texts = (path.read_bytes()[:3000].decode("utf-8", "ignore") for path in paths)
+    return list(itertools.islice((text for text in texts if text), count))
+
+
+@pytest.mark.slow
+def test_real_files_come_back():
+    """In random pieces, and from the stream of their tokens."""
+    rng, texts = random.Random(0), real_texts(200)
+    assert len(texts) == 200
+    for text in texts:
+        for kind, tokenizer in KINDS.items():
+            ids = [token for piece in cut(rng, text) for token in encode_plain(tokenizer, piece)]
+            stream = TextStream(tokenizer)
+            assert "".join([stream.push(token) for token in ids]) + stream.finish() == text, kind
+            assert decode(tokenizer, encode_plain(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].chat_template])
+def test_a_conversation_turn_by_turn_has_the_ids_of_the_whole(kind):
+    """The answers begin with a blank or with none. The ids are those that transformers gives the whole conversation."""
+    tokenizer = KINDS[kind]
+    turns = [
+        ("the sea is", " calm."),
+        ("and the land?", "it is not."),
+        (" so\n", "\nyes"),
+        ("\u05e9 \U0001f600", " e\u0301"),
+    ]
+    blank = " " if "{% else %} {{" in tokenizer.chat_template else ""
+    ids, messages = [], []
+    for question, answer in turns:
+        message = {"role": "user", "content": question}
+        ids += encode_prompt(tokenizer, [message], len(tokenizer), after=ids[-1] if ids else None)
+        messages.append(message)
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert ids == whole, question
+        ids += encode(tokenizer, blank + answer)
+        messages.append({"role": "assistant", "content": answer})
 
 
 @pytest.mark.parametrize("kind", KINDS)
