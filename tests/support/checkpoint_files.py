@@ -29,6 +29,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 26906055
 
 GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
 GGUF_NAMES |= {f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"}
+GGUF_NAMES |= {f"self_attn.{one}_norm": f"attn_{one}_norm" for one in "qk"}
 GGUF_NAMES |= {f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")}
 GGUF_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -103,21 +104,22 @@ def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any) -> Path:
     """A GGUF file with the weights of `directory`.
 
-    Options: kind (a GGMLQuantizationType for the matrices), metadata (extra {key: value}, None drops a default),
+    Options: arch (the architecture), kind (a GGMLQuantizationType for the matrices), metadata (extra {key: value}, None drops a default),
     extra_tensors, tokenizer (bool).
     """
-    writer = gguf.GGUFWriter(path, options.get("arch", "llama"))
+    arch = options.get("arch", "llama")
+    writer = gguf.GGUFWriter(path, arch)
     fields: dict[str, Any] = {
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.context,
-        "llama.embedding_length": config.model_dim,
-        "llama.feed_forward_length": config.ffn_dim,
-        "llama.attention.head_count": config.q_heads,
-        "llama.attention.head_count_kv": config.kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.rope.freq_base": config.rope.theta,
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{arch}.block_count": config.num_layers,
+        f"{arch}.context_length": config.context,
+        f"{arch}.embedding_length": config.model_dim,
+        f"{arch}.feed_forward_length": config.ffn_dim,
+        f"{arch}.attention.head_count": config.q_heads,
+        f"{arch}.attention.head_count_kv": config.kv_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.rope.freq_base": config.rope.theta,
+        f"{arch}.rope.dimension_count": config.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
     }
     if options.get("tokenizer", True):
         kinds = [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL) - 1) + [4]
@@ -136,7 +138,7 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
         if value is not None:
             getattr(writer, f"add_{adders[type(value)]}")(key, value)
     for name, value in load_file(directory / "model.safetensors").items():
-        if "q_proj" in name or "k_proj" in name:
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
         kind = options.get("kind") if value.ndim == 2 else None
         data = np.ascontiguousarray(value, np.float32)

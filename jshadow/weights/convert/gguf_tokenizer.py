@@ -16,6 +16,7 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a word
 NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
 
 
@@ -27,12 +28,14 @@ class Pre(NamedTuple):
         pattern: regular expression that isolates words. None means the pattern of GPT-2.
         ignore_merges: whether a word that is a token becomes that token without applying the merges.
         add_bos: whether the bos token is put in front of a text if the file has no setting for this.
+        composed: whether the text is brought into normal form C first, as the model's own tokenizer does.
     """
 
     digits: bool = False
     pattern: str | None = None
     ignore_merges: bool = False
     add_bos: bool = False
+    composed: bool = False
 
 
 LLAMA3 = Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
@@ -42,6 +45,7 @@ PRE_TYPES: dict[str, Pre] = {
     "smollm": Pre(digits=True),
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
+    "qwen2": Pre(pattern=QWEN2_PATTERN, composed=True),
 }
 
 
@@ -125,13 +129,15 @@ def _token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
 
 
 def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str, str]], pre: Pre) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignore_merges))
     except Exception as error:  # the Rust library raises plain Exception
         raise CheckpointError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    if pre.composed:
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = []
     if pre.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
