@@ -79,7 +79,7 @@ def real_texts(count):
     """The beginnings of files of the standard library, sorted by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for pattern in ("*.py", "*/*.py", "*.txt") for path in folder.glob(pattern))
-    texts = (path.read_bytes()[:3000].decode("utf-8", "ignore") for path in paths)
+    texts = (path.read_bytes()[:800].decode("utf-8", "ignore") for path in paths)
     return list(itertools.islice((text for text in texts if text), count))
 
 
