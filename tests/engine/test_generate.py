@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from byte_models import BARE, CONFIG, PARAMS, SHADOW
 from few import slow
+from tokenizers_by_kind import sentencepiece
 
 import jshadow
 from jshadow.engine import token_steps
@@ -22,6 +23,7 @@ from jshadow.engine.token_steps import TokenSteps
 from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
 from jshadow.serving import Request
 from jshadow.weights.params import init_params
+from jshadow.weights.tokenizer import encode as encode_text
 
 # One world: a prompt of 203 tokens alone, or with two others, and one capacity. Prompts of 193 to 256 tokens share
 # programs.
@@ -312,6 +314,19 @@ def scripted(monkeypatch, texts):
 
     monkeypatch.setattr(GenerationLoop, "read_tokens", read)
     without_running_ahead(monkeypatch)  # the device does not know the script
+
+
+@pytest.mark.parametrize("blank", ["prepend", "first", "never"])
+@pytest.mark.parametrize("answer", [" today", "the sea", "  s e a", " "])
+def test_an_answer_keeps_the_blank_that_it_begins_with(monkeypatch, blank, answer):
+    """A tokenizer of SentencePiece takes the first blank of a text away, and an answer is no whole text."""
+    tokenizer = sentencepiece(blank, None, size=200)
+    params = dataclasses.replace(PARAMS, tokenizer=tokenizer)
+    ids = encode_text(tokenizer, answer)
+    scripted(monkeypatch, [ids])
+    assert generate(PROMPTS[0], FULL, len(ids), params).text == answer
+    assert "".join(jshadow.stream(params, PROMPTS[0], FULL, max_new_tokens=len(ids), capacity=CAPACITY)) == answer
+    assert tokenizer.decode(encode_text(tokenizer, "the sea is", begins=True) + ids) == "the sea is" + answer
 
 
 @policies

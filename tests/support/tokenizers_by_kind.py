@@ -46,15 +46,16 @@ TURNS = "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['conten
 TURNS += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 
 
-def sentencepiece(blank: str, template: str | None = INST) -> PreTrainedTokenizerFast:
+def sentencepiece(blank: str, template: str | None = INST, *, size: int = 600) -> PreTrainedTokenizerFast:
     """A small vocabulary of the kind of SentencePiece: blanks are U+2581, and characters without a token are bytes.
 
     Args:
         blank: how a blank comes before a text. "prepend": a normalizer puts one before each text between special
             tokens, as in Llama 2 and Phi-3. "first": before the first text, as in Mistral 7B. "never": as in Gemma.
         template: the chat template.
+        size: number of tokens, without some marks of the template. Only more than 300 have tokens for all bytes.
     """
-    model = models.BPE(*_sentencepiece_vocabulary(), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    model = models.BPE(*_sentencepiece_vocabulary(size), unk_token="<unk>", fuse_unk=True, byte_fallback=size > 300)
     tokenizer = Tokenizer(model)
     replaced = normalizers.Replace(" ", "\u2581")
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -82,12 +83,12 @@ def sentencepiece(blank: str, template: str | None = INST) -> PreTrainedTokenize
 
 
 @functools.cache
-def _sentencepiece_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The ids of 600 tokens, without a line break, and the merges."""
+def _sentencepiece_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The ids of the tokens, without a line break, and the merges."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=names, show_progress=False, max_token_length=12)
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256 if size > 300 else 0))]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False, max_token_length=12)
     texts = [*tasks.NOISE, tasks.HEAD, tasks.QUESTION, *tasks.paragraphs()[:40]]
     tokenizer.train_from_iterator([text.replace("\n", " ") for text in texts], trainer)
     made = json.loads(tokenizer.to_str())["model"]
