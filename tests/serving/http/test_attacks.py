@@ -9,7 +9,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import attacks
 import pytest
 from attacks import BODIES, FILES, answered, attack, file, hold, watched
 from pdf_files import LARGE, pdf
@@ -58,63 +57,72 @@ def pool():
         yield pool
 
 
-def check(server, seen, what):
-    """Check what a watch saw, and the memory of the server."""
-    health, gaps = seen
-    grown = memory(server) - server.begun
-    told = f"{what}: /health at most {max(health):.3f} s, gaps at most {max(gaps):.3f} s, memory +{grown >> 20} MiB"
-    print(told)
-    # The machine may be busy with other work for a moment, but not again and again.
-    assert statistics.quantiles(health, n=100, method="inclusive")[-1] < HEALTH, told
-    assert max(health) < 5 * HEALTH, told
-    assert max(gaps) < GAP, told
-    assert grown < GROWTH, told
+def watch(server, what, act, *target):
+    """Watch a server during `act()`, and check what was seen and its memory.
+
+    A machine that is busy with other work can be slow by chance, but not three times in a row.
+    """
+    for tries_left in (2, 1, 0):
+        with watched(server.address, *target) as seen:
+            act()
+        health, gaps = seen
+        grown = memory(server) - server.begun
+        most = statistics.quantiles(health, n=100, method="inclusive")[-1]
+        told = f"{what}: /health at most {max(health):.3f} s, gaps at most {max(gaps):.3f} s, memory +{grown >> 20} MiB"
+        print(told)
+        assert grown < GROWTH, told
+        if most < HEALTH and max(health) < 5 * HEALTH and max(gaps) < GAP:
+            return
+        assert tries_left, told
 
 
 @pytest.mark.parametrize("body", BODIES, ids=[body.__name__ for body in BODIES])
 def test_others_are_answered_while_a_client_attacks(server, pool, body):
-    with watched(server.address) as seen:
-        statuses, seconds = pool.submit(attack, server.address, body.__name__, 4).result(240)
-    assert set(statuses) <= BODIES[body], statuses
-    check(server, seen, f"{body.__name__} in {seconds:.1f} s")
+    def act():
+        statuses, _ = pool.submit(attack, server.address, body.__name__, 4).result(240)
+        assert set(statuses) <= BODIES[body], statuses
+
+    watch(server, body.__name__, act)
 
 
 def test_clients_that_leave_their_pdfs_cost_nothing_afterwards(server, pool):
-    parts = [file(pdf(LARGE), "a.pdf")] * 12
-    with watched(server.address, hold, server.address, parts) as seen:
+    def act():
         status, seconds = answered(server.address, message(FILES))
         assert status == 200
-        assert seconds < GAP
+        assert seconds < 5 * GAP
         assert asked(server.address, completion())[0] == 200
+
+    watch(server, "PDFs", act, hold, server.address, [file(pdf(LARGE), "a.pdf")] * 12)
     until(lambda: b"jshadow:open_requests 0.0" in asked(server.address, message("/metrics"))[1])
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     until(lambda: not children.read_text().split())
-    check(server, seen, "PDFs")
 
 
 def test_uploads_that_stand_still_do_not_block_others(server):
-    parts = [file(b"a" * 60 * 2**20)[:-1]] * 6
-    with watched(server.address, hold, server.address, parts) as seen:
+    def act():
         for data in (completion(), file(b"The sea is calm.")):
             assert asked(server.address, data)[0] == 200
-    check(server, seen, "uploads")
+
+    watch(server, "uploads", act, hold, server.address, [file(b"a" * 60 * 2**20)[:-1]] * 6)
 
 
 def test_a_body_of_many_prompts_does_not_block_others(server, pool):
-    many = pool.submit(attacks.answered, server.address, completion(prompt=["The sea"] * 8, n=16, max_tokens=64))
-    with watched(server.address) as seen:
+    def act():
+        many = pool.submit(answered, server.address, completion(prompt=["The sea"] * 8, n=16, max_tokens=64))
         assert answered(server.address, completion())[0] == 200
         first = many.done()
         assert many.result(240)[0] == 200
-    assert not first
-    check(server, seen, "prompts")
+        assert not first
+
+    watch(server, "prompts", act)
 
 
 def test_sixty_clients_of_all_kinds(server, pool):
-    with watched(server.address) as seen:
+    def act():
         found = pool.submit(load, server.address, range(600), 60).result(240)
-    assert {status for _, status in found} <= {0, 200, 429}
-    check(server, seen, "sixty clients")
+        assert {status for _, status in found} <= {0, 200, 429}
+
+    watch(server, "sixty clients", act)
 
 
 STATES = {
