@@ -159,6 +159,14 @@ def test_files_that_cannot_be_read_are_refused(name, text, limit, told, tmp_path
         data.read_rows([tmp_path / name], limit)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_a_mark_of_byte_order_is_no_part_of_a_row(tmp_path, encoding, ending):
+    path = tmp_path / f"mine.{ending}"
+    path.write_text(json.dumps(ROW | {"context": "Grün \U0001f600"}, ensure_ascii=False), encoding=encoding)
+    assert data.read_rows([path])[0].sample.context == "Grün \U0001f600"
+
+
 def test_the_limit_counts_rows_of_each_file(tmp_path):
     path = write(tmp_path / "mine.jsonl", [ROW] * 3)
     assert [len(data.read_rows([path, path], 2)), len(data.read_rows([path], 9))] == [4, 3]

@@ -7,6 +7,8 @@ import re
 import secrets
 from typing import Any
 
+from jshadow.weights.texts import mended
+
 Call = tuple[str, str]  # the name of a function, and the JSON of its arguments, which is an object
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
@@ -117,7 +119,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 def tool_call(call: Call, index: int | None = None) -> dict[str, Any]:
     """Return a call in OpenAI's form, with an id at random. `index` is its number, in a stream."""
-    name, arguments = call
+    name, arguments = map(mended, call)  # JSON can name halves of surrogate pairs
     place = {} if index is None else {"index": index}
     function = {"name": name, "arguments": arguments}
     return place | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -10,10 +10,11 @@ from openai.types.chat.chat_completion_message_function_tool_call import ChatCom
 from openai.types.chat.parsed_chat_completion import ParsedChatCompletionMessage
 from openai.types.chat.parsed_function_tool_call import ParsedFunction, ParsedFunctionToolCall
 from pydantic import ValidationError
+from pydantic_core import to_json
 from tiny_text import END, byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import SENTENCEPIECE
 
-from jshadow.serving.http.calls import short_id, tool_call
+from jshadow.serving.http.calls import calls_of, short_id, tool_call
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.prompts import template_of
 from jshadow.serving.http.schemas import ChatRequest, TokenizeRequest
@@ -272,6 +273,16 @@ def test_what_a_client_dumps_is_accepted_as_history(name):
     assert set(told) == {told[0]}
     assert told[0].startswith("<|user|>Hi<|im_end|><|assistant|>")
     assert told[0].count('<tool_call>{"name": "find", "arguments": {"a": 1}}') == len(SAID[name].tool_calls or [])
+
+
+@pytest.mark.parametrize(
+    ("half", "told"), [("\\ud83d", "\ufffd"), ("\\ud83d\\ude00", "\U0001f600"), ("\\udc00x", "\ufffdx")]
+)
+def test_halves_of_surrogate_pairs_in_a_call_of_the_model_can_be_sent(half, told):
+    """The model writes JSON, in which it can name half of a character."""
+    [call] = calls_of(f'{{"name": "find", "arguments": {{"{half}": "{half}"}}}}')
+    sent = to_json(tool_call(call))
+    assert json.loads(json.loads(sent)["function"]["arguments"]) == {told: told}
 
 
 def test_a_null_is_a_field_that_is_not_there():
