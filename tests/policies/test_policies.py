@@ -35,10 +35,13 @@ from jshadow.policies import (
     Policy,
     Pyramid,
     Quest,
+    RocketKV,
     ShadowKV,
     ShadowKVPlus,
     SnapKV,
+    SpeCache,
     StreamingLLM,
+    costs,
     parse_policy,
     register,
 )
@@ -327,3 +330,17 @@ def test_wrappers_come_from_the_command_line():
     assert parse_policy(name, again) == policy
     assert policy_settings(policy)["inner"]["inner"]["name"] == "quest"
     assert parse_policy("omnikv", ["filter_layers=[0,3]"]) == OmniKV(filter_layers=(0, 3))
+
+
+def test_what_the_planner_counts():
+    """The rows of a step, the landmarks that it reads of a chunk, and the bytes of a compression, in plain numbers."""
+    assert [costs.rows_of(policy) for policy in (Full(), SpeCache(), DenseFirst(SpeCache()))] == [1, 2, 2]
+    two = dataclasses.replace(ShadowKV().landmarks, tokens=4)
+    parts = [ShadowKV(landmarks=one) for one in (two, dataclasses.replace(two, levels=2))]
+    assert [(one.landmark_parts, one.read_parts) for one in parts] == [(2, 2), (2, 1)]
+    [spec] = cache_specs(dataclasses.replace(TINY, num_layers=1), Full(), 3, 64, 1, "bfloat16", "resident")
+    item = 2 * 2 * spec.kv_heads * spec.head_dim  # bytes of the keys and values of a token
+    assert [Full().compress_bytes(spec, tokens) for tokens in (10, 100)] == [3 * 64 * item, 3 * 100 * item]
+    rocket = RocketKV(kept=32, budget=16, unit=8)
+    parts = [super(RocketKV, rocket).compress_bytes(spec, 50), rocket.scorer.compress_bytes(spec, 50)]
+    assert rocket.compress_bytes(spec, 50) - sum(parts) == 2 * 3 * rocket.slots(spec) * item
