@@ -54,16 +54,27 @@ def test_a_mark_of_byte_order_is_no_part_of_a_document(tmp_path, name, encoding)
     assert read_document(path) == "Über 10 €."
 
 
-DATED = "{% set day = strftime_now('%d %b %Y') if strftime_now is defined else 'never' %}"
+DATED = "\n{% set form = '%Y' %}{% macro told() %}{{ strftime_now('%Y') }}{% endmacro %}"
+DATED += "{% set day = strftime_now('%d %b %Y') if strftime_now is defined else 'never' %}"
 DATED += 'Today is {{ day }} {{ strftime_now("%Y") }}.'
 DATED += "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
+WAYS = {
+    "literal": 'strftime_now("%Y")',
+    "variable": "strftime_now(form)",
+    "keyword": "strftime_now(format=form)",
+    "macro": "told()",
+    "many": "strftime_now('%Y-%m-%d %A, %-d %B%% %H:%M')[:4]",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("document", ["The sea is calm.", "x", "</s> first words"])
-def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document):
+def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document, way):
     """A template that names today's date is told the same date for each document and for each question about it."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = DATED
+    tokenizer.chat_template = DATED.replace('strftime_now("%Y")', WAYS[way])
     params = Params(PARAMS.weights, PARAMS.config, tokenizer)
     found = set()
     for day in (datetime.datetime(2026, 5, 1), datetime.datetime(2026, 9, 30, 23, 59), datetime.datetime(2031, 1, 1)):
@@ -73,7 +84,7 @@ def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document):
         before, after = frame(tokenizer, "why?", "", "")
         found.add((tuple(text_ids(document, params).tolist()), tuple(before), tuple(after)))
     [(ids, before, _)] = found
-    assert tokenizer.decode(ids) == f"Today is 26 Jul 2024 2024.<user>{document}"
+    assert tokenizer.decode(ids) == f"\nToday is 26 Jul 2024 2024.<user>{document}"
     assert tokenizer.decode(ids[len(before) :]) == document
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jshadow.weights.tokenizer import MARK, decode, encode, encode_parts, encode
 
 HEAD = "Read this text, then answer a question about it.\n\n"
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
-NOW = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""  # a call of a template for today's date
+CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFGhHIjmMpSTuUVwWxXyYZ"), "%%")  # of strftime
 TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that they share compiled programs
 
 
@@ -162,7 +161,10 @@ def render(tokenizer: Any, contents: Sequence[str]) -> str:
 
 def dated(template: str) -> str:
     """Return a chat template that names `DATE` where it would name today's date."""
-    return re.sub(NOW, lambda match: repr(DATE.strftime(match[2])), template)
+    if "strftime_now" not in template:
+        return template
+    filters = "".join(f" | replace({code!r}, {DATE.strftime(code)!r})" for code in CODES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro +%}}{template}"
 
 
 def case_of(
