@@ -104,7 +104,7 @@ def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any) -> Path:
     """A GGUF file with the weights of `directory`.
 
-    Options: arch (the architecture), kind (a GGMLQuantizationType of matrices), metadata ({key: value}, None drops one),
+    Options: arch (the architecture), kind (a GGMLQuantizationType of matrices), metadata ({key: value}, None: drop),
     extra_tensors, tokenizer (bool).
     """
     arch = options.get("arch", "llama")
