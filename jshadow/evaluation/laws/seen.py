@@ -13,7 +13,7 @@ import numpy as np
 from jshadow.ops.packing import ROW_BITS, Scaled
 from jshadow.ops.packing import dequantize_rows as dequantize_eagerly
 from jshadow.ops.packing import split_rows as split_eagerly
-from jshadow.policies import ShadowKV
+from jshadow.policies import Quantized, ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 
@@ -50,6 +50,13 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
                 first = 0 if half == "frozen" else layer.frozen.chunks[:, None] * policy.chunk_size
                 real = first + np.arange(keys.shape[2]) < np.asarray(lengths)[:, None]
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
+    if isinstance(policy, Quantized):
+        for name in ("k", "v"):
+            for part in ("codes", "scale"):
+                del values[f"{prefix}live.{name}.{part}"]
+            numbers = np.asarray(policy.decode(spec, getattr(layer.live, name)))
+            real = np.arange(numbers.shape[2]) < np.asarray(lengths)[:, None]
+            values[f"{prefix}live.{name} decoded"] = np.where(real[:, None, :, None], numbers, 0)
     for half in ("frozen", "live"):
         marks = getattr(getattr(layer, half), "landmarks", None)
         kind = policy.landmarks.dtype if isinstance(policy, ShadowKV) else "model"
