@@ -34,7 +34,9 @@ print("COUNTS", status, seen.count("cache_misses"), seen.count("cache_hits"))
 
 def counts(model, folder, limit=0):
     """Exit status, cache misses and hits of a short answer, and stderr, with the user's cache folder at `folder`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS", "JAX_ENABLE"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS", "JAX_ENABLE"))
+    }
     arguments = ["generate", model, "--prompt", "a", "--policy", "full", "--max-new-tokens", "2", "--json"]
     command = [sys.executable, "-c", COUNTED.format(limit=limit), *arguments]
     environment |= {"XDG_CACHE_HOME": str(folder)}
