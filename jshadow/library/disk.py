@@ -83,7 +83,7 @@ class Directory:
             ) from error.__cause__
 
     def is_gone(self, key: str) -> bool:
-        """Whether a state has no file. False if the system cannot tell."""
+        """Whether it is certain that a state has no file. False if the system cannot tell."""
         try:
             self.path(key).stat()
         except OSError as error:
@@ -158,7 +158,7 @@ def most_bytes(content: StateContent) -> int:
 
 
 def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
-    """Return paths with the bytes of their files. What was removed meanwhile, or cannot be read, is left out."""
+    """Return paths with the bytes of their files. A file that was removed meanwhile or cannot be read is left out."""
     found = []
     with contextlib.suppress(OSError):
         for path in paths:

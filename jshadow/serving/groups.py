@@ -43,7 +43,7 @@ class Group:
 
     @property
     def broken(self) -> bool:
-        """Whether a call that was to change the rows has consumed them, and failed."""
+        """Whether the rows are lost, because a call that was to change them has failed."""
         return self.pool is not None and self.programs.consumed(self.pool)
 
     def reserve(self, job: Job) -> int | None:
