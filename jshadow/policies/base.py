@@ -90,6 +90,7 @@ class LayerCache(abc.ABC):
     All its settings are resolved.
 
     Attributes:
+        name: the name of the method.
         emptied: the fields of the live record that are only a cache, on which no result depends. They are not saved.
             Each field has the number that fills its arrays in an empty cache.
         emptied_by_parts: the fields of the live record that each device of a mesh's axis `sp` has for its own units.
@@ -98,6 +99,7 @@ class LayerCache(abc.ABC):
             `tp` of a mesh split them.
     """
 
+    name: ClassVar[str] = ""
     emptied: ClassVar[Mapping[str, int]] = {}
     emptied_by_parts: ClassVar[Mapping[str, int]] = {}
     splits_heads: ClassVar[bool] = True

@@ -15,7 +15,7 @@ def check_split(spec: CacheSpec, *, gpu: bool) -> None:
     shards, policy = spec.shards, spec.policy
     if shards is None:
         return
-    name = getattr(policy, "name", "") or type(policy).__name__
+    name = policy.name or type(policy).__name__
     learned = isinstance(policy, Learns) and policy.reads_fitted
     if learned or not policy.splits_heads:
         why = "reads learned arrays" if learned else "is not split over devices"

@@ -46,6 +46,7 @@ class SlidingWindow(LayerCache, Costs):
 
     window: int = 4096
 
+    name = "sliding_window"
     splits_tokens = True  # the window lies on every device
 
     @property

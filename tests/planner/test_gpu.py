@@ -134,6 +134,13 @@ def test_bytes_are_those_of_the_abstract_state(name):
     assert side.device_bytes == weights + rest + CONTEXT_RESERVE
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_method_is_given_a_fetch_mode(name):
+    """Each on a layer of its own kind too: the message that no kernel serves it names the method."""
+    plan = capacity_plan(LLAMA_31_8B, POLICIES[name](), GPUS["h100"], Serving(32_768, fetch="auto")).chosen
+    assert plan.fetch_reason.startswith(("resident: ", "device_put: ", "zero_copy: ")), plan.fetch_reason
+
+
 @pytest.mark.parametrize("name", ["full", "shadowkv", "shadowkv_plus"])
 def test_longer_contexts_hold_fewer_and_go_slower(name):
     plans = [planned(name, context, 2).chosen for context in (4096, 32768, 122 * 1024, 244 * 1024, 1048512)]

@@ -206,6 +206,7 @@ class OmniKVSparse(LayerCache, Costs):
         budget: number of prompt tokens that are chosen.
     """
 
+    name = "omnikv"
     splits_heads = False
 
     budget: int = 2048
