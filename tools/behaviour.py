@@ -192,7 +192,7 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
             "128",
         ]
         command += ["--room", "32", "--slots", "2", "--dtype", "float32", "--policy", "shadowkv", "--set", "budget=16"]
-        command += ["--set", "rank=12", "--library", f"{folder}/library", "--served-model-name", "tiny"]
+        command += ["--set", "rank=12", "--library", f"{folder}/library", "--name", "tiny"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
                 base = f"http://127.0.0.1:{port}"
@@ -238,13 +238,13 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
 
 
 def record(target: Path) -> None:
-    """Write a record."""
+    """Write a record, part by part."""
     found: dict[str, Any] = {}
-    for part in (plans, states, answers):
+    for part in (plans, answers, states):
         for name, values in part():
             found |= {f"{name}: {key}": value for key, value in values.items()}
             print(name, *([str(values["refused"])] if "refused" in values else []), flush=True)
-    np.savez_compressed(target, **found)
+        np.savez_compressed(target, **found)
     print(f"{len(found)} values in {target}")
 
 

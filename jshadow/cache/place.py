@@ -55,7 +55,5 @@ def place_on_devices(shards: Shards, shapes: HostTier, prompt: HostWrite | None)
         zeros = jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(one.shape, one.dtype))
         return HostArray(zeros, shape.memory)
 
-    rows = shards.spec("data", "tp", "sp")
-    return HostTier(
-        put(shapes.prompt, prompt.data if prompt else None, rows), put(shapes.tail, None, PartitionSpec(*rows[:2]))
-    )
+    rows = shards.spec("data", "tp")
+    return HostTier(put(shapes.prompt, prompt.data if prompt else None, rows), put(shapes.tail, None, rows))

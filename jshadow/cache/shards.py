@@ -1,22 +1,19 @@
 """How the arrays of a layer are split over the devices of a mesh.
 
-A mesh has three axes. `data` splits the rows of a batch. `tp` splits heads, and lies inside a host, where links are
-fast. `sp` splits the units of the prompt (chunks, pages or tokens), and lies between hosts, because only sums and
-scores travel along it.
+A mesh has two axes. `data` splits the rows of a batch. `tp` splits heads, and lies inside a host, where links are fast.
 
 The hooks of a policy run on one device each, inside `jax.shard_map`. The CacheSpec of a layer therefore describes the
-arrays of one device: its rows, its heads and its units. The arrays of a KVState are global. Their sharding follows from
-the table below, which `splits` reads off the shapes of `LayerCache.init`: an array is split along the axis that grows
-with the rows, the heads or the units of a device.
+arrays of one device: its rows and its heads. The arrays of a KVState are global. Their sharding follows from the table
+below, which `splits` reads off the shapes of `LayerCache.init`: an array is split along the axis that grows with the
+rows, the heads or the left rows of a device.
 
-    part of a state                     tp                                    sp
-    host rows, landmarks, outliers      by KV head                            by unit
-    window, right factor                by KV head                            on every device
-    left rows, which serve all heads    by unit, or with left="everywhere"    by unit
-                                        on every device
-    left rows of later chunks           by KV head, or on every device        on every device
-    steps of the transform code         on every device                       on every device
-    lengths, last tokens, counters      on every device                       on every device
+    part of a state                            tp
+    host rows, landmarks, outliers             by KV head
+    window, right factor                       by KV head
+    left rows, which serve all heads           by chunk, or with left="everywhere" on every device
+    left rows of later chunks                  by KV head, or on every device
+    steps of the transform code                on every device
+    lengths, last tokens, counters             on every device
 
 Later chunks are those that ShadowKV+ adds after the prompt. Their left rows lie on every device if they serve all
 heads (`later_keys="projected"`). The transform code has a step for each column, float32 [B, r], which all heads share.
@@ -28,8 +25,7 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
@@ -42,23 +38,18 @@ class Shards:
         left: "split": the left rows of ShadowKV's key code are split over `tp` by chunk. A step sends the selected rows
             to the heads that need them. "everywhere": every device of `tp` has all of them.
         rows: whether the rows of the batch are split over `data`. They are not if their number is not a multiple.
-        grown: the kind of unit of which this description has more than the real one. Only `splits` uses it.
+        grown: whether a device has one left row more than the real one. Only `splits` uses it.
     """
 
     mesh: Mesh | AbstractMesh
     left: str = "split"
     rows: bool = True
-    grown: str = ""
+    grown: bool = False
 
     @property
     def data(self) -> int:
         """Number of parts of the rows."""
         return int(self.mesh.shape["data"]) if self.rows else 1
-
-    @property
-    def sp(self) -> int:
-        """Number of parts of the units."""
-        return int(self.mesh.shape["sp"])
 
     @property
     def tp(self) -> int:
@@ -70,18 +61,10 @@ class Shards:
         """Whether left rows are split over `tp`."""
         return self.left == "split" and self.tp > 1
 
-    def units(self, count: int, multiple: int = 1) -> int:
-        """Return the units that a device holds of `count` units, rounded up to a multiple."""
-        return -(-count // (self.sp * multiple)) * multiple + (multiple if self.grown == "sp" else 0)
-
-    def each(self, count: int) -> int:
-        """Return `count`, the number of entries that every device has for the units that it selects itself."""
-        return count + (1 if self.grown == "sp" else 0)
-
     def left_units(self, count: int) -> int:
-        """Return the left rows that a device holds of the `count` units of its part of `sp`."""
+        """Return how many of the left rows of `count` chunks a device holds."""
         parts = self.tp if self.splits_left else 1
-        return -(-count // parts) + (1 if self.grown == "left" else 0)
+        return -(-count // parts) + self.grown
 
     def spec(self, *axes: Any) -> PartitionSpec:
         """Return a PartitionSpec with these axes, without "data" if the rows are not split."""
@@ -102,27 +85,6 @@ class Shards:
         while axes and axes[-1] is None:
             axes.pop()
         return NamedSharding(self.mesh, PartitionSpec(*axes), memory_kind=memory)
-
-    # On one device, inside shard_map
-
-    def is_first(self) -> Array:
-        """Return whether this device has the first part of the units, bool []. Inside shard_map only."""
-        return lax.axis_index("sp") == 0
-
-    def own(self, x: Array, axis: int, count: int) -> Array:
-        """Return this device's `count` units of an array with all units along `axis`. Zeros follow the last unit.
-
-        Inside shard_map only.
-        """
-        if self.sp == 1 and x.shape[axis] == count:
-            return x
-        missing = max(0, self.sp * count - x.shape[axis])
-        padded = jnp.pad(x, [(0, missing if place == axis else 0) for place in range(x.ndim)])
-        return lax.dynamic_slice_in_dim(padded, lax.axis_index("sp") * count, count, axis)
-
-    def own_count(self, count: Array, size: int) -> Array:
-        """Return how many of the first `count` entries of an array this device has, which has `size` of them."""
-        return count if self.sp == 1 else jnp.clip(count - lax.axis_index("sp") * size, 0, size)
 
 
 def local_spec(spec: Any, shards: Shards | None) -> Any:
@@ -163,8 +125,7 @@ def splits(spec: Any, shapes: Any) -> Any:
     kinds = {
         "data": dataclasses.replace(spec, batch=spec.batch + 1),
         "tp": dataclasses.replace(spec, q_heads=2 * spec.q_heads, kv_heads=2 * spec.kv_heads),
-        "sp": dataclasses.replace(spec, shards=dataclasses.replace(shards, grown="sp")),
-        "left": dataclasses.replace(spec, shards=dataclasses.replace(shards, grown="left")),
+        "left": dataclasses.replace(spec, shards=dataclasses.replace(shards, grown=True)),
     }
     grown = {kind: jax.tree.leaves(shapes(more)) for kind, more in kinds.items()}
     leaves, structure = jax.tree.flatten(shapes(spec))
@@ -174,7 +135,7 @@ def splits(spec: Any, shapes: Any) -> Any:
         for kind in kinds:
             axis = next((i for i, size in enumerate(grown[kind][place].shape) if size != leaf.shape[i]), None)
             if axis is not None:
-                axes[axis] = (("sp", "tp") if shards.splits_left else "sp") if kind == "left" else kind
+                axes[axis] = kind if kind != "left" else "tp" if shards.splits_left else None
         return shards.spec(*axes)
 
     return jax.tree.unflatten(structure, [split(place, leaf) for place, leaf in enumerate(leaves)])

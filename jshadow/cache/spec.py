@@ -65,6 +65,11 @@ class CacheSpec:
         """Number of query heads that share a KV head."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def heads_axis(self) -> str | None:
+        """The axis of the mesh that splits the heads, inside shard_map, or None on one device."""
+        return None if self.shards is None else "tp"
+
 
 @dataclasses.dataclass(frozen=True)
 class HostLayout:

@@ -1,4 +1,4 @@
-"""The option `--mesh`: sizes of its axes, such as `tp=4,sp=2`, and the mesh that they make of all devices."""
+"""The option `--mesh`: sizes of its axes, such as `tp=4,data=2`, and the mesh that they make of all devices."""
 
 import argparse
 import collections
@@ -10,8 +10,7 @@ from jshadow.errors import ConfigError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-AXES = ("data", "sp", "tp")  # tp comes last, so that its devices are neighbors, in one process if it fits
-MESH_HELP = "axes of a mesh of all devices: tp=N splits heads, sp=N tokens, data=N rows, as in tp=4,sp=2"
+MESH_HELP = "axes of a mesh of all devices: tp=N splits heads, data=N rows, as in tp=4,data=2"
 
 
 def add_mesh_options(add: argparse._ActionsContainer) -> None:
@@ -36,17 +35,20 @@ def placed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Return the sizes of the axes "data", "sp" and "tp" of a text such as "tp=4,sp=2". An axis left out has size 1.
+    """Return the sizes of the axes "data" and "tp" of a text such as "tp=4,data=2". An axis left out has size 1.
 
     Raises:
         ConfigError: an axis has another name, comes twice, or has a size that is not a positive integer.
     """
+    from jshadow.models.partition import AXES, GONE
+
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES:
+            gone = GONE * (name == "sp")
             raise ConfigError(
-                f"mesh must have axes among {', '.join(AXES)}, such as tp=4, got {part!r} in {text!r:.80}"
+                f"mesh must have axes among {', '.join(AXES)}, such as tp=4, got {part!r} in {text!r:.80}{gone}"
             )
         if name in sizes:
             raise ConfigError(f"mesh must name each axis once, got {name} twice in {text!r:.80}")
@@ -60,7 +62,7 @@ def mesh_of(sizes: dict[str, int]) -> "Mesh":
     """Return a mesh of the first devices of one process, or of all devices of several, with the axes of AXES.
 
     The devices of a process lie beside each other. So `tp` stays within a process if a process has enough devices, and
-    `sp` and `data` go across processes.
+    `data` goes across processes.
 
     Args:
         sizes: the size of each axis, as `parse_mesh` returns them.
@@ -72,6 +74,8 @@ def mesh_of(sizes: dict[str, int]) -> "Mesh":
     import jax
     import numpy as np
     from jax.sharding import Mesh
+
+    from jshadow.models.partition import AXES
 
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     held = collections.Counter(device.process_index for device in devices)

@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from jshadow.errors import ConfigError
-from jshadow.planner.gpu_specs import NETWORK
 
 if TYPE_CHECKING:
     from jshadow.planner.mesh import MeshSizes
@@ -13,34 +12,26 @@ if TYPE_CHECKING:
 def add_mesh_options(add: argparse.ArgumentParser) -> None:
     """Add the options."""
     add.add_argument("--tp", type=int, metavar="N", help="split heads, MLP and vocabulary over N GPUs (default: 1)")
-    add.add_argument("--sp", type=int, metavar="N", help="split the chunks of each prompt over N GPUs (default: 1)")
     add.add_argument(
         "--left",
         help="split: the left rows of ShadowKV's keys are split over the GPUs of --tp; everywhere: each of them has "
         "all (default: split)",
     )
     add.add_argument("--count", type=int, metavar="N", help="the same as --tp N --left everywhere")
-    add.add_argument("--process-devices", type=int, metavar="N", help="GPUs of one process (default: those of --tp)")
     add.add_argument("--nvlink", type=float, metavar="GB/S", help="bandwidth between GPUs of a host, one way")
-    add.add_argument(
-        "--network",
-        type=float,
-        metavar="GB/S",
-        help=f"rate at which a GPU sends to another process, for --sp (default: {NETWORK / 1e9:g})",
-    )
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the options, None for those that were left out."""
-    names = ("tp", "sp", "left", "count", "process_devices", "nvlink", "network")
-    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    names = ("tp", "left", "count", "nvlink")
+    return {f"--{name}": getattr(args, name) for name in names}
 
 
 def mesh_of(args: argparse.Namespace) -> "MeshSizes":
-    """Return the mesh that the options describe. Raises ConfigError if --count comes with --tp, --sp or --left."""
+    """Return the mesh that the options describe. Raises ConfigError if --count comes with --tp or --left."""
     from jshadow.planner.mesh import MeshSizes
 
-    sizes = {"tp": args.tp, "sp": args.sp, "left": args.left}
+    sizes: dict[str, Any] = {"tp": args.tp, "left": args.left}
     if args.count is not None:
         for name, value in sizes.items():
             if value is not None:
@@ -48,8 +39,4 @@ def mesh_of(args: argparse.Namespace) -> "MeshSizes":
         if args.count < 1:
             raise ConfigError(f"--count must be at least 1, got {args.count}")
         sizes |= {"tp": args.count, "left": "everywhere"}
-    sizes |= {
-        "process_devices": args.process_devices,
-        "network_bytes_per_second": None if args.network is None else args.network * 1e9,
-    }
     return MeshSizes(**{name: value for name, value in sizes.items() if value is not None})

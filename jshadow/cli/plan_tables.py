@@ -63,8 +63,6 @@ def plan_table(plan: CapacityPlan) -> Table:
     row("device in all, GiB", lambda plan, side: gib(side.device_bytes))
     row("XLA memory fraction", lambda plan, side: fraction(plan, side))
     row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
-    if count > plan.mesh.in_process:
-        row("host of a process, GiB", lambda plan, side: gib(side.process_host_bytes))
     reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
     for part in {part: None for bytes_read in reads for part in bytes_read}:  # without parts that round to 0.00
         if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
@@ -72,10 +70,9 @@ def plan_table(plan: CapacityPlan) -> Table:
     step("HBM, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
     step("PCIe, GB", lambda bound: gb(bound.pcie_bytes))
     if count > 1:
-        step("links along tp, GB", lambda bound: gb(bound.sent[0]))
-        step("links along sp, GB", lambda bound: gb(bound.sent[1]))
+        step("links, GB", lambda bound: gb(bound.sent))
         row("PCIe a token, MB", lambda plan, side: "-" if side.step is None else mb(side.step.pcie_bytes, side.batch))
-        row("links a token, MB", lambda plan, side: "-" if side.step is None else mb(sum(side.step.sent), side.batch))
+        row("links a token, MB", lambda plan, side: "-" if side.step is None else mb(side.step.sent, side.batch))
     step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
     row("kept from the last step", lambda plan, side: f"{side.repeat_share:.0%}")
     for label, field in (
@@ -98,8 +95,8 @@ def plan_table(plan: CapacityPlan) -> Table:
 
 
 def mesh_text(plan: CapacityPlan) -> str:
-    """Return the sizes of a mesh as text: "tp=4, sp=2, left=split"."""
-    return f"tp={plan.mesh.tp}, sp={plan.mesh.sp}, left={plan.mesh.left}"
+    """Return the sizes of a mesh as text: "tp=4, left=split"."""
+    return f"tp={plan.mesh.tp}, left={plan.mesh.left}"
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -132,9 +129,7 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
     ]
     if first.count > 1:
         rates_text = "; ".join(f"{plan.gpu.name} {plan.gpu.nvlink_bytes_per_second / 1e9:g} GB/s" for plan in plans)
-        network = first.mesh.network_bytes_per_second / 1e9
-        along_sp = "" if first.mesh.in_process >= first.count else f" Between processes: {network:g} GB/s a GPU."
-        lines.append(f"Links: bytes that one GPU sends in a ring. Between GPUs of a host: {rates_text}.{along_sp}")
+        lines.append(f"Links: bytes that one GPU sends in a ring. Between GPUs: {rates_text}.")
     for plan in plans:
         sides = {name.replace("\n", " "): side for name, side in sides_of(plan).items()}
         lines += [f"{plan.gpu.name}, {name}, {side.fetch_reason}." for name, side in sides.items() if side.fetch_reason]
@@ -144,7 +139,7 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
                 f"device_put cannot reach PCIe on {plan.gpu.name}: the host gathers {gather / 1e9:g} GB/s (--gather), "
                 f"and PCIe moves {link / 1e9:g} GB/s."
             )
-    host = max(side.process_host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
+    host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
     pool = pool_gib()
     if host > pool * GIB:
         lines.append(f"{POOL_VARIABLE}: {pool} here, {math.ceil(host / GIB)} for the largest of these.")

@@ -8,7 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 
-AXES = ("data", "sp", "tp")  # of a mesh: rows, units of a prompt, heads
+AXES = ("data", "tp")  # of a mesh: rows, heads; the devices of the last one are neighbors, in one process if they fit
+GONE = "; sp, which split the tokens of a prompt, is gone: tp and data replace it"
 LEFT = ("split", "everywhere")  # how left rows of a key code lie on the devices of `tp`
 
 # (pattern of the weight's path, axis that is split). All other weights are replicated.
@@ -34,7 +35,8 @@ def check_mesh(mesh: Any) -> Mesh | None:
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
     if not set(mesh.axis_names) <= set(AXES):
-        raise ConfigError(f"mesh must have no axes but {AXES}, got {mesh.axis_names}")
+        gone = GONE * ("sp" in mesh.axis_names)
+        raise ConfigError(f"mesh must have no axes but {AXES}, got {mesh.axis_names}{gone}")
     order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
     return Mesh(mesh.devices.transpose(order).reshape([mesh.shape.get(axis, 1) for axis in AXES]), AXES)
 

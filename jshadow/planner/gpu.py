@@ -22,7 +22,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
-from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Sent, Serving, StepBound, step_bound
+from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.mesh import device_weights, model_links, share_of
 from jshadow.planner.prefill_batch import largest_prefill
@@ -32,7 +32,6 @@ from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.capabilities import Streams
 from jshadow.policies.costs import costs_of, rows_of
-from jshadow.policies.links import added
 from jshadow.policies.mesh_checks import check_split
 
 PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected (arXiv 2410.21465, section 5.3)
@@ -186,7 +185,7 @@ class Planner:
 
         largest, above = 0, max(1, self.gpu.memory_bytes // device) + 1
         if serving.host_limit is not None and host:
-            above = min(above, serving.host_limit // (host * serving.mesh.in_process) + 1)
+            above = min(above, serving.host_limit // (host * serving.mesh.tp) + 1)
         while largest + 1 < above:
             middle = (largest + above) // 2
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
@@ -204,8 +203,7 @@ class Planner:
             fits=0 < rows <= largest,
             temporaries=self.temporaries(policy, rows),
             device_bytes=needed(rows),
-            host_bytes=rows * host * serving.mesh.devices,
-            process_host_bytes=rows * host * serving.mesh.in_process,
+            host_bytes=rows * host * serving.mesh.tp,
             step=self.step(policy, rows) if rows else None,
             prefill=self.prefill(policy, specs, device),
         )
@@ -214,8 +212,8 @@ class Planner:
         """Return the times of the prefill of one request, whose state takes `device_bytes` on the GPU."""
         tokens, mesh, step = self.serving.context, self.serving.mesh, self.step(policy, 1)
         time = prefill_time(self.share, specs, self.gpu, tokens, device_bytes, 1 / step.tokens_per_second)
-        links = model_links(self.whole, mesh.shards, tokens, self.item) | {"logits": (0, 0)}
-        return dataclasses.replace(time, link_seconds=mesh.seconds(links, self.gpu))
+        sent = model_links(self.whole, mesh.shards, tokens, self.item).get("residual stream", 0)
+        return dataclasses.replace(time, link_seconds=sent / self.gpu.nvlink_bytes_per_second)
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
         """Return the specs of the caches of all layers on this GPU, for `batch` rows."""
@@ -231,7 +229,7 @@ class Planner:
 
     def prefill_batch(self, policy: Policy) -> int | None:
         """Return how many rows can be prefilled in one call, or None for several GPUs."""
-        if self.serving.mesh.devices > 1:
+        if self.serving.mesh.tp > 1:
             return None
         return largest_prefill(self.whole, policy, self.serving, self.gpu.memory_bytes - CONTEXT_RESERVE)
 
@@ -266,10 +264,10 @@ class Planner:
                     hbm[part] -= share * device
                 moved -= share * host if passes or part == "values" else 0.0
             flops += costs.step_flops(spec, layer)
-            links = added(links, costs.step_links(spec))
+            for part, sent in costs.step_links(spec).items():
+                links[part] = links.get(part, 0) + sent
         by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
         whole = any(isinstance(spec.policy, Streams) for spec in state.specs)  # whole blocks need no gathering
         gather = None if by_kernel or whole else self.serving.gather_bytes_per_second
-        sent = Sent(links, self.serving.mesh.seconds(links, self.gpu))
         read_bytes = {part: round(size) for part, size in hbm.items() if size}
-        return step_bound(self.gpu, read_bytes, round(moved), flops, batch, gather, sent)
+        return step_bound(self.gpu, read_bytes, round(moved), flops, batch, gather, links)

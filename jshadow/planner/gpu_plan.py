@@ -1,7 +1,7 @@
 """The records of a GPU plan: the requests, the batch that fits, and the predicted time of a decode step."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from jshadow.planner.fetch_choice import ModeFigures
 from jshadow.planner.gpu_specs import HOST_GATHER, Gpu
@@ -67,7 +67,7 @@ class StepBound:
         gather_seconds: the time in which the host gathers the rows that "device_put" moves. 0 in other modes.
         tokens_per_second: predicted tokens per second of the whole batch, from the sum of the five times.
         bound_tokens_per_second: an upper bound on the tokens per second, from the largest of the five times.
-        link_bytes: bytes that the GPU sends to others, by part: along `tp` and along `sp`.
+        link_bytes: bytes that the GPU sends to others, by part.
         link_seconds: the time of these.
     """
 
@@ -84,16 +84,9 @@ class StepBound:
     link_seconds: float = 0.0
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """Bytes that the GPU sends to others along `tp` and along `sp`."""
-        return sum(tp for tp, _ in self.link_bytes.values()), sum(sp for _, sp in self.link_bytes.values())
-
-
-class Sent(NamedTuple):
-    """What a GPU sends to others in a step: the bytes of each part, along (tp, sp), and the seconds of all."""
-
-    links: Links
-    seconds: float
+    def sent(self) -> int:
+        """Bytes that the GPU sends to others."""
+        return sum(self.link_bytes.values())
 
 
 def step_bound(
@@ -103,7 +96,7 @@ def step_bound(
     flops: int,
     batch: int,
     gather: float | None = None,
-    sent: Sent | None = None,
+    links: Links | None = None,
 ) -> StepBound:
     """Return the times of a step that moves each byte once and does each operation once.
 
@@ -114,17 +107,18 @@ def step_bound(
         flops: number of floating-point operations.
         batch: number of tokens that the step generates.
         gather: bytes per second at which the host gathers `moved`. None: no gathering, because a kernel reads the rows.
-        sent: what the GPU sends to others. None: nothing.
+        links: what the GPU sends to others. None: nothing.
     """
-    sent = sent or Sent({}, 0.0)
+    links = links or {}
+    linked = sum(links.values()) / gpu.nvlink_bytes_per_second
     seconds = (
         sum(hbm.values()) / gpu.hbm_bytes_per_second,
         moved / gpu.pcie_bytes_per_second,
         flops / gpu.flops,
         0.0 if gather is None else moved / gather,
     )
-    times = (*seconds, sent.seconds)
-    return StepBound(hbm, moved, flops, *seconds, batch / sum(times), batch / max(times), *sent)
+    times = (*seconds, linked)
+    return StepBound(hbm, moved, flops, *seconds, batch / sum(times), batch / max(times), links, linked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +140,6 @@ class PolicyPlan:
         temporaries: upper bound on the device bytes of a step in addition to weights and state, by part.
         device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
         host_bytes: bytes in host memory for all GPUs together.
-        process_host_bytes: bytes in host memory for the GPUs of one process.
         step: the bytes and times of a decode step; None for an empty batch.
         prefill: the times of the prefill of one request, and of its first token after its state was stored.
     """
@@ -164,7 +157,6 @@ class PolicyPlan:
     temporaries: dict[str, int]
     device_bytes: int
     host_bytes: int
-    process_host_bytes: int
     step: StepBound | None
     prefill: PrefillTime
 
@@ -177,7 +169,7 @@ class PolicyPlan:
     def figures(self) -> ModeFigures:
         """The figures by which "auto" compares this plan with those of other fetch modes."""
         speed = 0.0 if self.step is None else self.step.tokens_per_second
-        return ModeFigures(self.fetch, self.batch, self.device_bytes, self.process_host_bytes, speed)
+        return ModeFigures(self.fetch, self.batch, self.device_bytes, self.host_bytes, speed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +209,7 @@ class CapacityPlan:
     @property
     def count(self) -> int:
         """Number of GPUs that share the model."""
-        return self.mesh.devices
+        return self.mesh.tp
 
     @property
     def ratio(self) -> float | None:

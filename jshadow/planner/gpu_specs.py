@@ -14,9 +14,6 @@ CUSTOM = "custom GPU"
 # gathered 10 GB/s in rows of 2,048 bytes, and 14 GB/s in rows of 528 bytes. The figure is for four threads, which XLA
 # takes on 16 cores, and rows of 2,048 bytes.
 HOST_GATHER = 20e9
-# Bytes per second that a GPU sends to another host: a network adapter of 400 Gbit/s for each GPU, as in NVIDIA's DGX
-# H100 and H200 (ConnectX-7).
-NETWORK = 50e9
 
 
 @dataclasses.dataclass(frozen=True)

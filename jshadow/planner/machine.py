@@ -51,7 +51,7 @@ class Batch:
     @property
     def mesh(self) -> MeshSizes:
         """The mesh, as a plan has it."""
-        return ONE_GPU if self.shards is None else MeshSizes(self.shards.tp, self.shards.sp, self.shards.left)
+        return ONE_GPU if self.shards is None else MeshSizes(self.shards.tp, self.shards.left)
 
     @property
     def device_rows(self) -> int:

@@ -1,14 +1,13 @@
 """One model over several GPUs: the part of each device, and the bytes that devices exchange in a step.
 
-A mesh of tp x sp devices serves all requests of a plan together. `tp` splits heads, MLP and vocabulary, and lies inside
-a host. `sp` splits the units of a prompt. Each device of `sp` has all weights of its place in `tp`.
+A mesh of tp devices serves all requests of a plan together. It splits heads, MLP and vocabulary, and lies inside a
+host.
 
 The bytes over links are those that one device sends, as a ring exchanges them (`policies.links`):
 
-    per layer, [B, T, D] in the weights' dtype   2 all-reduces along tp, and one more for the embedding
-    logits, float32 [B, T, V]                    an all-gather along tp
-    selected left rows (left="split")            a reduce-scatter along tp of [B, h_kv, k, c * w], and the ids' gather
-    scores and results of attention              along sp (`Costs.step_links`)
+    per layer, [B, T, D] in the weights' dtype   2 all-reduces, and one more for the embedding
+    logits, float32 [B, T, V]                    an all-gather
+    selected left rows (left="split")            a reduce-scatter of [B, h_kv, k, c * w], and the gather of the ids
 """
 
 import dataclasses
@@ -25,7 +24,6 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, check_left, sharding_of
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.gpu_specs import NETWORK, Gpu
 from jshadow.policies.links import Links, gathered, reduced
 
 SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/down)/kernel"  # split weights whose products are summed over tp
@@ -37,66 +35,33 @@ class MeshSizes:
 
     Attributes:
         tp: number of parts of the heads.
-        sp: number of parts of the units of a prompt.
         left: where the left rows of ShadowKV's key code lie, as in `load`.
-        process_devices: number of devices of one process, whose host memory they share. None: `tp`.
-        network_bytes_per_second: rate at which a device sends to another process, for `sp`.
     """
 
     tp: int = 1
-    sp: int = 1
     left: str = "split"
-    process_devices: int | None = None
-    network_bytes_per_second: float = NETWORK
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.tp * self.sp
-
-    @property
-    def in_process(self) -> int:
-        """Number of devices of one process."""
-        return self.tp if self.process_devices is None else self.process_devices
 
     @property
     def shards(self) -> Shards | None:
         """How the arrays of a state are split, or None for one device."""
-        return shards_of_sizes(self.tp, self.sp, self.left) if self.devices > 1 else None
+        return shards_of_sizes(self.tp, self.left) if self.tp > 1 else None
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError if a size is out of range, or if tp does not divide the model's KV heads."""
-        for name, value in (("tp", self.tp), ("sp", self.sp), ("process_devices", self.in_process)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
+            raise ConfigError(f"tp must be an integer of at least 1, got {self.tp!r}")
         check_left(self.left)
         if config.kv_heads % self.tp:
             raise ConfigError(f"tp must divide the {config.kv_heads} KV heads, got tp={self.tp}")
-        if self.devices % self.in_process:
-            raise ConfigError(f"process_devices must divide tp * sp = {self.devices} devices, got {self.in_process}")
-        if not (self.network_bytes_per_second > 0 and math.isfinite(self.network_bytes_per_second)):
-            raise ConfigError(
-                f"network_bytes_per_second must be above 0 and finite, got {self.network_bytes_per_second!r}"
-            )
-
-    def seconds(self, links: Links, gpu: Gpu) -> float:
-        """Return the time in which a device sends the bytes.
-
-        Bytes along tp take NVLink. Bytes along sp take it too if one process has all devices, or else the network.
-        """
-        along_tp, along_sp = (sum(part[axis] for part in links.values()) for axis in (0, 1))
-        inside = self.in_process >= self.devices
-        rate = gpu.nvlink_bytes_per_second if inside else self.network_bytes_per_second
-        return along_tp / gpu.nvlink_bytes_per_second + along_sp / rate
 
 
 ONE_GPU = MeshSizes()
 
 
 @functools.lru_cache(maxsize=256)
-def shards_of_sizes(tp: int, sp: int, left: str) -> Shards:
+def shards_of_sizes(tp: int, left: str) -> Shards:
     """Return the shards of a mesh of devices that need not exist."""
-    return Shards(AbstractMesh((1, sp, tp), AXES), left)
+    return Shards(AbstractMesh((1, tp), AXES), left)
 
 
 class DeviceWeights(NamedTuple):
@@ -146,7 +111,7 @@ def model_links(config: ModelConfig, shards: Shards | None, rows: int, item: int
     weights = device_weights(config, shards)
     logits = gathered(4 * rows * config.vocab_size, shards.tp) if weights.splits_logits else 0
     sums = weights.sums * reduced(rows * config.model_dim * item, shards.tp)
-    return {"residual stream": (sums, 0), "logits": (logits, 0)}
+    return {"residual stream": sums, "logits": logits}
 
 
 def share_of(config: ModelConfig, count: int) -> ModelConfig:

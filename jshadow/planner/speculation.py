@@ -131,7 +131,7 @@ def speculation_plan(
     serving = checked(config, serving)
     drafting.check()
     if serving.mesh != ONE_GPU:
-        raise ConfigError(f"a speculation is planned for one GPU, got {serving.mesh.devices}")
+        raise ConfigError(f"a speculation is planned for one GPU, got {serving.mesh.tp}")
     planner = Planner(share_of(config, 1), config, gpu, serving)
     if serving.fetch == "auto" or (isinstance(target, Full) and not drafting.own_cache):
         planner = planner.with_fetch("resident" if isinstance(target, Full) else "device_put")

@@ -64,11 +64,9 @@ def split_of(spec: CacheSpec) -> SplitsTurns | None:
     """Return the layer's cache if its long turns are stored at once (`SplitsTurns`), or else None.
 
     A subclass with its own `append` or `attend` inherits hooks that do not fit these, so it takes blocks, unless it has
-    its own `selected_piece` too. If the devices of a mesh each have a part of the tokens, it takes blocks.
+    its own `selected_piece` too.
     """
     policy: LayerCache = spec.policy
-    if spec.shards is not None and spec.shards.sp > 1:
-        return None
     if not isinstance(policy, SplitsTurns) or not policy.splits_turns or policy.reads.piece == 1:
         return None
     owner = next(base for base in type(policy).__mro__ if "selected_piece" in vars(base))

@@ -93,21 +93,13 @@ class LayerCache(abc.ABC):
         name: the name of the method.
         emptied: the fields of the live record that are only a cache, on which no result depends. They are not saved.
             Each field has the number that fills its arrays in an empty cache.
-        emptied_by_parts: the fields of the live record that each device of a mesh's axis `sp` has for its own units.
-            Nothing but the number of hits depends on them. A state of such a mesh is saved and loaded with empty ones.
         splits_heads: whether each KV head stores, selects and attends without the other heads. Only then can the axis
             `tp` of a mesh split them.
     """
 
     name: ClassVar[str] = ""
     emptied: ClassVar[Mapping[str, int]] = {}
-    emptied_by_parts: ClassVar[Mapping[str, int]] = {}
     splits_heads: ClassVar[bool] = True
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether the axis `sp` of a mesh can split the tokens of a prompt."""
-        return False
 
     def splits_left(self, spec: CacheSpec) -> bool:
         """Return whether the devices of the axis `tp` of a mesh each have a part of rows that serve all heads."""

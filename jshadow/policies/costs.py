@@ -10,8 +10,7 @@ from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import Speculates, capability
-from jshadow.policies.links import Links, merged
-from jshadow.policies.parts import parts_of
+from jshadow.policies.links import Links
 
 
 class Costs:
@@ -80,17 +79,16 @@ class Costs:
     def step_links(self, spec: CacheSpec) -> Links:
         """Return the bytes that a device of a mesh sends over links in one decode step of the layer.
 
-        For each part, the result is (bytes along `tp`, bytes along `sp`). The model's own sums are left out. By default
-        only the results of attention travel, along `sp`.
+        The model's own sums are left out. By default nothing travels.
         """
-        return merged(spec, query_rows(spec.policy))
+        return {}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Return an upper bound on the temporary device bytes of one decode step of the layer.
 
         The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
         """
-        return 3 * 4 * spec.batch * query_rows(spec.policy) * spec.q_heads * parts_of(spec, spec.capacity)
+        return 3 * 4 * spec.batch * query_rows(spec.policy) * spec.q_heads * spec.capacity
 
 
 DEFAULT = Costs()

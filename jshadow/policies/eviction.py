@@ -17,13 +17,12 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece
+from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_range
 from jshadow.policies.costs import Costs
-from jshadow.policies.parts import attend_parts, on_first, own_count, own_units, parts_of
 from jshadow.policies.sizing import Falling
 
 
@@ -121,8 +120,6 @@ class KeepsLaterTokens(UniformPolicy):
 class EvictingPolicy(KeepsLaterTokens, Costs):
     """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
-    splits_tokens = True
-
     @property
     def reads(self) -> HookInputs:
         """The hooks of a step process a turn's new tokens in pieces of 16."""
@@ -153,7 +150,7 @@ class EvictingPolicy(KeepsLaterTokens, Costs):
             rows = jnp.zeros((spec.batch, self.heads(spec), count, spec.head_dim), spec.dtype)
             return KeyValues(rows, rows)
 
-        kept = zeros(parts_of(spec, self.slots(spec.capacity)))
+        kept = zeros(self.slots(spec.capacity))
         return LayerState(KeptPrompt(kept, none, none), LaterTokens(zeros(spec.window)))
 
     def compress(
@@ -164,8 +161,7 @@ class EvictingPolicy(KeepsLaterTokens, Costs):
         scores, reserved = self.score(spec, prompt)
         at = best_positions(scores, prompt.lengths, reserved, count)
         # `at` is the row's length in unused entries: they hold padding or zeros, and `count` masks them
-        own = own_units(spec, at, parts_of(spec, count))
-        k, v = (take_positions(x, own).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
+        k, v = (take_positions(x, at).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
         kept = KeptPrompt(KeyValues(k, v), jnp.minimum(prompt.lengths, count), prompt.lengths)
         return state.replace(frozen=kept), None
 
@@ -182,11 +178,11 @@ class EvictingPolicy(KeepsLaterTokens, Costs):
         """Compute exact attention over the kept prompt tokens and the window."""
         frozen, window = state.frozen, state.live.window
         slots = frozen.kept.k.shape[2]
-        there = jnp.arange(slots) < own_count(spec, frozen.count, slots)[:, None]
+        there = jnp.arange(slots) < frozen.count[:, None]
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
         kept = Piece(frozen.kept.k, frozen.kept.v, there[:, None, None])
-        later = Piece(window.k, window.v, on_first(spec, seen)[:, None])
-        return attend_parts(spec, step.q_post, [kept, later]), state
+        later = Piece(window.k, window.v, seen[:, None])
+        return attend(step.q_post, [kept, later], spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the kept prompt tokens, and all tokens after the prompt."""
@@ -195,7 +191,7 @@ class EvictingPolicy(KeepsLaterTokens, Costs):
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of all slots, and a float32 copy of the keys or of the values."""
-        slots = parts_of(spec, self.slots(spec.capacity)) + spec.window
+        slots = self.slots(spec.capacity) + spec.window
         return 3 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * self.heads(spec) * slots * spec.head_dim
 
 

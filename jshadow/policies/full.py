@@ -11,12 +11,11 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece
+from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
 from jshadow.policies.capabilities import HasAll, Sized
 from jshadow.policies.costs import Costs
-from jshadow.policies.parts import attend_parts, on_first, own_count, own_slots, own_units, parts_of
 from jshadow.policies.registry import register
 
 
@@ -37,7 +36,6 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
 
     name = "full"
     source = "the dense baseline"
-    splits_tokens = True
 
     @property
     def reads(self) -> HookInputs:
@@ -46,7 +44,7 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a cache of zeros, with a slot for each token up to the capacity."""
-        zeros = jnp.zeros((spec.batch, spec.kv_heads, parts_of(spec, spec.capacity), spec.head_dim), spec.dtype)
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
         return LayerState(live=FullLive(KeyValues(zeros, zeros)))
 
     def compress(
@@ -54,12 +52,11 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
     ) -> tuple[LayerState, HostWrite | None]:
         """Copy the prompt to the front of the cache."""
         k, v = (fit_tokens(x, spec.capacity).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
-        k, v = (own_units(spec, x, parts_of(spec, spec.capacity)) for x in (k, v))
         return state.replace(live=FullLive(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write each new token at its position."""
-        cache, q_post = state.live.cache.append(step, own_slots(spec, step.positions, spec.capacity), spec.rope)
+        cache, q_post = state.live.cache.append(step, step.positions, spec.rope)
         return state.replace(live=FullLive(cache), q_post=q_post), None
 
     def attend(
@@ -87,7 +84,7 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
         On NVIDIA GPUs, XLA splits the product of one query's weights and the values along the tokens. If the capacity
         is not a multiple of 128, it pads the values first.
         """
-        slots = spec.batch * parts_of(spec, spec.capacity)
+        slots = spec.batch * spec.capacity
         padded = slots * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return super().step_temporaries(spec) + padded
 
@@ -107,13 +104,12 @@ def attend_all(spec: CacheSpec, step: StepKV, k: Array, v: Array) -> Array:
     rows, end = step.positions.shape[1], step.positions
     if rows > 1:
         end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
-    held = own_count(spec, end + 1, k.shape[2])
-    pieces = [Piece(k, v, held[:, None, :, None])]
+    pieces = [Piece(k, v, end[:, None, :, None] + 1)]
     if rows == 2:
         own_k, own_v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
-        guess = on_first(spec, jnp.eye(rows, dtype=bool) & ~step.valid[:, None])
+        guess = jnp.eye(rows, dtype=bool) & ~step.valid[:, None]
         pieces.append(Piece(own_k, own_v, guess[:, None]))
-    return attend_parts(spec, step.q_post, pieces)
+    return attend(step.q_post, pieces, spec.scale)
 
 
 def or_full(policy: Policy, config: ModelConfig, capacity: int) -> tuple[Policy, str | None]:

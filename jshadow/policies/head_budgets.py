@@ -43,7 +43,6 @@ class SharesBudget(KeepsBest):
     """A policy that keeps the prompt tokens with the highest scores of all heads. `kept` is the mean of the heads."""
 
     splits_heads = False
-    splits_tokens = False
 
     @property
     @abc.abstractmethod

@@ -20,23 +20,21 @@ def check_split(spec: CacheSpec, *, gpu: bool) -> None:
     if learned or not policy.splits_heads:
         why = "reads learned arrays" if learned else "is not split over devices"
         raise ConfigError(f"mesh must be None for {name}, which {why}, got {shape(spec)}")
-    if shards.sp > 1 and not policy.splits_tokens:
-        raise ConfigError(f"mesh must have sp=1 for {name}, which cannot split a prompt, got {shape(spec)}")
     if spec.fetch == "zero_copy" and gpu and (refusal := no_kernel(spec)):
         raise ConfigError(
             f"fetch must be 'device_put' or 'resident' for {name} on this mesh, as no kernel serves {refusal} "
-            f"(left='everywhere' and sp=1 have one), got 'zero_copy' with {shape(spec)}"
+            f"(left='everywhere' has one), got 'zero_copy' with {shape(spec)}"
         )
 
 
 def no_kernel(spec: CacheSpec) -> str:
     """Return "" if the mesh does not prevent a GPU kernel from fetching a layer's rows, or else why it does."""
-    if spec.shards is None or not (spec.shards.sp > 1 or spec.policy.splits_left(spec)):
+    if spec.shards is None or not spec.policy.splits_left(spec):
         return ""
-    return "a device that has a part of the left rows or of the tokens"
+    return "a device that has a part of the left rows"
 
 
 def shape(spec: CacheSpec) -> str:
-    """Return the sizes of a mesh as text: "data=1, sp=1, tp=2"."""
+    """Return the sizes of a mesh as text: "data=1, tp=2"."""
     assert spec.shards is not None
     return ", ".join(f"{axis}={size}" for axis, size in spec.shards.mesh.shape.items())

@@ -17,14 +17,11 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, group_queries
+from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.ops.split import among_best
-from jshadow.policies import parts
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
-from jshadow.policies.parts import attend_parts, on_first
 from jshadow.policies.retrieval_costs import RetrievalCosts
 from jshadow.policies.units import UnitFrozen, UnitLive, put_units, unit_of_place, within_share
 
@@ -44,7 +41,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     unit: int
     top_p: float
     budget_fields: ClassVar[tuple[str, ...]] = ("budget",)
-    emptied_by_parts = {"selected": -1}  # noqa: RUF012, the base has its type
 
     # Hooks of a retrieval policy
 
@@ -92,11 +88,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return spec.scale
 
     @property
-    def splits_tokens(self) -> bool:
-        """Whether the units of a prompt can be split. A share of the scores of all units cannot."""
-        return self.top_p == 1
-
-    @property
     def reads(self) -> HookInputs:
         """A step takes 8 new tokens of a turn. If top_p < 1, it takes 1, because it records the units of one query."""
         return HookInputs(piece=8 if self.top_p == 1 else 1)
@@ -129,13 +120,13 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Return the maximum number of units that a query selects on a device."""
+        """Return the maximum number of units that a query selects."""
         layout = self.host_layout(spec)
         assert layout is not None
-        return parts.each_of(spec, min(self.wanted(spec), layout.units + layout.tail_units))
+        return min(self.wanted(spec), layout.units + layout.tail_units)
 
     def wanted(self, spec: CacheSpec) -> int:
-        """Return the maximum number of units that a query selects on all devices."""
+        """Return the maximum number of units that a query may select."""
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
@@ -145,7 +136,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
         tail = max(1, -(-spec.window // self.unit))
-        units = parts.parts_of(spec, spec.capacity // self.unit)
+        units = spec.capacity // self.unit
         return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
 
     def first_recent(self, positions: Array) -> Array:
@@ -197,11 +188,8 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
         rows = (self.stored(prompt.k_post, basis), prompt.v)
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
-        every, count = spec.capacity // self.unit, layout.units
-        planes = [parts.own_units(spec, to_chunks(x, every, self.unit), count) for x in rows]
-        there = (jnp.arange(count) < parts.own_count(spec, units, count)[:, None])[..., None] & jnp.ones(
-            self.unit, bool
-        )
+        planes = [to_chunks(x, layout.units, self.unit) for x in rows]
+        there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
         summaries = self.summarize(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
         width = 2 * self.unit * spec.head_dim
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
@@ -245,11 +233,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         both = self.both_summaries(spec, state)
         asked = zip(both, (q, jax.lax.optimization_barrier(q))[: len(both)], strict=True)
         scores = jnp.concatenate([self.score(spec, own, query, frozen.basis) for own, query in asked], axis=3)
-        unit = unit_of_place(spec, layout, frozen.units)
+        unit = unit_of_place(layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
-        if parts.is_split(spec):
-            candidate = among_best(jnp.where(candidate, scores, -jnp.inf), self.wanted(spec), "sp") & candidate
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
         good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
@@ -285,10 +271,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         recent = state.live.recent
         shape = (spec.batch, spec.kv_heads, queries, -1)
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
-        seen = on_first(spec, seen)
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
         query = self.stored(step.q_post, state.frozen.basis)
-        return attend_parts(spec, query, pieces), state
+        return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Count the recent tokens, and the tokens of the selected units."""

@@ -9,8 +9,6 @@ from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.base import LayerCache
 from jshadow.policies.costs import Costs
-from jshadow.policies.links import Links, gathered
-from jshadow.policies.parts import is_split
 
 
 class RetrievalCosts(LayerCache, Costs):
@@ -32,17 +30,6 @@ class RetrievalCosts(LayerCache, Costs):
         moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
-
-    def step_links(self, spec: CacheSpec) -> Links:
-        """Count the default, and the scores of the best units of each device of `sp`, float32 [B, h_kv, k]."""
-        if not is_split(spec):
-            return {}
-        assert spec.shards is not None
-        layout, parts = self.host_layout(spec), spec.shards.sp
-        assert layout is not None
-        offered = min(self.count(spec), layout.units + layout.tail_units)
-        best = gathered(4 * spec.batch * spec.kv_heads * offered * parts, parts)
-        return super().step_links(spec) | {"scores": (0, best)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of all units, the attended rows twice and once in float32, and their scores."""

@@ -77,11 +77,6 @@ class RocketKV(Quest):
         """The hooks of a prompt need what the scoring method needs. Those of a step are Quest's."""
         return dataclasses.replace(self.scorer.reads, piece=super().reads.piece)
 
-    @property
-    def splits_tokens(self) -> bool:
-        """A device does not have all scores of a prompt that is split."""
-        return False
-
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the settings, of which none is None."""
         check_choice(self.name, "scores", self.scores, SCORES)

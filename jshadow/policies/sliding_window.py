@@ -47,7 +47,6 @@ class SlidingWindow(LayerCache, Costs):
     window: int = 4096
 
     name = "sliding_window"
-    splits_tokens = True  # the window lies on every device
 
     @property
     def reads(self) -> HookInputs:

@@ -17,7 +17,6 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import MASKED, group_queries
 from jshadow.policies.base import HookInputs
 from jshadow.policies.eviction import KeepsBest
-from jshadow.policies.parts import heads_axis
 from jshadow.policies.registry import register
 
 
@@ -46,8 +45,7 @@ class TOVA(KeepsBest):
         there = jnp.arange(prompt.k_post.shape[1]) < prompt.lengths[:, None]
         probs = jax.nn.softmax(jnp.where(there[:, None, None, None], logits * spec.scale, MASKED), axis=-1)
         scores = probs.mean(axis=(1, 2, 3))  # [B, S]
-        axis = heads_axis(spec)
-        scores = scores if axis is None else lax.pmean(scores, axis)
+        scores = scores if spec.heads_axis is None else lax.pmean(scores, spec.heads_axis)
         shape = (spec.batch, spec.kv_heads, scores.shape[1])
         return jnp.broadcast_to(scores[:, None], shape), jnp.ones_like(prompt.lengths)
 

@@ -7,9 +7,8 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.records import KeyValues
-from jshadow.cache.spec import CacheSpec, HostLayout
+from jshadow.cache.spec import HostLayout
 from jshadow.ops.layout import write_rows
-from jshadow.policies.parts import first_own, on_first
 
 
 def within_share(weights: Array, share: float) -> Array:
@@ -82,7 +81,7 @@ def put_units(old: Array, new: Array, *, place: Array, valid: Array) -> Array:
     return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)
 
 
-def unit_of_place(spec: CacheSpec, layout: HostLayout, units: Array) -> Array:
+def unit_of_place(layout: HostLayout, units: Array) -> Array:
     """Return the number in the sequence of each stored unit, int32 [B, U + T]: the prompt's, then the tail's.
 
     -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
@@ -90,7 +89,5 @@ def unit_of_place(spec: CacheSpec, layout: HostLayout, units: Array) -> Array:
     """
     start = units[:, None]
     places, count = jnp.arange(layout.units + layout.tail_units), layout.units
-    own = places + first_own(spec, count)
-    unit = jnp.where(places < count, own, places - count + start)
-    tail = on_first(spec, places >= count)
-    return jnp.where(((own < start) & (places < count)) | tail, unit, -1)
+    unit = jnp.where(places < count, places, places - count + start)
+    return jnp.where((places < start) | (places >= count), unit, -1)

@@ -97,9 +97,9 @@ def load(
             tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
         quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
-        mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch), `tp`
-            (heads, MLP and vocabulary) and `sp` (chunks of a prompt); see docs/several_devices.md. From an orbax
-            checkpoint, each device reads only its part. None means the default device.
+        mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch) and
+            `tp` (heads, MLP and vocabulary); see docs/several_devices.md. From an orbax checkpoint, each device reads
+            only its part. None means the default device.
         left: with a mesh, where the left rows of ShadowKV's key code lie, which serve all heads. "split": by chunk over
             `tp`, so that a step sends the selected rows over links. "everywhere": whole on each device of `tp`.
         verify: whether to compare every file with the manifest, if there is one.

@@ -63,7 +63,7 @@ def test_a_mesh_over_two_processes_answers_as_one_device(tiny_model, prompt, tmp
     """Each process saves its part of the state, and one device continues it."""
     state = tmp_path / "state"
     flags = " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    options = ("--prompt-file", prompt, "--mesh", "sp=2", "--save-state", state, "--fetch", "device_put")
+    options = ("--prompt-file", prompt, "--mesh", "tp=2", "--save-state", state, "--fetch", "device_put")
     first, second = map(ended, run(2, tiny_model, *options, flags=flags))
     assert (first[0], second[0]) == (0, 0), (first, second)
     one_process_says(first[1])
@@ -165,15 +165,16 @@ def test_without_options_a_process_is_alone():
 
 
 def test_axes_that_are_left_out_have_size_1():
-    assert parse_mesh("tp=4, sp=2") == {"data": 1, "sp": 2, "tp": 4}
-    assert list(parse_mesh("data=3")) == ["data", "sp", "tp"]
+    assert parse_mesh("tp=4, data=2") == {"data": 2, "tp": 4}
+    assert list(parse_mesh("data=3")) == ["data", "tp"]
 
 
-AXES = "mesh must have axes among data, sp, tp, such as tp=4, got "
+AXES = "mesh must have axes among data, tp, such as tp=4, got "
 SIZE = "mesh must have a size of at least 1 for "
 BAD_TEXTS = {"": f"{AXES}''", "pp=2": f"{AXES}'pp=2'", "tp=2,": f"{AXES}''", "tp": f"{SIZE}tp, got ''"}
 BAD_TEXTS |= {"tp=2,tp=2": "mesh must name each axis once, got tp twice", "tp=0": f"{SIZE}tp, got '0'"}
-BAD_TEXTS |= {f"sp={size}": f"{SIZE}sp, got '{size}'" for size in ("-1", "2.0", "²")}
+BAD_TEXTS |= {f"data={size}": f"{SIZE}data, got '{size}'" for size in ("-1", "2.0", "²")}
+BAD_TEXTS |= {"tp=4,sp=2": f"{AXES}'sp=2' in 'tp=4,sp=2'; sp, which split the tokens of a prompt, is gone"}
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_TEXTS.items())
@@ -184,20 +185,20 @@ def test_bad_texts(text, message):
 
 
 def test_the_mesh_has_all_devices():
-    sizes = {"data": 1, "sp": 1, "tp": jax.device_count()}
+    sizes = {"data": 1, "tp": jax.device_count()}
     mesh = mesh_of(sizes)
-    assert mesh.axis_names == ("data", "sp", "tp")
+    assert mesh.axis_names == ("data", "tp")
     assert dict(mesh.shape) == sizes
-    with pytest.raises(ConfigError, match=r"mesh must have as many devices as there are, got data=2 \* sp=1"):
+    with pytest.raises(ConfigError, match=r"mesh must have as many devices as there are, got data=2 \* tp="):
         mesh_of(sizes | {"data": 2})
 
 
 @pytest.mark.parametrize(
     ("held", "sizes", "message"),
     [
-        ([4, 2], {"data": 1, "sp": 2, "tp": 3}, r"devices must be as many in each process, got \[4, 2\]"),
-        ([2, 2, 2], {"data": 1, "sp": 2, "tp": 3}, r"tp must divide the 2 devices of a process .* got 3"),
-        ([4, 4], {"data": 1, "sp": 1, "tp": 4}, r"= 4; there are 8, and it must have all of them \(processes: 2"),
+        ([4, 2], {"data": 2, "tp": 3}, r"devices must be as many in each process, got \[4, 2\]"),
+        ([2, 2, 2], {"data": 2, "tp": 3}, r"tp must divide the 2 devices of a process .* got 3"),
+        ([4, 4], {"data": 1, "tp": 4}, r"= 4; there are 8, and it must have all of them \(processes: 2"),
     ],
 )
 def test_meshes_of_several_processes(held, sizes, message, monkeypatch):

@@ -516,7 +516,7 @@ def test_where_cudnn_reads_a_prompt(monkeypatch):
     gemma = family_config("gemma3")  # whose heads have a width of 20
     config = dataclasses.replace(gemma, head_dim=24)
     assert [(plan.whole, plan.rows) for plan in plans(monkeypatch, config)] == [("cudnn", 1)] * 3
-    mesh = Shards(AbstractMesh((1, 1, 2), ("data", "sp", "tp")))
+    mesh = Shards(AbstractMesh((1, 2), ("data", "tp")))
     for kinds, which, options in (
         ({None}, config, {"capability": None}),
         ({None}, config, {"dtype": "float32"}),

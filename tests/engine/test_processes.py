@@ -348,9 +348,9 @@ def test_two_processes_agree_until_one_is_killed():
     for index, one in enumerate(seen):
         # a program runs after all have compiled it: the exchange comes before its first call, and only once
         assert (one["index"], one["first run"]) == (index, ["compiled 0", 6.0, 6.0])
-        assert (one["axes"], one["hosts of tp"]) == ({"data": 1, "sp": 2, "tp": 2}, [[0, 0], [1, 1]])
+        assert (one["axes"], one["hosts of tp"]) == ({"data": 2, "tp": 2}, [[0, 0], [1, 1]])
         assert one["here"] == 2
-        assert "got data=1 * sp=1 * tp=8 = 8; there are 4, fewer than it needs" in one["too large"]
+        assert "got data=1 * tp=8 = 8; there are 4, fewer than it needs" in one["too large"]
         assert "processes: 2, devices of each: 2" in one["too large"]
         differs = "DistributedError: seed must be the same in all processes: process 0 has '0', process 1 has '1'"
         assert one["seed"] == differs

@@ -89,7 +89,7 @@ def test_the_slurm_script_of_several_hosts_starts_a_process_for_each_gpu(started
     args, together = options_of(words[words.index("jshadow") :])
     assert (args.command, args.model, args.prompt_file) == ("generate", "a model", "p.txt")
     assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert together["--mesh"] == f"sp={options['nodes']},tp={options['gpus-per-node']}"
+    assert together["--mesh"] == f"tp={int(options['nodes']) * int(options['gpus-per-node'])}"
     assert not together.keys() & {"--coordinator", "--processes", "--process"}  # Slurm's environment has them
     assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 1
 
@@ -138,6 +138,6 @@ def test_each_pod_of_the_group_is_a_process(started):
         words, asleep = words_of(PODS["group"], started, **variables, LWS_WORKER_INDEX=str(index))
         args, together = options_of(words)
         assert (args.command, asleep[0]) == ("generate", "sleep")
-        wanted = {"--mesh": f"sp={size},tp={gpus}", "--processes": str(size), "--process": str(index)}
+        wanted = {"--mesh": f"tp={size * int(gpus)}", "--processes": str(size), "--process": str(index)}
         wanted |= {"--coordinator": f"jshadow-0.jshadow:{port['containerPort']}", "--join-timeout": "600"}
         assert together == wanted

@@ -198,7 +198,7 @@ def test_devices_are_known_by_their_kind():
 
 def test_several_devices_share_a_call(monkeypatch):
     """A device holds its part. No kernel serves a part of the left rows."""
-    shards = {left: Shards(AbstractMesh((2, 1, 4), AXES), left) for left in ("split", "everywhere")}
+    shards = {left: Shards(AbstractMesh((2, 4), AXES), left) for left in ("split", "everywhere")}
     one = modes()
     for left, parts in shards.items():
         four = modes(dataclasses.replace(BATCH, rows=2 * BATCH.rows, shards=parts))

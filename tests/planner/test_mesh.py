@@ -42,34 +42,18 @@ def test_a_million_tokens_on_eight_gpus(name, split, everywhere, full):
     assert best.chosen.largest_batch >= split
     assert million(name, tp=8, left="everywhere").chosen.largest_batch == everywhere
     assert best.full.largest_batch == full
-    assert million(name, tp=4, sp=2).chosen.largest_batch >= split
     assert best.chosen.device_bytes <= H200.memory_bytes
 
 
 def test_what_is_split_takes_a_part_of_the_bytes():
-    whole, halves = million(), million(sp=2)
-    one, tp, sp = whole.chosen, million(tp=2).chosen, halves.chosen
-    chunks = (1_001_024 // 8 - 4, 1_001_024 // 8 + 1)  # of one device, and of all devices if left rows are split
+    one, tp = million().chosen, million(tp=2).chosen
+    chunks = (1_001_024 // 8 - 4, 1_001_024 // 8 + 1)  # of one device, and of both
     assert one.row_parts["left"][0] == 32 * chunks[0] * 8 * 160 * 2
     assert tp.row_parts["left"][0] == 32 * -(-chunks[1] // 2) * 8 * 160 * 2
     for part in ("right", "landmarks", "outliers", "window", "host rows"):
         assert [2 * size for size in tp.row_parts[part]] == list(one.row_parts[part])
-    for part in ("right", "window"):
-        assert sp.row_parts[part] == one.row_parts[part]
-    for part in ("left", "landmarks", "host rows"):
-        assert 1 <= 2 * sum(sp.row_parts[part]) / sum(one.row_parts[part]) < 1.001
-    # Every device of sp has all weights, and moves as many rows as one device.
-    assert halves.weights_bytes == whole.weights_bytes
-    assert sp.step.pcie_bytes / sp.batch == one.step.pcie_bytes / one.batch == 2 * tp.step.pcie_bytes / tp.batch
-
-
-def test_host_bytes_of_a_process():
-    """By default, a process has the GPUs of tp. A limit is that of one process."""
-    two, one = million(tp=4, sp=2).chosen, million(tp=4, sp=2, process_devices=8).chosen
-    assert two.host_bytes == one.host_bytes == 2 * two.process_host_bytes
-    assert one.process_host_bytes == one.host_bytes
-    limited = million(tp=4, sp=2, host_limit=4 * two.row_bytes[1] * 3)
-    assert limited.chosen.largest_batch == 3
+    assert one.step.pcie_bytes / one.batch == 2 * tp.step.pcie_bytes / tp.batch
+    assert million(tp=4, host_limit=3 * one.row_bytes[1]).chosen.largest_batch == 3  # of all GPUs together
 
 
 def test_bytes_over_links_by_hand():
@@ -81,21 +65,13 @@ def test_bytes_over_links_by_hand():
 
     residual, rows = 2 * CONFIG.model_dim * 4, 2 * 4 * 4
     over_tp = {
-        "residual stream": (3 * 2 * residual * 3 // 4, 0),  # of the embedding, the attention's output and the MLP
-        "logits": (2 * 96 * 4 * 3 // 4, 0),
-        "left rows": (rows * 4 * 3 // 4 + rows * 4 * 12 * 4 * 3 // 4, 0),
+        "residual stream": 3 * 2 * residual * 3 // 4,  # of the embedding, the attention's output and the MLP
+        "logits": 2 * 96 * 4 * 3 // 4,
+        "left rows": rows * 4 * 3 // 4 + rows * 4 * 12 * 4 * 3 // 4,
     }
     assert step(tp=4).link_bytes == over_tp
     assert step(tp=4, left="everywhere").link_bytes == {part: over_tp[part] for part in ("residual stream", "logits")}
-    over_sp = {
-        "attention": (0, 2 * 2 * 8 * 4 * (1 + 17) * 3 // 4),  # the maximum; the sum of weights and of values
-        "scores": (0, 2 * 2 * 2 * 8 * 4 * 3 // 4 + 2 * 4 * 4 * 4 * 3),  # softmax; the best 4 of each device
-    }
-    assert step(sp=4).link_bytes == over_sp
-    sent = sum(tp for tp, _ in over_tp.values()) / 450e9
-    assert step(tp=4).link_seconds == pytest.approx(sent)
-    assert step(sp=4).link_seconds == pytest.approx(sum(sp for _, sp in over_sp.values()) / 50e9)
-    assert step(sp=4, process_devices=4).link_seconds == pytest.approx(sum(sp for _, sp in over_sp.values()) / 450e9)
+    assert step(tp=4).link_seconds == pytest.approx(sum(over_tp.values()) / 450e9)
     both = step(tp=4)
     times = (both.hbm_seconds, both.pcie_seconds, both.flop_seconds, both.gather_seconds, both.link_seconds)
     assert both.tokens_per_second == pytest.approx(2 / sum(times))
@@ -108,8 +84,8 @@ def test_a_weight_that_cannot_be_split_lies_on_every_device():
         capacity_plan(config, Full(), H200, Serving(41, batch=1, dtype="float32", mesh=MeshSizes(tp=2))).chosen.step
         for config in (CONFIG, odd)
     )
-    assert uneven.link_bytes["logits"] == (0, 0)
-    assert 3 * uneven.link_bytes["residual stream"][0] == 2 * even.link_bytes["residual stream"][0]
+    assert uneven.link_bytes["logits"] == 0
+    assert 3 * uneven.link_bytes["residual stream"] == 2 * even.link_bytes["residual stream"]
 
 
 def test_zero_copy_needs_all_left_rows():
@@ -127,18 +103,15 @@ def test_the_command(capsys):
         [plan] = json.loads(capsys.readouterr().out)["plans"]
         return plan
 
-    wide = plan("--tp 4 --sp 2 --network 25 --nvlink 400")
-    assert (wide["count"], wide["mesh"]["tp"], wide["mesh"]["sp"], wide["mesh"]["left"]) == (8, 4, 2, "split")
+    wide = plan("--tp 4 --nvlink 400")
+    assert (wide["count"], wide["mesh"]) == (4, {"tp": 4, "left": "split"})
     step = wide["chosen"]["step"]
-    along = [sum(part[axis] for part in step["link_bytes"].values()) for axis in (0, 1)]
-    assert step["link_seconds"] == pytest.approx(along[0] / 400e9 + along[1] / 25e9)
-    assert wide["full"]["step"]["link_bytes"]["attention"][1] > 0
+    assert step["link_seconds"] == pytest.approx(sum(step["link_bytes"].values()) / 400e9)
     sizes = plan("--count 4")["mesh"]
     assert (sizes["tp"], sizes["left"]) == (4, "everywhere")
-    assert main([*options, "--tp", "4", "--sp", "2"]) == 0
+    assert main([*options, "--tp", "4"]) == 0
     out = capsys.readouterr().out
-    lines = ("tp=4, sp=2, left=split", "links along sp, GB", "links a token, MB", "host of a process, GiB")
-    for told in (*lines, "Links: bytes that one GPU"):
+    for told in ("tp=4, left=split", "links, GB", "links a token, MB", "Links: bytes that one GPU"):
         assert told in out
 
 
@@ -155,9 +128,9 @@ def called(name):
 
 
 def planner_of(name):
-    (_, sp, tp), left = MESHES[name]
+    (_, tp), left = MESHES[name]
     sizes = {"max_new_tokens": CAPACITY - min(LENGTHS), "dtype": "float32", "fetch": "device_put"}
-    serving = Serving(min(LENGTHS), **sizes, mesh=MeshSizes(tp, sp, left))
+    serving = Serving(min(LENGTHS), **sizes, mesh=MeshSizes(tp, left))
     return Planner(share_of(CONFIG, tp), CONFIG, H200, serving)
 
 
@@ -165,9 +138,9 @@ def planner_of(name):
 @pytest.mark.parametrize("name", MESHES)
 def test_each_device_holds_what_is_planned(name):
     """In its own memory and in host memory, to the byte, weights too."""
-    (data, sp, tp), _ = MESHES[name]
+    (data, tp), _ = MESHES[name]
     planner, found = planner_of(name), called("measure")[name]
-    devices = [str(device) for device in range(data * sp * tp)]
+    devices = [str(device) for device in range(data * tp)]
     assert found["weights"] == {"device": dict.fromkeys(devices, planner.weights_bytes)}
     for policy, record in found["policies"].items():
         resolved = POLICIES[policy].resolve(CONFIG, CAPACITY)
@@ -176,28 +149,27 @@ def test_each_device_holds_what_is_planned(name):
         assert record["held"] == {memory: dict.fromkeys(devices, size) for memory, size in want.items() if size}, policy
 
 
-# As the table of jshadow/cache/shards.py says: what is split by head (tp), what by unit (sp and tp), and what is whole.
+# As the table of jshadow/cache/shards.py says: what is split by head or by chunk, and what is whole.
 WHOLE = "lengths last counters count chunks units frozen.lengths"
-UNITS = "frozen.left frozen.landmarks candidates outliers frozen.spread resident host.prompt"
-LATER = "right window live.landmarks live.kept extra cut host.tail"
+PROMPT = "frozen.left frozen.landmarks candidates outliers frozen.spread resident host.prompt right window"
+LATER = f"{PROMPT} live.landmarks live.kept extra cut host.tail"
 PARTS = {
-    "full": ("", "cache", ""),
-    "snapkv": ("window", "kept", ""),
-    "quest": ("live.summaries recent host.tail", "frozen.summaries live.selected host.prompt", ""),
-    "shadowkv": ("right window", UNITS, ""),
-    "packed": ("right window", UNITS, "right.step"),  # of columns that all heads share
-    "shadowkv_plus": (LATER, UNITS, "live.left"),  # of later chunks, which serve all heads
-    "plus_int4": (f"{LATER} live.left frozen.later", UNITS, ""),
+    "full": ("cache", ""),
+    "snapkv": ("window kept", ""),
+    "quest": ("live.summaries recent host.tail frozen.summaries live.selected host.prompt", ""),
+    "shadowkv": (PROMPT, ""),
+    "packed": (PROMPT, "right.step"),  # of columns that all heads share
+    "shadowkv_plus": (LATER, "live.left"),  # of later chunks, which serve all heads
+    "plus_int4": (f"{LATER} live.left frozen.later", ""),
 }
 
 
 @devices
 @pytest.mark.parametrize("method", POLICIES)
 def test_nothing_lies_whole_on_a_device_but_what_the_table_says(method):
-    by_head, by_unit, whole = (parts.split() for parts in PARTS[method])
-    parts = dict.fromkeys(by_head, "tp") | dict.fromkeys(by_unit, "sp tp")
-    parts |= dict.fromkeys((*whole, *WHOLE.split()), "")
-    for path, axes in called("measure")["tp2 sp2"]["policies"][method]["splits"].items():
+    split, whole = (parts.split() for parts in PARTS[method])
+    parts = dict.fromkeys(split, "tp") | dict.fromkeys((*whole, *WHOLE.split()), "")
+    for path, axes in called("measure")["tp2"]["policies"][method]["splits"].items():
         matching = [part for part in parts if f".{part}" in f".{path}"]
         assert matching, path
         assert " ".join(axes) == parts[max(matching, key=len)], path
@@ -209,16 +181,15 @@ def test_nothing_lies_whole_on_a_device_but_what_the_table_says(method):
 def test_a_compiled_step_sends_what_is_planned(mesh, method):
     """The counters and the logits are left out."""
     step = planner_of(mesh).step(POLICIES[method].resolve(CONFIG, CAPACITY), ROWS)
-    want = {"tp": step.sent[0] - step.link_bytes["logits"][0], "sp": step.sent[1]}
-    assert called("measure")[mesh]["policies"][method]["sent"] == want
+    assert called("measure")[mesh]["policies"][method]["sent"] == step.sent - step.link_bytes["logits"]
 
 
 @devices
 @pytest.mark.parametrize("method", four.MIDDLE_POLICIES)
 def test_a_compiled_step_takes_what_is_planned(method):
-    """Its arguments to the byte, and temporaries within the bound, on each of tp 2 x sp 2 devices."""
+    """Its arguments to the byte, and temporaries within the bound, on each of four devices."""
     sizes = {"max_new_tokens": four.NEW, "batch": four.BATCH, "dtype": "float32", "fetch": "resident"}
-    serving = Serving(four.CONTEXT, **sizes, mesh=MeshSizes(four.TP, four.SP))
+    serving = Serving(four.CONTEXT, **sizes, mesh=MeshSizes(four.TP))
     side = capacity_plan(four.MIDDLE, four.MIDDLE_POLICIES[method], H200, serving)
     arguments, temporaries = called("compile_all")[method]
     assert 0 < temporaries <= sum(side.chosen.temporaries.values())

@@ -15,7 +15,7 @@ from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu, gp
 from jshadow.planner.mesh import MeshSizes
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
 from jshadow.planner.speculation import Drafting, speculation_plan
-from jshadow.policies import Full, InfLLM, Quest, ShadowKV, SnapKV, StreamingLLM
+from jshadow.policies import Full, InfLLM, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.shadowkv import ExactKeys
 
 H200 = GPUS["h200"]
@@ -64,14 +64,10 @@ REFUSED = [
     # Several GPUs
     (partial(plan, mesh=dict(tp=3)), ConfigError, "tp must divide the 2 KV heads, got tp=3"),
     (partial(plan, mesh=dict(tp=0)), ConfigError, "tp must be an integer of at least 1, got 0"),
-    (partial(plan, mesh=dict(sp=-1)), ConfigError, "sp must be an integer of at least 1, got -1"),
-    (partial(plan, mesh=dict(sp=1.5)), ConfigError, "sp must be an integer of at least 1, got 1.5"),
+    (partial(plan, mesh=dict(tp=-1)), ConfigError, "tp must be an integer of at least 1, got -1"),
+    (partial(plan, mesh=dict(tp=1.5)), ConfigError, "tp must be an integer of at least 1, got 1.5"),
     (partial(plan, mesh=dict(left="right")), ConfigError, "left must be one of"),
-    (partial(plan, mesh=dict(tp=2, process_devices=0)), ConfigError, "devices must be an integer of at least 1, got 0"),
-    (partial(plan, mesh=dict(tp=2, process_devices=4)), ConfigError, r"must divide tp \* sp = 2 devices, got 4"),
-    (partial(plan, mesh=dict(sp=2, network_bytes_per_second=0.0)), ConfigError, "network_bytes_per_second must be abo"),
     (partial(plan, InfLLM(), dict(tp=2)), ConfigError, "mesh must be None for infllm, which is not split over devices"),
-    (partial(plan, Quest(top_p=0.9), dict(sp=2)), ConfigError, "must have sp=1 for quest, which cannot split a prompt"),
     (partial(plan, SMALL, dict(tp=2), fetch="zero_copy"), ConfigError, f"{NO_KERNEL}on"),
     # Sessions
     (partial(sessions, SessionClass(0, 8)), CapacityError, "prompt must be at least 1"),
@@ -108,7 +104,7 @@ COMMANDS = [
     ("--context 8192 --tp 3", "tp must divide the 8 KV heads, got tp=3"),
     ("--context 8192 --tp 2 --count 2", "--count must be left out with --tp, got 2"),
     ("--context 8192 --count 0", "--count must be at least 1, got 0"),
-    ("--context 8192 --sp 2 --shared 3", "--sp must be left out with --shared and --group-rows, got 2"),
+    ("--context 8192 --tp 2 --shared 3", "--tp must be left out with --shared and --group-rows, got 2"),
     ("--tp 2", "--tp must come with --context"),
     ("--link 63", "--link must come with --context"),
     (SPECULATE + "--policy offloaded --drafter self", "policy must be full for speculate='self', got offloaded"),

@@ -26,7 +26,7 @@ def digests(mesh):
 
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     whole = {"a": placed(value, PartitionSpec("tp")), "b": jnp.asarray(value)}
-    parted = whole | {"c": placed(value, PartitionSpec("sp"))}
+    parted = whole | {"c": placed(value, PartitionSpec("data"))}
     facts = agreement.weight_facts(parted)
     agreement.agree(facts)
     other = value + jax.process_index()
@@ -60,20 +60,22 @@ def main():
     add_process_options(parser)
     args = parser.parse_args()
     with joined(args) as processes:
-        mesh = mesh_of(parse_mesh("tp=2,sp=2"))
+        mesh = mesh_of(parse_mesh("tp=2,data=2"))
         x = jax.make_array_from_callback(
-            (4,), NamedSharding(mesh, PartitionSpec(("sp", "tp"))), lambda index: np.arange(4, dtype=np.float32)[index]
+            (4,),
+            NamedSharding(mesh, PartitionSpec(("data", "tp"))),
+            lambda index: np.arange(4, dtype=np.float32)[index],
         )
 
         def total(part):
-            return jax.lax.psum(part.sum(), ("sp", "tp"))
+            return jax.lax.psum(part.sum(), ("data", "tp"))
 
-        total = jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec(("sp", "tp")), out_specs=PartitionSpec())
+        total = jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec(("data", "tp")), out_specs=PartitionSpec())
         facts = {"seed": str(processes.index), "prompt": "same", f"own {processes.index}": "alone"}
         found = {
             "index": processes.index,
             "axes": dict(mesh.shape),
-            "hosts of tp": [[device.process_index for device in row] for row in mesh.devices[0]],
+            "hosts of tp": [[device.process_index for device in row] for row in mesh.devices],
             "first run": order_of_first_run(total, x),
             "too large": text_of(lambda: mesh_of(parse_mesh("tp=8"))),
             "seed": text_of(lambda: agreement.agree(facts)),

@@ -16,7 +16,7 @@ from jshadow.engine.speculation import PromptLookup
 from jshadow.errors import JshadowError
 from jshadow.evaluation.laws.inputs import TINY
 from jshadow.generate import generate
-from jshadow.policies import Loki, Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
+from jshadow.policies import Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import ChannelCode, ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
@@ -40,18 +40,12 @@ POLICIES: dict[str, Policy] = {
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
     "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
-NOT_ON_SP = ("rocketkv", "rocketkv_kvzip")
-MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "sp4": {"sp": 4}, "data2": {"data": 2}, "tp2_sp2": {"tp": 2, "sp": 2}}
+MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "data2": {"data": 2}, "data2_tp2": {"data": 2, "tp": 2}}
 CAPACITY = 112
 PROMPT = np.random.default_rng(0).integers(0, 96, (2, 60)).astype(np.int32)
 LENGTHS = np.array([60, 41], np.int32)
 TURN = np.random.default_rng(5).integers(0, 96, (2, 9)).astype(np.int32)
 STEPS = 4
-
-
-def meshes_of(name: str) -> list[str]:
-    """The meshes on which a policy runs."""
-    return [mesh for mesh, sizes in MESHES.items() if "sp" not in sizes or name not in NOT_ON_SP]
 
 
 def mesh_of(name: str) -> Mesh:
@@ -75,21 +69,13 @@ def start(params: Params, policy: Policy, fetch: str, **options: Any) -> tuple[n
 
 
 def selections(state: KVState) -> list[list[frozenset[int]]]:
-    """The units that each layer's last query selected: for each row and head, their numbers of one device."""
+    """The units that each layer's last query selected, for each row and head."""
     found = []
-    for spec, layer in zip(state.specs, state.layers, strict=True):
+    for layer in state.layers:
         ids = next((getattr(layer.live, name) for name in ("resident", "selected") if hasattr(layer.live, name)), None)
-        if ids is None:
-            continue
-        layout = spec.policy.host_layout(spec)
-        one = np.asarray(ids)
-        parts = spec.shards.sp if spec.shards else 1
-        one = one.reshape(*one.shape[:2], parts, -1)
-        first = (np.arange(parts) * layout.units)[:, None]
-        tail = 10_000 + one - layout.units  # a unit after the prompt has another number on a mesh
-        numbers = np.where(one >= layout.units, tail, one + first)
-        numbers = np.where(one < 0, -1, numbers).reshape(-1, numbers.shape[2] * numbers.shape[3])
-        found.append([frozenset(int(x) for x in row if x >= 0) for row in numbers])
+        if ids is not None:
+            rows = np.asarray(ids).reshape(-1, ids.shape[2])
+            found.append([frozenset(int(x) for x in row if x >= 0) for row in rows])
     return found
 
 
@@ -209,18 +195,6 @@ def engine_answers(mesh: str) -> list[bool]:
         got = [list(answer.result().tokens) for answer in answers]
     asked = {"max_new_tokens": 12, "capacity": 96, "fetch": "resident"}
     return [got[i] == list(generate(model(), prompt, policy, **asked).tokens) for i, prompt in enumerate(prompts)]
-
-
-def few_units(mesh: str, name: str) -> tuple[float, bool]:
-    """A step whose budget has more units than a device's part: the largest difference, and if counts are equal."""
-    kinds = {"quest": Quest(unit=4, dense_layers=0), "loki": Loki(budget=70), "shadowkv": ShadowKV(chunk_size=4)}
-
-    def step(params: Params) -> tuple[np.ndarray, np.ndarray]:
-        out, state = decode.decode_step(params, TURN[:, 0], start(params, kinds[name], "resident")[1])
-        return np.asarray(out), np.asarray(state.counters.attended)
-
-    (one, counts), (other, others) = both(mesh, step)
-    return float(np.abs(one - other).max()), bool(np.allclose(counts, others))
 
 
 def sliding(mesh: str) -> float:

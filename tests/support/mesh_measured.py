@@ -42,24 +42,22 @@ POLICIES = {
     "shadowkv_plus": ShadowKVPlus(later_keys="projected", **PLUS),
     "plus_int4": ShadowKVPlus(**PLUS),
 }
-# data, sp, tp; and where left rows lie
+# data, tp; and where left rows lie
 MESHES = {
-    "tp2": ((1, 1, 2), "split"),
-    "tp2 everywhere": ((1, 1, 2), "everywhere"),
-    "tp4": ((1, 1, 4), "split"),
-    "sp4": ((1, 4, 1), "split"),
-    "data2": ((2, 1, 1), "split"),
-    "tp2 sp2": ((1, 2, 2), "split"),
+    "tp2": ((1, 2), "split"),
+    "tp2 everywhere": ((1, 2), "everywhere"),
+    "tp4": ((1, 4), "split"),
+    "data2": ((2, 1), "split"),
+    "data2 tp2": ((2, 2), "split"),
 }
-EXCHANGED = ("tp2 sp2",)  # the meshes whose compiled steps are read
-ALONG_SP = ("replica_groups={{0,2}", "{'sp'}")  # in the text of such a step, as two versions of XLA write it
+EXCHANGED = ("tp2", "tp4")  # the meshes whose compiled steps are read
 OPERATION = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 ARRAY = re.compile(r"(f32|s32|u8)\[([\d,]+)\]")
 NUMBER = {"f32": 4, "s32": 4, "u8": 1}
 
 
 def mesh_of(*sizes: int) -> Mesh:
-    """A mesh of the axes data, sp and tp."""
+    """A mesh of the axes data and tp."""
     return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), AXES)
 
 
@@ -85,8 +83,8 @@ def splits(state: KVState) -> Iterator[tuple[str, list[str]]]:
             yield name + jax.tree_util.keystr(path), sorted(used)
 
 
-def exchanged(params: Params, state: KVState) -> dict[str, int]:
-    """Return the bytes that a device sends in a compiled step, along tp and sp, as a ring exchanges them.
+def exchanged(params: Params, state: KVState) -> int:
+    """Return the bytes that a device sends in a compiled step, as a ring exchanges them.
 
     Counters, which are integers of one axis or without sign, are left out, and so is what makes the logits.
     """
@@ -95,7 +93,7 @@ def exchanged(params: Params, state: KVState) -> dict[str, int]:
         out, after = decode.step(weights, CONFIG, token, KVState.of(reads, writes))
         return out, after.split()[1]
 
-    token, shards, sent = np.zeros(ROWS, np.int32), state.specs[0].shards, {"tp": 0, "sp": 0}
+    token, shards, sent = np.zeros(ROWS, np.int32), state.specs[0].shards, 0
     assert shards is not None
     program = jax.jit(step, donate_argnums=3).lower(params.weights, token, *state.split()).compile().as_text()
     for line in program.splitlines():
@@ -104,10 +102,9 @@ def exchanged(params: Params, state: KVState) -> dict[str, int]:
         arrays = [(kind, [int(size) for size in sizes.split(",")]) for kind, sizes in ARRAY.findall(found[1])]
         arrays = [(kind, sizes) for kind, sizes in arrays if len(sizes) > 1 and CONFIG.vocab_size not in sizes]
         size = sum(NUMBER[kind] * int(np.prod(sizes)) for kind, sizes in arrays)
-        axis = "sp" if any(text in line for text in ALONG_SP) else "tp"
-        parts = shards.mesh.shape[axis]
+        parts = shards.tp
         share = {"all-reduce": 2 * (parts - 1) / parts, "all-gather": (parts - 1) / parts}
-        sent[axis] += round(size * share.get(found[2], parts - 1))
+        sent += round(size * share.get(found[2], parts - 1))
     return sent
 
 
@@ -135,7 +132,7 @@ def measure() -> dict[str, Any]:
 MIDDLE = dataclasses.replace(
     TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32, vocab_size=512, context=8192
 )
-CONTEXT, NEW, BATCH, SP, TP = 4096, 64, 3, 2, 2
+CONTEXT, NEW, BATCH, TP = 4096, 64, 3, 4
 BUDGET = {"budget": 512, "outlier_chunks": 8}
 MIDDLE_POLICIES = {
     "full": Full(),
@@ -176,7 +173,7 @@ def step_memory(config: ModelConfig, weights: Any, state: KVState) -> tuple[int,
 
 def compile_all() -> dict[str, tuple[int, int]]:
     """`step_memory` of each policy on one device of four."""
-    mesh = mesh_of(1, SP, TP)
+    mesh = mesh_of(1, TP)
     weights = {
         path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding_of(mesh, path, leaf.shape))
         for path, leaf in traverse_util.flatten_dict(abstract_weights(MIDDLE), sep="/").items()

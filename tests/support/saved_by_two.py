@@ -21,7 +21,7 @@ from jshadow.engine import decode
 from jshadow.engine.mesh.agree import exchange
 from jshadow.weights.params import spread
 
-BY_TWO = {"shadowkv": "tp=2,sp=2", "quest": "tp=4"}  # the second mesh splits the weights over both processes
+BY_TWO = {"shadowkv": "data=2,tp=2", "quest": "tp=4"}  # the second mesh splits the weights over both processes
 
 
 def report(found):

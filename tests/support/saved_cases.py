@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mesh_cases import LENGTHS, POLICIES, PROMPT, meshes_of, model, start
+from mesh_cases import LENGTHS, MESHES, POLICIES, PROMPT, model, start
 
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.saved.leaves import bare, cache_fills, own_fills, places
+from jshadow.engine.saved.leaves import bare, cache_fills, places
 
 TOKENS = [row[:length].tolist() for row, length in zip(PROMPT, LENGTHS, strict=True)]
 STEP = np.array([3, 90], np.int32)
@@ -20,7 +20,7 @@ def difference(mine: KVState, theirs: KVState) -> str:
 
     Their arrays must also have the same shardings. Caches are left out.
     """
-    others, free = places(theirs), cache_fills(mine) | own_fills(mine)
+    others, free = places(theirs), cache_fills(mine)
     for name, leaf in places(mine).items():
         one, other = bare(leaf), bare(others[name])
         if (one.sharding, one.shape, one.dtype) != (other.sharding, other.shape, other.dtype):
@@ -33,7 +33,7 @@ def difference(mine: KVState, theirs: KVState) -> str:
 
 def difference_to_one(mine: KVState, single: KVState) -> str:
     """The first difference between a state of a mesh and one of one device, or "none". Caches are left out."""
-    others, free = places(single), cache_fills(mine) | own_fills(mine)
+    others, free = places(single), cache_fills(mine)
     for name, leaf in places(mine).items():
         one, other = np.asarray(bare(leaf)), np.asarray(bare(others[name]))
         if name not in free and one[tuple(map(slice, other.shape))].tobytes() != other.tobytes():
@@ -53,7 +53,7 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     found = {
         "one device": difference_to_one(state, load_state(path, model())),
         "itself": difference(loaded, state),
-        "others": on_all(name, path, tokens),
+        "others": on_all(path, tokens),
     }
     logits, _ = decode.decode_step(params, STEP, state)
     compiled = decode._step._cache_size()
@@ -62,10 +62,10 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     return found | {"logits": np.asarray(logits).tobytes() == np.asarray(again).tobytes()}
 
 
-def on_all(name: str, path: Path, tokens: list[list[int]]) -> list[str]:
+def on_all(path: Path, tokens: list[list[int]]) -> list[str]:
     """The meshes on which the state of a file is not the same, by the file that is written there."""
-    bad, left_everywhere = [], meshes_of(name)[-1]
-    for mesh, left in [*((mesh, "split") for mesh in ("", *meshes_of(name))), (left_everywhere, "everywhere")]:
+    bad, last = [], [*MESHES][-1]
+    for mesh, left in [*((mesh, "split") for mesh in ("", *MESHES)), (last, "everywhere")]:
         params, again = model(mesh, left), path.with_name("again")
         save_state(again, load_state(path, params), params, tokens=tokens)
         if again.read_bytes() != path.read_bytes():

@@ -1,6 +1,6 @@
 """The hooks of a layer on every device of a mesh. The model's matrix products stay with the compiler.
 
-`jax.shard_map` gives each device its rows, heads and units, so the hooks run there as they do on one device. The
+`jax.shard_map` gives each device its rows and heads, so the hooks run there as they do on one device. The
 compiler cannot split the kernels of this project. It would also gather the scores of all chunks in every layer.
 
 B rows, T tokens of a step, h_q query heads, h_kv KV heads, d head width.
@@ -46,7 +46,7 @@ def on_devices(
 
     Returns:
         The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters. Each
-        device has counted its own heads and units: axis 0 of the counters is the device.
+        device has counted its own heads: axis 0 of the counters is the device.
     """
     shards = spec.shards
     assert shards is not None
@@ -66,7 +66,7 @@ def on_devices(
         shards.spec("data", None, "tp"),
         where.live,
         where.host.tail,
-        PartitionSpec(("sp", "tp"), *shards.spec("data")),
+        PartitionSpec("tp", *shards.spec("data")),
     )
     run = jax.shard_map(
         one,
@@ -86,7 +86,7 @@ def joined(shards: Shards, counters: Counters) -> Counters:
     """
     sums = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), counters)
     steps = counters.steps[0]
-    total = sums.replace(steps=steps, attended=sums.attended / (shards.sp * shards.tp))
+    total = sums.replace(steps=steps, attended=sums.attended / shards.tp)
     counted: Counters = everywhere(total, shards)
     return counted
 
@@ -114,7 +114,7 @@ def compress_on_devices(
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
     inputs = PromptKV(**given)
     where = layer_splits(spec)
-    wrote: Any = shards.spec("data", "tp", "sp")
+    wrote: Any = shards.spec("data", "tp")
     has_rows = where.host.prompt is not None
     run = jax.shard_map(
         compress,

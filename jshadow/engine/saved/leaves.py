@@ -32,19 +32,6 @@ def cache_fills(state: KVState) -> dict[str, int]:
     }
 
 
-def own_fills(state: KVState) -> dict[str, int]:
-    """Return the names of the leaves that differ between devices with a part of the units, and their empty values.
-
-    They are only a cache. Without such devices, there is none.
-    """
-    return {
-        f"layers.{index}.live.{field}": fill
-        for index, spec in enumerate(state.specs)
-        for field, fill in spec.policy.emptied_by_parts.items()
-        if spec.shards is not None and spec.shards.sp > 1
-    }
-
-
 def bare(leaf: Any) -> Any:
     """Return the array of a leaf, which may be a HostArray."""
     return leaf.array if isinstance(leaf, HostArray) else leaf

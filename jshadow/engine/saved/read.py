@@ -19,7 +19,7 @@ from jshadow.engine.placement import shards_of
 from jshadow.engine.saved.blocks import read_slice
 from jshadow.engine.saved.file import described, open_described, read_all, read_checked
 from jshadow.engine.saved.layout import filled, on_devices, put
-from jshadow.engine.saved.leaves import bare, cache_fills, is_place, own_fills, places, token_names
+from jshadow.engine.saved.leaves import bare, cache_fills, is_place, places, token_names
 from jshadow.engine.saved.parts import INDEX_FORMAT, INDEX_VERSION, Parts, part_paths
 from jshadow.engine.saved.record import StateRecord, read_json_text
 from jshadow.engine.saved.slices import Place, whole, within
@@ -120,7 +120,7 @@ def place_state(read: ReadState) -> KVState:
 def place_arrays(read: ReadState) -> KVState:
     """Do what `place_state` does, without its check of the rows. No program runs on several devices."""
     file, tensors, expected = read.file, read.tensors, read.expected
-    leaves, fills = places(expected), cache_fills(expected) | own_fills(expected)
+    leaves, fills = places(expected), cache_fills(expected)
     complete = read.parts is not None or leaves.keys() - fills.keys() <= tensors.keys()
 
     def place(name: str) -> Any:

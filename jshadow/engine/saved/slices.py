@@ -1,7 +1,7 @@
 """Slices of arrays that are split over devices or over files, and where their numbers lie in a file.
 
-A `Place` is a slice of an array: for each axis, its first index, and its last index + 1. On a mesh, an array may be
-longer along its units than on one device, so that all devices have equally many. What is too long holds no data. A file
+A `Place` is a slice of an array: for each axis, its first index, and its last index + 1. On a mesh, an array may have
+more left rows than on one device, so that all devices have equally many. What is too long holds no data. A file
 has the array as one device has it.
 """
 

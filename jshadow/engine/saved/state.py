@@ -22,15 +22,14 @@ import numpy as np
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
 from jshadow.engine.placement import shards_of
-from jshadow.engine.saved.layout import Split, filled, on_devices, spans_processes
+from jshadow.engine.saved.layout import Split, on_devices, spans_processes
 from jshadow.engine.saved.leaves import bare as bare
 from jshadow.engine.saved.leaves import cache_fills as cache_fills
-from jshadow.engine.saved.leaves import own_fills, token_names
 from jshadow.engine.saved.leaves import places as places
+from jshadow.engine.saved.leaves import token_names
 from jshadow.engine.saved.read import FORMAT, VERSION, check_placed, place_arrays, place_state, read_state
 from jshadow.engine.saved.read import read_state_info as read_state_info
 from jshadow.engine.saved.record import StateRecord
-from jshadow.engine.saved.slices import whole
 from jshadow.engine.saved.together import together
 from jshadow.engine.saved.write import write_hashed
 from jshadow.engine.saved.write_parts import replacing, write_parts
@@ -134,11 +133,11 @@ class StateContent:
             raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each")
         record = StateRecord.of(state, params)
         single = places(check_loadable(record, state, params))
-        fills, own = cache_fills(state), own_fills(state)
+        fills = cache_fills(state)
         leaves: dict[str, Any] = {}
         for name, leaf in places(state).items():
             if name not in fills:
-                leaves[name] = as_stored(state, bare(leaf), bare(single[name]), own.get(name))
+                leaves[name] = as_stored(state, bare(leaf), bare(single[name]))
         leaves["lengths"] = host_array(state.lengths)
         ids = token_arrays(state, params, tokens)
         assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
@@ -180,17 +179,8 @@ class StateContent:
         return size
 
 
-def as_stored(state: KVState, leaf: Any, single: Any, fill: int | None) -> Any:
-    """Return an array of a state as its file has it: as one device has it.
-
-    Args:
-        state: the state.
-        leaf: the array.
-        single: its ShapeDtypeStruct on one device.
-        fill: None, or the number that is stored in place of all its numbers.
-    """
-    if fill is not None:
-        return filled(single.shape, single.dtype, fill)(whole(single.shape))
+def as_stored(state: KVState, leaf: Any, single: Any) -> Any:
+    """Return an array of a state as its file has it: as one device has it, where its shape is that of `single`."""
     return leaf if state.specs[0].shards is None else Split.of(leaf, single.shape)
 
 

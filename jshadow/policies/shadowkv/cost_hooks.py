@@ -43,8 +43,8 @@ class ShadowCosts(Costs):
         return costs.step_kept(self.mine, spec)
 
     def step_links(self, spec: CacheSpec) -> Links:
-        """Count the default, the left rows along `tp`, and the scores of the best chunks along `sp`."""
-        return super().step_links(spec) | step_links(self.mine, spec)
+        """Count the left rows."""
+        return step_links(self.mine, spec)
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Count the default, the rebuilding of the selected keys, and their scores."""

@@ -10,7 +10,6 @@ from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.packing import ROW_BITS, scale_dtype
 from jshadow.policies.mesh_checks import no_kernel
-from jshadow.policies.parts import parts_of
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, pass_launches
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
@@ -111,7 +110,7 @@ def coded_sizes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> tuple
     sizes, shards = sizes_of(spec), spec.shards
     if shards is None or not policy.codec.joint:
         return sizes, tokens
-    return sizes._replace(heads=sizes.heads * shards.tp), -(-tokens // (shards.sp * shards.tp))
+    return sizes._replace(heads=sizes.heads * shards.tp), -(-tokens // shards.tp)
 
 
 # A decode step
@@ -301,5 +300,5 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
 
 def exact_scores(policy: "ShadowSettings", spec: CacheSpec) -> int:
     """Return the bytes of the scores, masked scores and weights of the window and the outliers in a step."""
-    exact = spec.window + parts_of(spec, policy.max_outliers(spec.capacity)) * policy.chunk_size
+    exact = spec.window + policy.max_outliers(spec.capacity) * policy.chunk_size
     return 3 * 4 * spec.batch * spec.q_heads * exact

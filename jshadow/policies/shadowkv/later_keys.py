@@ -17,7 +17,6 @@ from jax import Array
 from jshadow.cache.records import PromptKV, Rebuild, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.ops.layout import take_span, write_rows
-from jshadow.policies.parts import heads_axis
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.state import PlusFrozen
@@ -46,7 +45,7 @@ def shared_part(policy: "PlusSettings", prompt: PromptKV) -> Any:
 def left_rows(policy: "PlusSettings", spec: CacheSpec, frozen: PlusFrozen, k_pre: Array) -> Array:
     """Return the left rows [B, T, 1 or h_kv, w] of keys before RoPE [B, T, h_kv, d]."""
     right = frozen.right if frozen.later is None else frozen.later
-    return policy.later_codec.project(k_pre, right, frozen.key_weights, heads_axis(spec))
+    return policy.later_codec.project(k_pre, right, frozen.key_weights, spec.heads_axis)
 
 
 def window_rows(policy: "PlusSettings", spec: CacheSpec, frozen: PlusFrozen, prompt: PromptKV, left: Array) -> Array:

@@ -23,7 +23,7 @@ def later_chunks(policy: "ShadowSettings", spec: CacheSpec) -> int:
 def near_chunks(policy: "ShadowSettings", spec: CacheSpec) -> int:
     """Return the maximum number of a device's chunks whose second level of landmarks a step reads."""
     named = policy.max_selected(spec.capacity) * policy.choice.wider
-    groups = -(-policy.stored_chunks(spec) // GROUP) - -later_chunks(policy, spec) // GROUP
+    groups = -(-policy.max_chunks(spec.capacity) // GROUP) - -later_chunks(policy, spec) // GROUP
     return GROUP * min(named, groups)
 
 
@@ -59,31 +59,19 @@ def asked_bytes(policy: "ShadowSettings", spec: CacheSpec) -> int:
 
 
 def step_links(policy: "ShadowSettings", spec: CacheSpec) -> Links:
-    """Return the bytes that a device sends in a step, without those that merge results of attention.
+    """Return the bytes that a device sends in a step.
 
-    - "left rows": along `tp`, the ids int32 [B, h_kv, k] of the chunks that each head selects, and their left rows.
-    - "later rows": along `tp`, the sums from which the left rows of new tokens are made, float32 [B, rank] (ShadowKV+
-      with later_keys="projected").
-    - "scores": along `sp`, the statistics of each softmax over landmarks, two times float32 [B, h_q], and the scores of
-      the best chunks of each device, float32 [B, h_kv, k].
+    - "left rows": the ids int32 [B, h_kv, k] of the chunks that each head selects, and their left rows.
+    - "later rows": the sums from which the left rows of new tokens are made, float32 [B, rank] (ShadowKV+ with
+      later_keys="projected").
     """
     shards, links = spec.shards, Links()
     if shards is None:
         return links
-    count, later = policy.selected(spec), later_chunks(policy, spec)
     if rows := asked_rows(policy, spec):
         sent = gathered(4 * rows, shards.tp) + gathered(asked_bytes(policy, spec), shards.tp)
-        links["left rows"] = (sent, 0)
-    if later and shards.tp > 1 and policy.later_codec.joint:
+        links["left rows"] = sent
+    if later_chunks(policy, spec) and shards.tp > 1 and policy.later_codec.joint:
         columns = policy.codec.products(Sizes(spec.kv_heads, spec.head_dim, spec.dtype))
-        links["later rows"] = (reduced(4 * spec.batch * columns, shards.tp), 0)
-    if shards.sp > 1 and count:
-        softmaxes, offered = policy.landmarks.levels + policy.choice.rounds - 1, count
-        if policy.landmarks.levels == 2:
-            offered += near_chunks(policy, spec) // GROUP
-        if policy.choice.rounds == 2:
-            offered += min(policy.max_selected(spec.capacity) * policy.choice.wider, policy.stored_chunks(spec) + later)
-        statistics = 2 * softmaxes * reduced(4 * spec.batch * spec.q_heads, shards.sp)
-        best = gathered(4 * spec.batch * spec.kv_heads * offered * shards.sp, shards.sp)
-        links["scores"] = (0, statistics + best)
+        links["later rows"] = reduced(4 * spec.batch * columns, shards.tp)
     return links

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import KeyValues
-from jshadow.cache.spec import CacheSpec
 from jshadow.ops.layout import top_k
-from jshadow.policies.parts import most_of_all, own_units
 from jshadow.policies.shadowkv.key_codecs import squared_error
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks
 from jshadow.policies.shadowkv.state import PlusLive
@@ -70,19 +68,17 @@ def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Arr
     return jnp.where(used, worst, -jnp.inf).max(axis=2, initial=-jnp.inf)
 
 
-def most_lost(spec: CacheSpec, candidates: Array, lost: Array | None) -> Array:
+def most_lost(candidates: Array, lost: Array | None) -> Array:
     """Return the limit `PlusFrozen.most`, float32 [B, h_kv].
 
     Args:
-        spec: the layer.
-        candidates: this device's chunks that may be rebuilt, bool [B, h_kv, n].
-        lost: largest squared error of a rebuilt key of every chunk of the prompt, float32 [B, h_kv, n of all devices].
-            None: no outlier is chosen by its error.
+        candidates: the chunks that may be rebuilt, bool [B, h_kv, n].
+        lost: largest squared error of a rebuilt key of every chunk of the prompt, float32 [B, h_kv, n]. None: no
+            outlier is chosen by its error.
     """
     if lost is None:
         return jnp.full(candidates.shape[:2], jnp.inf)
-    own = own_units(spec, lost, candidates.shape[2])
-    return most_of_all(spec, jnp.where(candidates, own, -1.0).max(axis=2, initial=-1.0))
+    return jnp.where(candidates, lost, -1.0).max(axis=2, initial=-1.0)
 
 
 def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> Array:

@@ -24,7 +24,6 @@ from jshadow.cache.records import HostWrite, KeyValues, LayerState, PromptKV, Re
 from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import ring_positions, write_rows
-from jshadow.policies.parts import on_first
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import later_keys as later
 from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread, write_marks
@@ -100,7 +99,7 @@ class ShadowKVPlus(PlusSettings):
         compressed, write, lost = self.compressed(spec, state, prompt)
         most = None
         if self.choice.outlier_rule != "landmark":
-            most = most_lost(spec, compressed.frozen.candidates, lost if self.reads_losses else None)
+            most = most_lost(compressed.frozen.candidates, lost if self.reads_losses else None)
         frozen = PlusFrozen(
             **fields_of(compressed.frozen),
             cut=landmark_cut(self, spec, compressed.frozen),
@@ -137,7 +136,7 @@ class ShadowKVPlus(PlusSettings):
     def rewound(self, spec: CacheSpec, state: LayerState, lengths: Array) -> LayerState:
         """Take the chunks that are in the window again out of the exact slots and the cache."""
         behind = self.left_behind(state.frozen, lengths[:, None] - 1)[..., None]
-        return state.replace(live=without_later(state.live, behind, self.stored_chunks(spec)))
+        return state.replace(live=without_later(state.live, behind, self.max_chunks(spec.capacity)))
 
     # One step
 
@@ -175,7 +174,7 @@ class ShadowKVPlus(PlusSettings):
         if state.frozen.most is not None:
             ids, rebuild = jnp.broadcast_to(number[:, None], bad.shape), self.rebuild(spec, state, step)
             own = rebuild.later
-            keys = rebuild.keys(ids + self.stored_chunks(spec)) if own is None else own.keys(ids)
+            keys = rebuild.keys(ids + self.max_chunks(spec.capacity)) if own is None else own.keys(ids)
             bad |= loses_more(keys.reshape(k.shape), k, state.frozen.key_weights, state.frozen.most)
         live = keep_exact(live.replace(landmarks=landmarks, spread=spread), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
@@ -185,7 +184,7 @@ class ShadowKVPlus(PlusSettings):
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
-        return *super().marks(spec, state, step), Marks(live.landmarks, live.spread, on_first(spec, is_open))
+        return *super().marks(spec, state, step), Marks(live.landmarks, live.spread, is_open)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """Return the key code of the prompt's chunks and of later chunks."""
@@ -198,12 +197,11 @@ class ShadowKVPlus(PlusSettings):
         first = (state.frozen.chunks[:, None, None] + behind) * self.chunk_size
         held = ring_positions(step.lengths + step.valid.sum(axis=1, dtype=jnp.int32), self.ring_slots)[:, None]
         seen = (held >= first) & (held <= step.positions[..., None])
-        seen = on_first(spec, seen)
         pieces = [Piece(live.window.k, live.window.v, seen[:, None]), *super().exact_pieces(spec, state, step)[1:]]
         if self.extra_outlier_chunks:
             ids = live.extra_ids[:, :, None]
             used = jnp.repeat((ids >= 0) & (ids < behind[:, None]), self.chunk_size, axis=3)
-            pieces.append(Piece(live.extra.k, live.extra.v, on_first(spec, used)))
+            pieces.append(Piece(live.extra.k, live.extra.v, used))
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:

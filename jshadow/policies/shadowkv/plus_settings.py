@@ -11,7 +11,6 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.parts import each_of
 from jshadow.policies.shadowkv.key_codecs import KeyCodec, TokenCodec
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.state import ShadowFrozen
@@ -112,8 +111,8 @@ class PlusSettings(ShadowKV):
 
     def selected(self, spec: CacheSpec) -> int:
         """Return the number of chunks that a query can select on a device, later chunks included."""
-        most = self.stored_chunks(spec) + self.later_chunks(spec)
-        return each_of(spec, min(self.max_selected(spec.capacity), most))
+        most = self.max_chunks(spec.capacity) + self.later_chunks(spec)
+        return min(self.max_selected(spec.capacity), most)
 
     def later_chunks(self, spec: CacheSpec) -> int:
         """Return the number of later chunks m for which there is space."""

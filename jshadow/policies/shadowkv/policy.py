@@ -20,12 +20,10 @@ from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.ops.attention import Piece
+from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, quantize_chunks
-from jshadow.ops.split import best_of_all
 from jshadow.policies.capabilities import SplitsTurns
-from jshadow.policies.parts import attend_parts, on_first, own_count, own_units, parts_of
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.cost_hooks import ShadowCosts
 from jshadow.policies.shadowkv.costs import sizes_of
@@ -53,13 +51,13 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a state of zeros, without chunks and with an empty window."""
-        chunks, heads, dim = self.stored_chunks(spec), spec.kv_heads, spec.head_dim
+        chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
         code = self.codec.empty(spec.batch, self.left_chunks(spec), self.chunk_size, sizes_of(spec))
 
         def zeros(*shape: int) -> Array:
             return jnp.zeros((spec.batch, *shape), spec.dtype)
 
-        exact = zeros(heads, parts_of(spec, self.max_outliers(spec.capacity)) * self.chunk_size, dim)
+        exact = zeros(heads, self.max_outliers(spec.capacity) * self.chunk_size, dim)
         landmarks, spread = self.empty_marks(spec, chunks)
         frozen = ShadowFrozen(
             left=code.left,
@@ -93,7 +91,7 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         """Return the layout of the values of every chunk, outliers included, as in the published code."""
         return HostLayout(
             heads=spec.kv_heads,
-            units=self.stored_chunks(spec),
+            units=self.max_chunks(spec.capacity),
             unit=self.chunk_size,
             bits=ROW_BITS.get(self.values.dtype),
             no_kernel="" if self.codec.compiled else f"keys={self.keys.name!r}",
@@ -126,23 +124,19 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         ids = outlier_chunks(whole, worst, lost if first < outliers else None, first, outliers)
         used = jnp.arange(outliers) < self.row_outliers(row_chunks)[:, None, None]
 
-        def own(x: Array, rows: int = 1) -> Array:
-            return own_units(spec, x, self.stored_chunks(spec) * rows)
-
         def spread(parts: int) -> Array:
             wide = prompt_spread(prompt.k_post, count, size, parts=parts)
-            return own(jnp.where(jnp.repeat(whole, parts, axis=2), wide, 0), parts)
+            return jnp.where(jnp.repeat(whole, parts, axis=2), wide, 0)
 
-        landmarks = own(jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0), parts)
-        kept, slots = (own_units(spec, x, parts_of(spec, outliers)) for x in (ids, used))
+        landmarks = jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0)
         frozen = ShadowFrozen(
             left=code.left,
             right=code.right,
             landmarks=stored_landmarks(landmarks, self.landmarks, parts, spec.dtype),
-            candidates=own(leave_out(whole, ids, used)),
+            candidates=leave_out(whole, ids, used),
             chunks=row_chunks,
             spread=stored_spread(spread, self.landmarks, parts, spec.dtype),
-            outliers=KeyValues(*(take_chunks(x, kept, slots, size) for x in (prompt.k_post, prompt.v))),
+            outliers=KeyValues(*(take_chunks(x, ids, used, size) for x in (prompt.k_post, prompt.v))),
         )
         window = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*window))
@@ -152,7 +146,7 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
             ids = preloaded_chunks(query, prompt_marks(frozen), self.max_selected(spec.capacity))
             frozen = frozen.replace(preload=Preload(ids, take_chunks(prompt.k_post, ids, ids >= 0, size)))
             live = live.replace(fresh=ids >= 0)
-        rows = self.host_rows(spec, own(to_chunks(prompt.v, count, size)))
+        rows = self.host_rows(spec, to_chunks(prompt.v, count, size))
         return LayerState(frozen, live), HostWrite(rows) if count else None, lost
 
     @property
@@ -181,15 +175,13 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the chunks with the most softmax mass on their landmarks, per KV head and query (algorithm 2)."""
-        count, axis = self.selected(spec), self.scoring(spec).axis
+        count = self.selected(spec)
         if count == 0:
             return None, state
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
         live: ShadowLive = state.live
         with jax.named_scope("select"):
             found = self.finalists(spec, state, step, self.max_selected(spec.capacity))
-            if axis is not None:
-                found = found._replace(scores=best_of_all(found.scores, self.max_selected(spec.capacity), axis))
             chosen = choose(found, asked, count, live.resident, live.ages)
         ids, valid = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid))
         selection = Selection(
@@ -236,7 +228,7 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         if fetched is not None:
             piece, state = self.selected_piece(spec, state, step, fetched)
             pieces.append(piece)
-        return attend_parts(spec, step.q_post, pieces), state
+        return attend(step.q_post, pieces, spec.scale), state
 
     @property
     def splits_turns(self) -> bool:
@@ -258,11 +250,11 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
-        seen = on_first(spec, step.positions - first + 1)
+        seen = step.positions - first + 1
         pieces = [Piece(window.k, window.v, seen[:, None, :, None])]
         slots = frozen.outliers.k.shape[2]
         if slots:
-            used = own_count(spec, self.row_outliers(frozen.chunks) * self.chunk_size, slots)
+            used = self.row_outliers(frozen.chunks) * self.chunk_size
             pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None, None]))
         return pieces
 

@@ -8,7 +8,6 @@ from jax import Array
 
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.policies.parts import first_own, heads_axis, most_of_all, own_units
 from jshadow.policies.shadowkv.key_codecs import KeyCode
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
@@ -27,13 +26,13 @@ def encode(
     count, size = policy.max_chunks(spec.capacity), policy.chunk_size
     if spec.shards is not None and policy.codec.joint:
         split = dataclasses.replace(spec, shards=dataclasses.replace(spec.shards, left="split"))
-        parts = Parts(spec.shards, policy.stored_chunks(spec), policy.left_chunks(split), size)
+        parts = Parts(spec.shards, policy.max_chunks(spec.capacity), policy.left_chunks(split), size)
         code, lost = encode_parts(policy.codec, prompt.k_pre, prompt.lengths, weights, parts, losses)
         left = code.left[:, : policy.left_chunks(spec)]
         return code.replace(left=left), None if lost is None else lost[:, :, :count]
     code = policy.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
     lost = policy.codec.losses(code, prompt.k_pre, size, weights) if losses else None
-    return code.replace(left=own_units(spec, code.left, policy.stored_chunks(spec), axis=code.left.ndim - 2)), lost
+    return code, lost
 
 
 def key_weights(policy: "ShadowSettings", spec: CacheSpec, prompt: PromptKV) -> Array | None:
@@ -41,15 +40,13 @@ def key_weights(policy: "ShadowSettings", spec: CacheSpec, prompt: PromptKV) -> 
     if weights_of(policy.keys) == "none":
         return None
     assert prompt.q_tail is not None
-    return query_weights(
-        prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim), heads_axis(spec)
-    )
+    rotary = spec.rope.rotary_dim(spec.head_dim)
+    return query_weights(prompt.q_tail, prompt.lengths, spec.kv_heads, rotary, spec.heads_axis)
 
 
 def landmark_cut(policy: "ShadowSettings", spec: CacheSpec, frozen: ShadowFrozen) -> Array:
     """Return the limit `PlusFrozen.cut`, float32 [B, h_kv]; see `least_cosine`."""
     slots = frozen.outliers.k.shape[2] // policy.chunk_size
-    slot = first_own(spec, slots) + jnp.arange(slots)
     by_landmark = jnp.minimum(policy.landmark_outliers(spec.capacity), policy.row_outliers(frozen.chunks))
-    used = slot < by_landmark[:, None, None]
-    return most_of_all(spec, least_cosine(frozen.outliers, used, policy.chunk_size, policy.landmark_parts))
+    used = jnp.arange(slots) < by_landmark[:, None, None]
+    return least_cosine(frozen.outliers, used, policy.chunk_size, policy.landmark_parts)

@@ -22,7 +22,6 @@ import pallas_kernels
 from jshadow.ops.attention import MASKED, group_queries, grouped_product
 from jshadow.ops.layout import top_k
 from jshadow.ops.packing import Scaled
-from jshadow.ops.split import best_of_all
 from jshadow.policies.shadowkv.landmark_levels import (
     GROUP,
     Levels,
@@ -48,13 +47,11 @@ class Scoring(NamedTuple):
         scale: factor on products of queries and keys.
         shared: whether the queries of a step choose together.
         dtype: dtype that the softmax is rounded to, a key of MANTISSA.
-        axis: the axis of a mesh that splits the chunks, inside shard_map, or None.
     """
 
     scale: float
     shared: bool = False
     dtype: str = "float32"
-    axis: str | None = None
 
 
 class Query(NamedTuple):
@@ -86,7 +83,7 @@ def landmark_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_k
 
 def has_kernel(scoring: Scoring, *, joined: bool) -> bool:
     """Return whether a kernel scores the landmarks: float32 scores for each query, of the prompt's chunks only."""
-    return not joined and not scoring.shared and scoring.dtype == "float32" and scoring.axis is None
+    return not joined and not scoring.shared and scoring.dtype == "float32"
 
 
 def product_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv Q n"]:
@@ -111,7 +108,7 @@ def chunk_scores(
         float32 [B, h_kv, Q, n]; -1 where a chunk is not a candidate.
     """
     there = logits > MASKED
-    mass = jnp.where(there & valid[:, None, None, :, None], softmax(logits, scoring.axis), 0.0)
+    mass = jnp.where(there & valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
     mass = lax.reduce_precision(mass, *MANTISSA[scoring.dtype])
     if parts > 1:
         mass = mass.reshape(*mass.shape[:4], mass.shape[4] // parts, parts).sum(axis=-1)
@@ -119,15 +116,6 @@ def chunk_scores(
     if scoring.shared:
         mass, there = mass.sum(axis=3, keepdims=True), there.any(axis=3, keepdims=True)
     return jnp.where(there[:, :, 0], mass.max(axis=2), -1.0)
-
-
-def softmax(logits: Float[Array, "*n"], axis: str | None) -> Float[Array, "*n"]:
-    """Return the softmax over the last axis, of which each device along the mesh's `axis` has a part if it is given."""
-    if axis is None:
-        return jax.nn.softmax(logits, axis=-1)
-    top = lax.pmax(logits.max(axis=-1, keepdims=True), axis)
-    mass = jnp.exp(logits - top)
-    return mass / lax.psum(mass.sum(axis=-1, keepdims=True), axis)
 
 
 # 2. The best chunks by their landmarks
@@ -166,14 +154,14 @@ def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int
         landmarks, spread = marks[0].landmarks, None if marks[0].spread is None else marks[0].spread[1]
         options: dict[str, Any] = {"count": count, "size": GROUP, "scale": query.scoring.scale}
         return Finalists(*pallas_kernels.level_scores(query.q, scores, two_levels(landmarks, spread), **options))
-    near, there = near_chunks(scores, count, marks[0].open.shape[3], query.scoring.axis)
+    near, there = near_chunks(scores, count, marks[0].open.shape[3])
     levels, spread = marks_at(marks, near.reshape(*near.shape[:2], -1))
     logits = level_logits(query.q, levels, spread, near.shape[2], query.scoring.scale)
     return Finalists(scores_where(logits, there, query, levels.parts), near)
 
 
 def near_chunks(
-    scores: Float[Array, "B h Q n"], count: int, first: int, axis: str | None = None
+    scores: Float[Array, "B h Q n"], count: int, first: int
 ) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:
     """Return the candidates whose landmarks are all read: the `count` best groups of GROUP neighboring chunks.
 
@@ -182,7 +170,6 @@ def near_chunks(
         count: number of chunks that are chosen in the end.
         first: number of chunks of the prompt. No group spans the prompt and later chunks, so that results do not depend
             on the capacity.
-        axis: as in `Scoring`.
 
     Returns:
         The ids, int32, in rising order, so that the first of equal chunks is chosen, and whether each may be chosen.
@@ -197,13 +184,9 @@ def near_chunks(
         grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
         ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
     every = jnp.concatenate(grouped, axis=3)
-    groups_scores = every.max(axis=4)
-    best = jnp.sort(top_k(groups_scores, min(count, every.shape[3])))
+    best = jnp.sort(top_k(every.max(axis=4), min(count, every.shape[3])))
     shape = (*scores.shape[:3], best.shape[3] * GROUP)
     there = jnp.take_along_axis(every, best[..., None], axis=3) >= 0
-    if axis is not None:
-        chosen = best_of_all(groups_scores, count, axis) >= 0
-        there &= jnp.take_along_axis(chosen, best, axis=3)[..., None]
     there = there.reshape(shape)
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
 
@@ -234,10 +217,8 @@ def finalists(
     """
     if rebuild is None:
         return by_landmarks(query, marks, scores, count)
-    wider = WIDER * count if query.scoring.axis is not None else min(WIDER * count, scores.shape[3])
+    wider = min(WIDER * count, scores.shape[3])
     found = by_landmarks(query, marks, scores, wider)
-    if (axis := query.scoring.axis) is not None:
-        found = found._replace(scores=best_of_all(found.scores, wider, axis))
     ids, scores = found.best(min(wider, found.scores.shape[3]))
     order = jnp.argsort(ids, axis=3)
     ids, there = (jnp.take_along_axis(x, order, axis=3) for x in (ids, scores >= 0))

@@ -15,9 +15,9 @@ from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_number, check_range
 from jshadow.policies.settings import check_record
 from jshadow.policies.shadowkv import sizes
-from jshadow.policies.shadowkv.device_counts import DeviceCounts
 from jshadow.policies.shadowkv.key_codecs import KeyCodec
 from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
+from jshadow.policies.shadowkv.key_codecs.split import Parts
 from jshadow.policies.shadowkv.records import (
     Choice,
     Keys,
@@ -33,7 +33,7 @@ from pallas_kernels import MOST_AGE, MOST_PLACES
 
 
 @dataclasses.dataclass(frozen=True)
-class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
+class ShadowSettings(UniformPolicy, Budgeted, Sized):
     """The settings of `ShadowKV`, and the counts that follow from them.
 
     Attributes:
@@ -203,8 +203,7 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
 
     def scoring(self, spec: CacheSpec) -> Scoring:
         """Return how queries score chunks, as `selection` needs it."""
-        scoring = self.quirks.scoring(spec.scale)
-        return scoring._replace(axis="sp") if spec.shards is not None and spec.shards.sp > 1 else scoring
+        return self.quirks.scoring(spec.scale)
 
     def max_chunks(self, capacity: int) -> int:
         """Return the number of chunks n of the longest prompt that fits."""
@@ -239,6 +238,31 @@ class ShadowSettings(DeviceCounts, UniformPolicy, Budgeted, Sized):
         """Return the number of places P in the cache of recently selected chunks, for each KV head."""
         count = self.max_selected(capacity)
         return max(count, round(min(self.pool * count, self.max_chunks(capacity))))
+
+    def selected(self, spec: CacheSpec) -> int:
+        """Return the number of chunks that a query can select."""
+        return min(self.max_selected(spec.capacity), self.max_chunks(spec.capacity))
+
+    def places(self, spec: CacheSpec) -> int:
+        """Return the number of places of the cache of recently selected chunks."""
+        return max(self.selected(spec), min(self.max_places(spec.capacity), self.max_chunks(spec.capacity)))
+
+    def splits_left(self, spec: CacheSpec) -> bool:
+        """Return whether the devices of `tp` each have the left rows of some chunks."""
+        return spec.shards is not None and spec.shards.splits_left and self.codec.joint
+
+    def left_chunks(self, spec: CacheSpec) -> int:
+        """Return the number of chunks whose left rows a device stores."""
+        shards, whole = spec.shards, self.max_chunks(spec.capacity)
+        if shards is None or not self.codec.joint:
+            return whole
+        return shards.left_units(spec.capacity // self.chunk_size + 1 if shards.splits_left else whole)
+
+    def key_parts(self, spec: CacheSpec) -> Parts | None:
+        """Return the part of the key code that a device of a mesh has, or None if it has the whole code."""
+        if spec.shards is None or not self.splits_left(spec):
+            return None
+        return Parts(spec.shards, self.max_chunks(spec.capacity), self.left_chunks(spec), self.chunk_size)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
         """Return the reason why there is no chunk to select at this capacity, or None."""

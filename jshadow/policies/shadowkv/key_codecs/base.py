@@ -66,11 +66,11 @@ class Spread(NamedTuple):
     """The devices over which the tokens of a prompt are spread while they are coded; see `split.py`.
 
     Attributes:
-        axes: the axes of the mesh. Sums over them are sums over all tokens.
+        axis: the axis of the mesh. Sums over it are sums over all tokens.
         lengths: number of tokens of each row on all devices, int32 [B].
     """
 
-    axes: tuple[str, ...]
+    axis: str
     lengths: Array
 
 

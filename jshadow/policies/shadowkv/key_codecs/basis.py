@@ -6,8 +6,6 @@ of small matrices. Its columns are no exact eigenvectors if variances are close 
 This costs little: a code needs the subspace, and columns that share close variances need the same number of bits.
 """
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -57,8 +55,7 @@ def leading_columns(
             cuda=lambda gram: leading_columns(gram, count),
             default=lambda gram: lax.map(lambda one: eigenvectors(one[None], count)[0], gram),
         )
-        first = functools.reduce(jnp.logical_and, (lax.axis_index(axis) == 0 for axis in spread.axes))
-        return lax.psum(jnp.where(first, columns, 0), spread.axes)
+        return lax.psum(jnp.where(lax.axis_index(spread.axis) == 0, columns, 0), spread.axis)
     if not by_products(gram.shape[-1], count):
         return eigenvectors(gram, count)
     return lax.platform_dependent(

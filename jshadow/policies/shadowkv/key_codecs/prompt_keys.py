@@ -48,7 +48,7 @@ class PromptKeys:
 
     def summed(self, x: Array) -> Array:
         """Add up an array over the devices that have the tokens."""
-        return x if self.spread is None else lax.psum(x, self.spread.axes)
+        return x if self.spread is None else lax.psum(x, self.spread.axis)
 
     @property
     def blocks(self) -> int:

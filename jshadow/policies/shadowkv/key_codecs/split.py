@@ -1,4 +1,4 @@
-"""Key codes on a mesh whose devices each have a part of the heads, of the left rows or of the chunks.
+"""Key codes on a mesh whose devices each have a part of the heads and of the left rows.
 
 A joint code has one left row for all heads of a token. If the heads are split, each device has the left rows of some
 chunks. While a prompt is coded, the devices exchange its keys once: each gives away the tokens of its heads and gets
@@ -30,7 +30,7 @@ class Parts:
 
     Attributes:
         shards: the mesh.
-        units: number of chunks of a device's part of `sp`.
+        units: number of chunks of the prompt.
         own: number of chunks whose left rows a device has.
         chunk: tokens in a chunk.
     """
@@ -45,15 +45,14 @@ class Parts:
 
         Args:
             rebuild: the code of the keys.
-            ids: units int32 [B, heads, k], which count from this device's first unit. An id of `units` + j is unit j of
-                the tail.
+            ids: units int32 [B, heads, k]. An id of `units` + j is unit j of the tail.
         """
         chunk, tail = self.chunk, rebuild.tail
         ids = jnp.clip(ids, 0, self.units + (0 if tail is None else tail.shape[-2]) - 1)
         rows = self.rows(rebuild, ids)
         batch, heads, count = ids.shape
         keys = rebuild.codec.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), rebuild.right)
-        place = ids + lax.axis_index("sp") * self.units
+        place = ids
         if rebuild.tail_unit is not None:
             place = jnp.where(ids < self.units, place, ids - self.units + rebuild.tail_unit[:, None, None])
         positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
@@ -80,7 +79,7 @@ class Parts:
 def encode_parts(
     codec: KeyCodec, k_pre: Array, lengths: Array, weights: Array | None, parts: Parts, losses: bool
 ) -> tuple[KeyCode, Array | None]:
-    """Code a prompt whose heads are split over `tp`, and whose chunks are split over `sp` and `tp`.
+    """Code a prompt whose heads are split over `tp`. Each device codes the tokens of some chunks.
 
     Args:
         codec: a joint codec.
@@ -95,24 +94,20 @@ def encode_parts(
         this device's heads [B, h_kv / tp, n], or None.
     """
     shards, own = parts.shards, parts.own * parts.chunk
-    axes = ("sp", "tp")
-    place = lax.axis_index("sp") * shards.tp + lax.axis_index("tp")
-    part = fit_tokens(k_pre, shards.sp * shards.tp * own)
-    part = lax.dynamic_slice_in_dim(part, lax.axis_index("sp") * shards.tp * own, shards.tp * own, axis=1)
+    place, part = lax.axis_index("tp"), fit_tokens(k_pre, shards.tp * own)
     keys = lax.all_to_all(part, "tp", split_axis=1, concat_axis=2, tiled=True)
     every = None if weights is None else lax.all_gather(weights, "tp", axis=1, tiled=True)
     mine = jnp.clip(lengths - place * own, 0, own)
-    code = codec.encode(keys, mine, parts.own, parts.chunk, every, Spread(axes, lengths))
+    code = codec.encode(keys, mine, parts.own, parts.chunk, every, Spread("tp", lengths))
     lost = None
     if losses:
         lost = codec.losses(code, keys, parts.chunk, every)
         lost = lax.all_to_all(lost, "tp", split_axis=1, concat_axis=2, tiled=True)
-        lost = lax.all_gather(lost, "sp", axis=2, tiled=True)
     left = code.left
     if not shards.splits_left:
         left = lax.all_gather(left, "tp", axis=1, tiled=True)
     heads = k_pre.shape[2]
-    first = lax.axis_index("tp") * heads
+    first = place * heads
 
     def own_heads(x: Array) -> Array:
         has_heads = x.ndim > 2 and x.shape[1] == heads * shards.tp

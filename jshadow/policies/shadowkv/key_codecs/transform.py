@@ -163,5 +163,5 @@ def column_sizes(block_of: Callable[[Array], Array], keys: PromptKeys, columns: 
     nothing = jnp.zeros((keys.lengths.shape[0], columns), jnp.float32)
     squares, largest = lax.fori_loop(0, keys.blocks, add, (nothing, nothing))
     if keys.spread is not None:
-        squares, largest = keys.summed(squares), lax.pmax(largest, keys.spread.axes)
+        squares, largest = keys.summed(squares), lax.pmax(largest, keys.spread.axis)
     return jnp.sqrt(squares / jnp.maximum(keys.tokens, 1)[:, None]), largest
