@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.engine.sparse_prefill import AShape, BlockSparse, VerticalSlash
+from jshadow.engine.sparse_prefill import AShape, VerticalSlash
 from jshadow.ops.attention import causal_attention
 from jshadow.policies.prefill_attention import PrefillPiece
 from jshadow.weights.params import load
@@ -26,7 +26,6 @@ ATTENTIONS = [
     VerticalSlash(vertical=500, slash=700),
     VerticalSlash(vertical=30, slash=800),
     AShape(initial=100, local=1000),
-    BlockSparse(blocks=16),
 ]
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import jshadow
-from jshadow.engine.sparse_prefill import AShape, BlockSparse, VerticalSlash
+from jshadow.engine.sparse_prefill import AShape, VerticalSlash
 from jshadow.policies import Full
 
 MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-instruct"
@@ -26,7 +26,6 @@ ATTENTIONS = {
     "vertical_slash:vertical=500:slash=350": VerticalSlash(vertical=500, slash=350),
     "vertical_slash:vertical=1000:slash=200": VerticalSlash(vertical=1000, slash=200),
     "a_shape:initial=100:local=1000": AShape(initial=100, local=1000),
-    "block_sparse:blocks=16": BlockSparse(blocks=16),
 }
 
 

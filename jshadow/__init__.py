@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jshadow.engine.saved.state import load_state as load_state
     from jshadow.engine.saved.state import save_state as save_state
     from jshadow.engine.sparse_prefill import AShape as AShape
-    from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
     from jshadow.engine.speculation import CompressedDraft as CompressedDraft
     from jshadow.engine.speculation import DraftModel as DraftModel
@@ -106,7 +105,6 @@ FACE = {
     ),
     "engine.sparse_prefill": (
         "AShape",
-        "BlockSparse",
         "VerticalSlash",
     ),
     "engine.speculation": (

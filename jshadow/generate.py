@@ -61,7 +61,7 @@ def generate(
             special token. While the newest text may be the beginning of a stop string, a fork of the state is kept, so
             that `out.state` can end where `out.text` ends. The fork takes as many bytes as the half of the state that
             steps change. With `Full()`, this half is the whole cache.
-        prefill: the sparse attention of the prompt: `VerticalSlash()`, `AShape()` or `BlockSparse()`. None means exact
+        prefill: the sparse attention of the prompt: `VerticalSlash()` or `AShape()`. None means exact
             attention, or the policy's own. It must be None with a state, because the state's prompt was already read.
         verify: whether each step is also computed with all rows on the device. An error is raised at the first
             selection, fetched row or logit that differs. This is slow, and needs the device memory that offloading

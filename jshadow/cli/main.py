@@ -19,7 +19,6 @@ from jshadow.cli import fit as cli_fit
 from jshadow.cli import generate as cli_generate
 from jshadow.cli import laws as cli_laws
 from jshadow.cli import library as cli_library
-from jshadow.cli import patterns as cli_patterns
 from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
 from jshadow.cli import serve as cli_serve
@@ -113,12 +112,6 @@ def parser() -> argparse.ArgumentParser:
     cli_laws.add_options(commands.add_parser("laws", help="check a policy", description=cli_laws.ABOUT))
 
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
-
-    cli_patterns.add_options(
-        commands.add_parser(
-            "prefill-patterns", help="search patterns of sparse prefill", description=cli_patterns.ABOUT
-        )
-    )
 
     cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 JSON_HELP = "print one JSON object instead of text"
 FETCH_HELP = "auto, resident, device_put or zero_copy (default: %(default)s)"
-PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
+PREFILL_HELP = "exact (default), vertical_slash or a_shape: how the prompt's tokens attend to each other"
 
 
 def add_weights_options(add: argparse._ActionsContainer) -> None:

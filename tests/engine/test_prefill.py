@@ -32,8 +32,7 @@ from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill.layer import Given, compress_layer
 from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.prefill.units import Unit, units_of
-from jshadow.engine.sparse_prefill import AShape, BlockSparse
-from jshadow.engine.sparse_prefill.lines import HeadSizes
+from jshadow.engine.sparse_prefill import AShape
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
@@ -322,8 +321,7 @@ def memory_of_compression(config, policy, tokens, rows):
 
 EXACT = pairwise((ShadowKV(), ShadowKVPlus()), (WIDE, LLAMA_SHAPE), ((8192, 512), (8192, 2048), (16384, 512)), [None])
 LINES = VerticalSlash(vertical=500, slash=700)
-SPARSE = [(AShape(initial=64, local=512), WIDE), (BlockSparse(blocks=10), WIDE), (VerticalSlash(), LLAMA_SHAPE)]
-SPARSE.append((dataclasses.replace(LINES, key_blocks=10), WIDE))
+SPARSE = [(AShape(initial=64, local=512), WIDE), (VerticalSlash(), LLAMA_SHAPE)]
 BOUNDS = [EXACT[0], (Full(), WIDE, (8192, 512), LINES), *map(slow, EXACT[1:])]
 BOUNDS += [slow((Full(), config, (8192, 512), attention)) for attention, config in SPARSE]
 
@@ -334,9 +332,7 @@ def test_the_compiled_layer_keeps_to_the_bound(policy, config, sizes, attention)
     (tokens, chunk), peak = sizes, peak_of(config, policy, *sizes, attention)
     count, size = pieces_of(tokens, chunk, attention.multiple if attention else 1)
     plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention)
-    blocks = attention and attention.most_blocks
-    learned = jax.eval_shape(lambda: HeadSizes.equal(config.q_heads)) if blocks else None
-    layer = memory_of_a_piece(config, count * size, plan, learned)
+    layer = memory_of_a_piece(config, count * size, plan)
     if attention:
         left = layer.output_size_in_bytes - peak["hidden"] - peak["keys_values"]  # positions, and what was chosen
         assert layer.temp_size_in_bytes + left <= peak["piece"]

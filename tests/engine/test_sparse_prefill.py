@@ -16,14 +16,12 @@ from few import slow
 from sparse_runs import run_attention
 
 import jshadow
-from jshadow.cache.prompt_walk import prompts_of
 from jshadow.cache.records import PromptKV
 from jshadow.cli.main import main
 from jshadow.engine import decode
 from jshadow.engine.prefill.layer import read_piece
 from jshadow.engine.sparse_prefill import (
     AShape,
-    BlockSparse,
     HeadPattern,
     Pattern,
     VerticalSlash,
@@ -32,23 +30,23 @@ from jshadow.engine.sparse_prefill import (
     parse_prefill,
     tiles,
 )
-from jshadow.engine.sparse_prefill.search import search_pattern
-from jshadow.errors import ConfigError, PromptError
+from jshadow.errors import ConfigError
 from jshadow.evaluation.runner import evaluate
 from jshadow.policies import Full, ShadowKV
 
 # Small settings, of which a prompt of some 100 tokens leaves most keys out.
 SMALL = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 SMALL_TEXT = "vertical_slash:vertical=9:slash=11:last_queries=8:first_columns=3:local_diagonals=5:block=16"
-KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local"), "block_sparse": ("blocks",)}
-HEADS = [("vertical_slash", (7, 9)), ("a_shape", (4, 6)), ("block_sparse", (2,)), ("vertical_slash", (2, 20))]
+KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local")}
+HEADS = [("vertical_slash", (7, 9)), ("a_shape", (4, 6)), ("a_shape", (1, 30)), ("vertical_slash", (2, 20))]
 MIXED = tuple(HeadPattern(*head) for head in HEADS)
+NAMES = {"vertical_slash": "vertical_and_slash", "a_shape": "stream_llm"}  # in the files of MInference
+PUBLISHED = {str(number): [NAMES[kind], *sizes, 0.61] for number, (kind, sizes) in enumerate(HEADS)}
 ATTENTIONS = {
     "vertical_slash": SMALL,
     "large_blocks": dataclasses.replace(SMALL, block=64),
     "a_shape": AShape(initial=3, local=10, block=16),
-    "block_sparse": BlockSparse(blocks=2, block=16),
-    "pattern": dataclasses.replace(SMALL, pattern=Pattern((MIXED,), block=16)),
+    "pattern": dataclasses.replace(SMALL, pattern=Pattern((MIXED,))),
 }
 SHAPES = {"group1": (4, 4, 16), "group2": (4, 2, 16), "group4": (4, 1, 80), "group3": (6, 2, 32)}
 
@@ -77,16 +75,14 @@ def mask_of(attention, head, q, k, scale):
     sizes = own.sizes if own else [getattr(attention, name) for name in KINDS[kind]]
     if kind == "a_shape":
         return oracle.a_shape(len(q), *sizes)
-    if kind == "block_sparse":
-        return oracle.block_sparse(q, k, *sizes, attention.block)
     protected = attention.last_queries, attention.first_columns, attention.local_diagonals
     return oracle.vertical_slash(q, k, scale, *sizes, *protected)
 
 
 ROWS, TOKENS = (139, 77, 5, 16), 192
 CASES = [(name, "group2", 48, "float32") for name in ("vertical_slash", "pattern")]
-MORE = [(name, "group2", 16) for name in ("a_shape", "block_sparse", "pattern")] + [("large_blocks", "group2", 64)]
-MORE += [("a_shape", "group4", None), ("block_sparse", "group3", None), ("large_blocks", "group1", None)]
+MORE = [(name, "group2", 16) for name in ("a_shape", "pattern")] + [("large_blocks", "group2", 64)]
+MORE += [("a_shape", "group4", None), ("large_blocks", "group1", None)]
 MORE += [(name, shape, None) for name in ("vertical_slash", "pattern") for shape in ("group1", "group4", "group3")]
 CASES += [slow((*case, "float32")) for case in MORE]
 CASES += [slow((name, "group2", None, "bfloat16")) for name in ("pattern", "large_blocks")]
@@ -98,7 +94,7 @@ def test_the_oracle_agrees(name, shape, size, dtype):
     attention, config = ATTENTIONS[name], sized(*SHAPES[shape])
     if name == "pattern" and config.q_heads != 4:
         heads = (MIXED * 2)[: config.q_heads]
-        attention = dataclasses.replace(attention, pattern=Pattern((heads,), block=16))
+        attention = dataclasses.replace(attention, pattern=Pattern((heads,)))
     q, k, v = random_rows(config, ROWS, TOKENS, dtype)
     out, _ = run_attention(attention, config, q, k, v, ROWS, size)
     assert out.dtype == q.dtype
@@ -158,9 +154,9 @@ def test_every_policy_takes_it(name):
     assert not close(logits_of(policy, SMALL), want, 1e-2)
 
 
-COVERING = [VerticalSlash(), dataclasses.replace(SMALL, slash=62), AShape(), BlockSparse()]
+COVERING = [VerticalSlash(), dataclasses.replace(SMALL, slash=62), AShape()]
 COVERING += [AShape(initial=1, local=62, block=16), AShape(initial=62, local=1, block=16)]
-COVERING.append(dataclasses.replace(SMALL, pattern=Pattern(((HeadPattern("block_sparse", (4,)),) * 4,) * 3, block=16)))
+COVERING.append(dataclasses.replace(SMALL, pattern=Pattern(((HeadPattern("a_shape", (62, 1)),) * 4,) * 3)))
 
 
 @pytest.mark.slow
@@ -174,7 +170,7 @@ def test_what_covers_everything_is_exact(attention):
 def test_a_row_alone_and_every_piece_through_the_model(name):
     attention = ATTENTIONS[name]
     if name == "pattern":
-        attention = dataclasses.replace(attention, pattern=Pattern((MIXED, MIXED[::-1], MIXED), block=16))
+        attention = dataclasses.replace(attention, pattern=Pattern((MIXED, MIXED[::-1], MIXED)))
     want = logits_of(Full(), attention)
     assert close(logits_of(Full(), attention, prefill_chunk=16), want, 1e-4)
     for row, n in enumerate(LENGTHS):
@@ -193,10 +189,7 @@ def test_sliding_layers_keep_their_window():
     params = model(dataclasses.replace(TINY, sliding_window=6, sliding_layers=(0, 1, 2)))
     np.testing.assert_allclose(logits_with(SMALL), logits_with(None), atol=1e-5)  # padded to another width
     params = model(dataclasses.replace(TINY, sliding_window=6, sliding_layers=(0, 2)))
-    found = search_pattern(params, random_tokens(128), settings=SMALL)
-    assert np.isnan(found.recovered[[0, 2]]).all()
-    assert (found.best >= 0).sum() == found.summary()[-1]["heads"] == 4
-    assert np.isfinite(logits_with(dataclasses.replace(SMALL, pattern=found.pattern))).all()
+    assert np.isfinite(logits_with(dataclasses.replace(SMALL, pattern=Pattern((MIXED,) * 3)))).all()
 
 
 # As a user calls it
@@ -236,14 +229,10 @@ def run(capsys, *arguments, status=0):
 
 @pytest.mark.slow
 def test_the_commands(checkpoint, capsys, tmp_path):
-    """A pattern is searched, and applied by generate and eval; what they print says so."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    pattern, text = tmp_path / "pattern.json", tmp_path / "text.txt"
-    sizes = ("--tokens", "192", "--share", "0.6", "--dtype", "float32")
-    found = run(capsys, "prefill-patterns", checkpoint, "--text", text, "--out", pattern, *sizes)
-    assert found["candidates"][-1]["heads"] == 8
+    """A published pattern is applied by generate and eval; what they print says so."""
+    pattern = tmp_path / "pattern.json"
+    pattern.write_text(json.dumps([PUBLISHED] * PARAMS.config.num_layers))
     digest = load_pattern(pattern).digest()
-    assert found["digest"] == digest
     short = ["--prompt", TEXT, "--policy", "full", "--max-new-tokens", "3"]
     labels = {SMALL_TEXT: SMALL.label(), f"vertical_slash:pattern={pattern}": f"vertical_slash:pattern={digest}"}
     for setting_text, label in labels.items():
@@ -253,26 +242,21 @@ def test_the_commands(checkpoint, capsys, tmp_path):
     assert "a_shape" in capsys.readouterr().out
     tasks = ["--tasks", "needle_noise", "--lengths", "400", "--policies", "full", "--samples", "1"]
     out = tmp_path / "out"
-    for setting_text in ("block_sparse:blocks=2", "exact"):
+    for setting_text in ("a_shape:initial=9:local=20", "exact"):
         rows = run(capsys, "eval", checkpoint, *tasks, "--prefill", setting_text, "--out", out)["results"]
         assert rows[0]["prefill"] == setting_text
     assert len((out / "samples.jsonl").read_text().splitlines()) == 2  # neither took the other's for its own
 
 
-GENERATE, SEARCH = ["generate", "--prompt", TEXT, "--prefill"], ["prefill-patterns", "--out", "p.json", "--text"]
+GENERATE = ["generate", "--prompt", TEXT, "--prefill"]
 
 
-def test_bad_options_of_a_command_are_told(checkpoint, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
+def test_bad_options_of_a_command_are_told(checkpoint, capsys):
     for arguments, words in (
         ([*GENERATE, "vertical_slash:vertical=0"], "vertical_slash.vertical"),
         ([*GENERATE, "a_shape", "--load-state", "some"], "--prefill must be left out with --load-state"),
-        ([*SEARCH, "none", "--tokens", 64], "text must be readable"),
-        ([*SEARCH, "text.txt", "--tokens", 9999], "tokens must lie in"),
     ):
         assert words in run(capsys, arguments[0], checkpoint, *arguments[1:], status=2)
-    assert not (tmp_path / "p.json").exists()
 
 
 # Work
@@ -292,7 +276,6 @@ def counted(attention, tokens):
         # own block and the local diagonals': 2; each other diagonal crosses two blocks; the columns are one more tile
         (VerticalSlash(vertical=16, slash=7, last_queries=8, first_columns=3, local_diagonals=4, block=16), 2 + 6 + 1),
         (AShape(initial=16, local=33, block=16), 3 + 1),
-        (BlockSparse(blocks=5, block=16), 5),
     ],
 )
 def test_work_follows_the_budget(attention, bound):
@@ -349,74 +332,9 @@ def test_one_program_serves_all_layers():
     rows = [tuple(HeadPattern("vertical_slash", (size, 20)) for size in row) for row in ((9, 5, 3, 2), (2, 3, 7, 9))]
     before = read_piece._cache_size()
     for heads in ((rows[0], rows[1]), (rows[1], rows[1])):
-        attention = dataclasses.replace(SMALL, pattern=Pattern(heads, 16), local_diagonals=6)
+        attention = dataclasses.replace(SMALL, pattern=Pattern(heads), local_diagonals=6)
         jshadow.prefill(BARE, random_tokens(1, 40), [40], Full(), capacity=64, attention=attention)
     assert read_piece._cache_size() == before + 1
-
-
-# The search for a pattern
-
-
-@pytest.mark.slow
-def test_the_search_agrees_with_brute_force():
-    """Mass from dense masks; cost from dense masks too; and one diagonal more would cost too much."""
-    config, block, share = dataclasses.replace(TINY, num_layers=2), 8, 0.5
-    settings = VerticalSlash(last_queries=8, first_columns=3, local_diagonals=5, block=block)
-    text = random_tokens(131, seed=3)  # cut to 128
-    found = search_pattern(model(config), text, share=share, settings=settings)
-    with pytest.raises(ConfigError, match="share must leave room"):
-        search_pattern(model(config), text, share=0.01, settings=settings)
-    count, budget = 16, int(share * 16 * 17 / 2)
-    assert found.recovered.shape == found.tiles.shape == (2, 4, len(found.names))
-    for layer, prompt in enumerate(prompts_of(model(config), text[:128])):
-        q, k = (np.asarray(x[0], np.float64) for x in (prompt.q_post, prompt.k_post))
-        for head in range(4):
-            own, theirs = q[:, head], k[:, head // 2]
-            probs = oracle.softmax(np.where(oracle.causal(128), own @ theirs.T * config.attention_scale, -np.inf))
-            masses = []
-            for name, mass in zip(found.names, found.recovered[layer, head], strict=True):
-                kind, size = name.split()
-                slash = most_diagonals(kind, int(size), own, theirs, config.attention_scale, settings, budget)
-                if kind == "vertical_slash":
-                    mask = oracle.vertical_slash(own, theirs, config.attention_scale, int(size), slash, 8, 3, 5)
-                elif kind == "a_shape":
-                    mask = oracle.a_shape(128, int(size), slash)
-                else:
-                    mask = oracle.block_sparse(own, theirs, int(size), block)
-                want = (probs * mask)[64:].sum(1).mean()
-                masses.append(want)
-                np.testing.assert_allclose(mass, want, atol=1e-5, err_msg=f"{layer} {head} {name}")
-                if name == found.names[found.best[layer, head]] and kind != "block_sparse":
-                    assert found.pattern.heads[layer][head].sizes == (int(size), slash)
-            assert masses[found.best[layer, head]] >= max(masses) - 1e-6
-    assert (found.tiles <= budget / (count * (count + 1) / 2)).all()
-    # What the search says of a layer's tiles is the most: a column in a block that is computed anyway costs nothing.
-    prompt = next(iter(prompts_of(model(config), text[:128])))
-    attention = dataclasses.replace(settings, pattern=found.pattern)
-    _, aux = run_attention(attention, config, prompt.q_post, prompt.k_post, prompt.v, [128])
-    needed = np.asarray(aux.tiles)[0] / (count * (count + 1) / 2)
-    said = np.take_along_axis(found.tiles[0], found.best[0][:, None], axis=1)[:, 0]
-    assert (needed <= said + 1e-9).all()
-    assert (needed > 0.5 * said).all()
-
-
-def most_diagonals(kind, columns, q, k, scale, settings, budget):
-    """The largest number of diagonals whose tiles, with those of the columns, keep to the budget; one after another."""
-    n, block = len(q), settings.block
-    if kind == "block_sparse":
-        return None
-    by_column, by_diagonal = oracle.line_sums(q, k, scale, settings.last_queries)
-    by_column[: settings.first_columns], by_diagonal[: settings.local_diagonals] = np.inf, np.inf
-    chosen = oracle.largest(by_column, columns) if kind == "vertical_slash" else np.arange(n) < columns
-    taken = sum(-(-int(chosen[:at].sum()) // block) for at in range(0, n, block))
-    distance = np.arange(n)[:, None] - np.arange(n)
-    for slash in range(1, n + 1):
-        diagonals = oracle.largest(by_diagonal, slash) if kind == "vertical_slash" else np.arange(n) < slash
-        mask = oracle.causal(n) & diagonals[np.abs(distance)]
-        tiles = mask.reshape(n // block, block, n // block, block).any((1, 3)).sum()
-        if taken + tiles > budget:
-            return slash - 1
-    return n
 
 
 # Refusals
@@ -431,7 +349,7 @@ def most_diagonals(kind, columns, q, k, scale, settings, budget):
         (lambda: VerticalSlash(pattern=3), "vertical_slash.pattern must be a Pattern"),
         (lambda: VerticalSlash(pattern="/nowhere.json"), "pattern: /nowhere.json must be a readable file"),
         (lambda: AShape(local=2.5), "a_shape.local"),
-        (lambda: BlockSparse(block=0), "block_sparse.block"),
+        (lambda: AShape(block=0), "a_shape.block"),
         (lambda: HeadPattern("dense", (1,)), "pattern: kind must be one of"),
         (lambda: HeadPattern("vertical_slash", (4, 0)), r"each at least 1, got \(4, 0\)"),  # no query sees a key
         (lambda: HeadPattern("a_shape", (1,)), r"pattern: sizes of a_shape must be \(initial, local\)"),
@@ -442,27 +360,35 @@ def most_diagonals(kind, columns, q, k, scale, settings, budget):
         (lambda: parse_prefill("a_shape:local=many"), "a_shape.local must be an integer"),
         (lambda: logits_of(Full(), "vertical_slash"), "prefill must be a PrefillAttention"),
         (lambda: logits_of(Full(), VerticalSlash(pattern=Pattern((MIXED,)))), "3 layers of 4 query heads, got 1 of 4"),
-        (lambda: logits_of(Full(), VerticalSlash(pattern=Pattern((MIXED,) * 3, 16))), "the pattern's own 16, got 64"),
-        (lambda: search_pattern(model(), random_tokens(128), share=0), "share must be above 0"),
-        (lambda: search_pattern(model(), random_tokens(100)), "tokens must be"),
     ],
 )
 def test_bad_settings_are_told(make, words):
-    with pytest.raises(PromptError if words == "tokens must be" else ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words):
         make()
 
 
 def test_a_damaged_pattern_is_refused(tmp_path):
-    begin = '{"format": "jshadow prefill pattern 1"'
-    heads = [f'{begin}, "block": 64, "heads": [[{head}]]}}' for head in ('["a_shape", 3, "4"]', 7)]
-    for damaged in ('{"heads": []}', "[]", "no", begin + "}", *heads):
+    heads = ('["stream_llm", 3, "4", 1]', "7", '["block_sparse", 100, 1, 1]', '["stream_llm", 3]', '["stream_llm"]')
+    layers = [f'[{{"0": {head}}}]' for head in heads]
+    gap, uneven = [{"0": ["stream_llm", 1, 1, 1], "2": ["stream_llm", 1, 1, 1]}], [PUBLISHED, {"0": PUBLISHED["0"]}]
+    for damaged in ("{}", "[]", "no", "[[]]", "[{}]", "[3]", json.dumps(gap), json.dumps(uneven), *layers):
         (tmp_path / "p.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="pattern"):
+        with pytest.raises(ConfigError, match=r"pattern.*p\.json"):
             load_pattern(tmp_path / "p.json")
 
 
+def test_a_published_pattern_is_read(tmp_path):
+    """Heads come in any order of their numbers. The score of a head is not read."""
+    (tmp_path / "p.json").write_text(json.dumps([dict(reversed(PUBLISHED.items())), PUBLISHED]))
+    assert load_pattern(tmp_path / "p.json") == Pattern((MIXED, MIXED))
+    sizes = load_pattern(tmp_path / "p.json").arrays()
+    assert sizes.columns.tolist() == [[7, 4, 1, 2]] * 2
+    assert sizes.diagonals.tolist() == [[9, 6, 30, 20]] * 2
+    assert sizes.by_position.tolist() == [[0, 1, 1, 0]] * 2
+
+
 def test_names_and_labels():
-    for text in ("vertical_slash", "a_shape:local=10", "block_sparse:block=16:blocks=2"):
+    for text in ("vertical_slash", "a_shape:local=10", "vertical_slash:block=16:vertical=2"):
         assert parse_prefill(text).label() == text
     assert parse_prefill("exact") is None
     assert ATTENTIONS["pattern"].label().endswith(f"pattern={ATTENTIONS['pattern'].pattern.digest()}")

@@ -48,18 +48,5 @@ def a_shape(n, initial, local):
     return union(index < initial, index < local)
 
 
-def block_sparse(q, k, blocks, block):
-    n = len(q)
-    cuts = [slice(at, min(at + block, n)) for at in range(0, n, block)]
-    k_means = np.stack([k[cut].mean(0) for cut in cuts])
-    mask = np.zeros((n, n), bool)
-    for index, cut in enumerate(cuts):
-        scores = k_means[: index + 1] @ q[cut].mean(0)
-        scores[index] = np.inf
-        for chosen in np.flatnonzero(largest(scores, blocks)):
-            mask[cut, cuts[chosen]] = True
-    return mask & causal(n)
-
-
 def attend(q, k, v, mask, scale):
     return softmax(np.where(mask, q @ k.T * scale, -np.inf)) @ v

@@ -2,12 +2,11 @@
 
 `estimate` measures what the last queries attend to. By these estimates, `lines` chooses columns and diagonals. `lists`
 names the chosen keys of each query block for the kernel of a GPU. `tiles` computes the attention over the chosen keys
-elsewhere. `base` has what the attentions share. `vertical_slash`, `a_shape` and `block_sparse` have their settings.
+elsewhere. `base` has what the attentions share. `vertical_slash` and `a_shape` have their settings.
 """
 
 from jshadow.engine.sparse_prefill.a_shape import AShape as AShape
 from jshadow.engine.sparse_prefill.base import SparsePrefill as SparsePrefill
-from jshadow.engine.sparse_prefill.block_sparse import BlockSparse as BlockSparse
 from jshadow.engine.sparse_prefill.parse import PREFILLS as PREFILLS
 from jshadow.engine.sparse_prefill.parse import parse_prefill as parse_prefill
 from jshadow.engine.sparse_prefill.patterns import HeadPattern as HeadPattern

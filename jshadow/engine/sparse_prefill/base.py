@@ -21,14 +21,14 @@ from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
 @dataclasses.dataclass(frozen=True)
 class SparsePrefill(PrefillAttention):
-    """The base of the three attentions: each query head attends to chosen columns and diagonals, or key blocks.
+    """The base of the attentions: each query head attends to chosen columns and diagonals.
 
     Attention is causal, its softmax is float32, and each key counts once. The work grows with the number of chosen
     keys, and not with S x S. `aux` is a `Chosen`, which counts the tiles. If the settings cover the whole prompt,
     attention is exact.
 
     Attributes:
-        block: number M of queries and of keys in a tile. It does not affect the result of columns and diagonals.
+        block: number M of queries and of keys in a tile. It does not affect the result.
 
     Class attributes:
         name: the name for `--prefill`.
@@ -70,20 +70,13 @@ class SparsePrefill(PrefillAttention):
         """Return the sizes of `heads` query heads. This is called only if there is no pattern."""
 
     @abc.abstractmethod
-    def choose_lines(
-        self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes
-    ) -> Lines | None:
-        """Return the chosen columns and diagonals, or None if all heads are block-sparse."""
+    def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
+        """Return the chosen columns and diagonals."""
 
     @property
-    def most_blocks(self) -> int:
-        """Static upper bound of `HeadSizes.blocks`. It is 0 if no head is block-sparse."""
-        return 0
-
-    @property
+    @abc.abstractmethod
     def most_columns(self) -> int:
-        """Static upper bound of `HeadSizes.columns`. It is 0 if all heads are block-sparse."""
-        return 0
+        """Static upper bound of `HeadSizes.columns`."""
 
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
@@ -91,22 +84,20 @@ class SparsePrefill(PrefillAttention):
         """Choose the lines of a layer; see PrefillAttention. `learned` has the HeadSizes of this layer, or is None."""
         batch, tokens = prompt.k_post.shape[:2]
         none = jnp.zeros((batch, config.q_heads), jnp.int32)
-        counted = Chosen(None, None, none, none)
+        counted = Chosen(None, none, none)
         if learned is None and self.covers(tokens):
             return counted
         sizes = self.sizes(config.q_heads) if learned is None else jax.tree.map(jnp.asarray, learned)
-        lines = self.choose_lines(config, prompt, q_tail, sizes)
-        return counted.replace(lines=lines, sizes=sizes if self.most_blocks else None)
+        return counted.replace(lines=self.choose_lines(config, prompt, q_tail, sizes))
 
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Chosen
     ) -> tuple[Array, Chosen]:
         """Compute attention of a piece over the chosen keys; see PrefillAttention."""
         scale = config.attention_scale
-        if aux.lines is None and aux.sizes is None:
+        if aux.lines is None:
             return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
-        most_blocks = min(self.most_blocks, prompt.k_post.shape[1] // self.block)
-        return attend_chosen(piece, prompt, aux, Tiling(scale, self.block, most_blocks))
+        return attend_chosen(piece, prompt, aux, Tiling(scale, self.block))
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
         """Return the bytes of the sums, the chosen lines, the lists of a piece, a tile and the queries of a piece."""
@@ -116,7 +107,6 @@ class SparsePrefill(PrefillAttention):
         estimate = heads * self.tail * (4 * KEY_TILE + 2 * dim) * 4
         tile = heads * gathered * (4 * self.block + 4 * dim) * 4 + 3 * tokens * self.block  # and the masks of one head
         queries = 3 * heads * size * dim * 4
-        means = (heads * size + config.kv_heads * tokens) * dim * 8 if self.most_blocks else 0
         # The kernel's lists, and the copy that a sort of the columns makes.
         lists = heads * -(-size // self.block) * (tokens // self.block + 2 * min(self.most_columns, tokens) + 2) * 4
-        return batch * (chosen + estimate + tile + queries + means + lists)
+        return batch * (chosen + estimate + tile + queries + lists)

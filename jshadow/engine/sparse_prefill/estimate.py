@@ -1,4 +1,4 @@
-"""Estimates of what a prompt's queries attend to, from the attention of the last queries or from means of blocks."""
+"""Estimates of what a prompt's queries attend to, from the attention of the last queries."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -72,18 +72,3 @@ def add_at(whole: Array, part: Array, start: Array) -> Array:
     """Return whole [B, h, n] with part [B, h, m] added at start .. start + m - 1 of the last axis."""
     old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], axis=2)
     return lax.dynamic_update_slice_in_dim(whole, old + part, start, axis=2)
-
-
-def block_means(
-    x: Float[Array, "B T h d"], lengths: Int[Array, " B"], first: Int[Array, ""] | int, block: int
-) -> Float[Array, "B h n d"]:
-    """Average the real tokens of each block of x [B, T, h, d]. The result is float32 [B, h, T / block, d].
-
-    The mean of a block without real tokens is zero. The first token of x is at position `first`, and a token is real if
-    its position is below `lengths`.
-    """
-    batch, tokens, heads, dim = x.shape
-    real = first + jnp.arange(tokens) < lengths[:, None]
-    rows = jnp.where(real[..., None, None], x, 0).astype(jnp.float32).reshape(batch, -1, block, heads, dim)
-    counts = real.reshape(batch, -1, block).sum(2)
-    return (rows.sum(2) / jnp.maximum(counts, 1)[..., None, None]).transpose(0, 2, 1, 3)

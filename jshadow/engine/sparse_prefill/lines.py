@@ -1,7 +1,7 @@
 """The choice of keys for each query head in a sparse prefill.
 
-A head attends to columns and diagonals, or to key blocks that are chosen for each query block. A column is a key to
-which all later queries attend. A diagonal is a distance: each query attends to the key at that distance before it.
+A head attends to columns and diagonals. A column is a key to which all later queries attend. A diagonal is a distance:
+each query attends to the key at that distance before it.
 """
 
 import jax.numpy as jnp
@@ -22,20 +22,16 @@ class HeadSizes(struct.PyTreeNode):
         diagonals: number of diagonals.
         by_position: 1: the head takes the first columns and the nearest diagonals (A-shape). 0: it takes those with the
             largest attention sums.
-        blocks: number of key blocks for each query block. 0: the head has columns and diagonals instead.
     """
 
     columns: Array
     diagonals: Array
     by_position: Array
-    blocks: Array
 
     @classmethod
-    def equal(
-        cls, heads: int, columns: int = 0, diagonals: int = 0, by_position: bool = False, blocks: int = 0
-    ) -> "HeadSizes":
+    def equal(cls, heads: int, columns: int, diagonals: int, by_position: bool = False) -> "HeadSizes":
         """Return the same sizes for all heads."""
-        return cls(*(jnp.full(heads, value, jnp.int32) for value in (columns, diagonals, int(by_position), blocks)))
+        return cls(*(jnp.full(heads, value, jnp.int32) for value in (columns, diagonals, int(by_position))))
 
 
 class Lines(struct.PyTreeNode):
@@ -119,31 +115,3 @@ def strip_blocks(lines: Lines, index: Int[Array, ""]) -> tuple[Int[Array, "B h_q
     """
     blocks = index - lines.strips
     return jnp.maximum(blocks, 0), (blocks >= 0).sum(-1).astype(jnp.int32)
-
-
-def best_blocks(
-    q_mean: Float[Array, "B h_q d"],
-    k_mean: Float[Array, "B h_kv n d"],
-    index: Int[Array, ""],
-    counts: Int[Array, " h_q"],
-    most: int,
-) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
-    """Return the key blocks whose mean key has the largest product with the mean query, and their number.
-
-    The best block is first. The query block's own key block always comes before it, because otherwise a query might see
-    no key.
-
-    Args:
-        q_mean: the mean query of the query block.
-        k_mean: the mean key of each key block.
-        index: number of the query block.
-        counts: how many key blocks a head attends to.
-        most: static upper bound of counts, and the length of each list.
-    """
-    batch, heads, dim = q_mean.shape
-    grouped = q_mean.reshape(batch, k_mean.shape[1], -1, dim)
-    scores = jnp.einsum("bhgd,bhnd->bhgn", grouped, k_mean).reshape(batch, heads, -1)
-    block = jnp.arange(k_mean.shape[2])
-    scores = jnp.where(block < index, scores, jnp.where(block == index, jnp.inf, -jnp.inf))
-    there = jnp.minimum(counts, index + 1)
-    return top_k(scores, most), jnp.broadcast_to(there, (batch, heads)).astype(jnp.int32)

@@ -1,8 +1,7 @@
 """The chosen keys as lists of key blocks and single keys, which the kernel of a GPU reads.
 
-All three attentions become such lists. Columns and diagonals: the key blocks with keys on a chosen diagonal, and the
-columns outside of these blocks. An A-shape is the same with the first columns and the nearest diagonals. Block-sparse:
-the chosen key blocks.
+The lists are the key blocks with keys on a chosen diagonal, and the columns outside of these blocks. An A-shape has the
+first columns and the nearest diagonals.
 """
 
 import functools
@@ -12,15 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jshadow.cache.records import PromptKV
-from jshadow.engine.sparse_prefill.tiles import (
-    Chosen,
-    Tiling,
-    attend_tiles,
-    key_blocks,
-    open_columns,
-    piece_means,
-    tiles_needed,
-)
+from jshadow.engine.sparse_prefill.lines import Lines, strip_blocks
+from jshadow.engine.sparse_prefill.tiles import Chosen, Tiling, attend_tiles, open_columns, tiles_needed
 from jshadow.ops.key_lists import KeyLists, Keys, attend_over, run
 from jshadow.policies.prefill_attention import PrefillPiece
 
@@ -33,6 +25,7 @@ def attend_chosen(
     The arguments and results are those of `attend_tiles`. If the kernel does not support the block size, the head width
     or the dtype, a GPU uses `attend_tiles` too.
     """
+    assert chosen.lines is not None
     return run(
         tiling.implementation,
         functools.partial(attend_lists, tiling=tiling),
@@ -40,7 +33,7 @@ def attend_chosen(
         piece,
         prompt,
         chosen,
-        piece_lists(piece, prompt, chosen, tiling),
+        piece_lists(piece, prompt, chosen.lines, tiling.block),
     )
 
 
@@ -59,30 +52,14 @@ def attend_lists(
     return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + needed)
 
 
-def piece_lists(piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling) -> KeyLists:
+def piece_lists(piece: PrefillPiece, prompt: PromptKV, lines: Lines, block: int) -> KeyLists:
     """Return the lists of a piece's n query blocks. No list names a key twice.
 
-    A list of blocks is as long as the prompt has blocks, or `tiling.most_blocks` if all heads are block-sparse. A list
-    of columns is as long as `Lines.columns`, or 1 if all heads are block-sparse.
+    A list of blocks is as long as the prompt has blocks. A list of columns is as long as `Lines.columns`.
     """
-    block = tiling.block
-    count = piece.q_post.shape[1] // block
-    means, index = piece_means(piece, prompt, tiling), piece.first // block + jnp.arange(count, dtype=jnp.int32)
-    if means is None:
-        blocks = jax.vmap(lambda one: key_blocks(chosen, one, None, 0))(index)
-    else:
-        q_means, k_means = means
-        blocks = jax.vmap(lambda one, mean: key_blocks(chosen, one, (mean, k_means), tiling.most_blocks))(
-            index, q_means
-        )
-    ids, counts = (x.swapaxes(0, 1).swapaxes(1, 2) for x in blocks)
-    if chosen.lines is None:
-        return KeyLists(ids, counts, jnp.zeros((*counts.shape, 1), jnp.int32), jnp.zeros_like(counts))
-    lines = chosen.lines
+    index = piece.first // block + jnp.arange(piece.q_post.shape[1] // block, dtype=jnp.int32)
+    blocks = jax.vmap(lambda one: strip_blocks(lines, one))(index)
     columns = jax.vmap(lambda one: open_columns(lines, one, block))(index)
-    listed, more = (x.swapaxes(0, 1).swapaxes(1, 2) for x in columns)
+    ids, counts, listed, more = (x.swapaxes(0, 1).swapaxes(1, 2) for x in (*blocks, *columns))
     shape = (*counts.shape[:2], prompt.k_post.shape[1])
-    diagonals = lines.near[..., block:].reshape(shape)
-    if chosen.sizes is not None:
-        diagonals |= (chosen.sizes.blocks > 0)[:, None]
-    return KeyLists(ids, counts, listed, more, diagonals, lines.in_column.reshape(shape))
+    return KeyLists(ids, counts, listed, more, lines.near[..., block:].reshape(shape), lines.in_column.reshape(shape))

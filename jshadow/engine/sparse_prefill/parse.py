@@ -7,15 +7,10 @@ from typing import Any
 
 from jshadow.engine.sparse_prefill.a_shape import AShape
 from jshadow.engine.sparse_prefill.base import SparsePrefill
-from jshadow.engine.sparse_prefill.block_sparse import BlockSparse
 from jshadow.engine.sparse_prefill.vertical_slash import VerticalSlash
 from jshadow.errors import ConfigError
 
-PREFILLS: dict[str, type[SparsePrefill]] = {
-    "vertical_slash": VerticalSlash,
-    "a_shape": AShape,
-    "block_sparse": BlockSparse,
-}
+PREFILLS: dict[str, type[SparsePrefill]] = {"vertical_slash": VerticalSlash, "a_shape": AShape}
 
 
 def parse_prefill(text: str) -> SparsePrefill | None:
@@ -38,7 +33,7 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a key is unknown, or a setting has no "=".
     """
-    fields = {field.name for field in dataclasses.fields(PREFILLS[name])} - {"key_blocks"}
+    fields = {field.name for field in dataclasses.fields(PREFILLS[name])}
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")

@@ -12,8 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jshadow.cache.records import PromptKV
-from jshadow.engine.sparse_prefill.estimate import block_means
-from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, best_blocks, strip_blocks
+from jshadow.engine.sparse_prefill.lines import Lines
 from jshadow.ops.attention import MASKED
 from jshadow.ops.key_lists import KeyLists
 from jshadow.policies.prefill_attention import PrefillPiece
@@ -25,15 +24,13 @@ class Chosen(struct.PyTreeNode):
     """The keys that the heads of a layer attend to, and the tiles that were computed so far.
 
     Attributes:
-        lines: the chosen columns and diagonals. None if no head has them, or if attention is exact.
-        sizes: the sizes of each head. None if no head is block-sparse, or if attention is exact.
+        lines: the chosen columns and diagonals. None if attention is exact.
         tiles: number of tiles that each head needed, int32 [B, h_q]. M gathered columns count as one tile.
         ran: number of tiles that each head computed, int32 [B, h_q]. In XLA, a head computes whole turns of GATHERED
             keys.
     """
 
     lines: Lines | None
-    sizes: HeadSizes | None
     tiles: Array
     ran: Array
 
@@ -67,13 +64,11 @@ class Tiling:
     Attributes:
         scale: factor by which the scores are multiplied.
         block: M. A tile has M queries and M keys.
-        most_blocks: static upper bound of `HeadSizes.blocks`. It is 0 if no head uses key blocks.
         implementation: "auto" is the kernel on a GPU and `attend_tiles` elsewhere. See `pallas_kernels.choose`.
     """
 
     scale: float
     block: int
-    most_blocks: int = 0
     implementation: str = "auto"
 
 
@@ -85,15 +80,15 @@ class Head(NamedTuple):
         number: number of the query head.
         kv: number of its KV head.
         slants: for each distance of a key block from a query block, which keys of it lie on a chosen diagonal of each
-            query. None if the head attends to all keys of its blocks.
-        in_column: which keys of each key block are chosen columns, or None.
+            query.
+        in_column: which keys of each key block are chosen columns.
     """
 
     row: Int[Array, ""]
     number: Int[Array, ""]
     kv: Int[Array, ""]
-    slants: Bool[Array, "n M M"] | None
-    in_column: Bool[Array, "n M"] | None
+    slants: Bool[Array, "n M M"]
+    in_column: Bool[Array, "n M"]
 
 
 def attend_tiles(
@@ -113,14 +108,15 @@ def attend_tiles(
     """
     q, first, block = piece.q_post, piece.first, tiling.block
     batch, length, heads, dim = q.shape
-    group, count = heads // prompt.k_post.shape[2], length // block
+    group, count, lines = heads // prompt.k_post.shape[2], length // block, chosen.lines
+    assert lines is not None
 
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
 
     def of_head(args: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
         number, tiles, listed = args
-        head = head_of(chosen, number // heads, number % heads, group)
+        head = head_of(lines, number // heads, number % heads, group)
 
         def of_block(args: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
             place, tile, (ids, visited, columns, singles) = args
@@ -145,46 +141,9 @@ def tiles_needed(lists: KeyLists, block: int) -> Int[Array, "B h_q"]:
     return (lists.block_counts - (-lists.column_counts // block)).sum(2)
 
 
-def head_of(chosen: Chosen, row: Int[Array, ""], number: Int[Array, ""], group: int) -> Head:
+def head_of(lines: Lines, row: Int[Array, ""], number: Int[Array, ""], group: int) -> Head:
     """Return one query head. `group` is the number of query heads of a KV head."""
-    lines = chosen.lines
-    if lines is None:
-        return Head(row, number, number // group, None, None)
-    slants = slanted(lines.near[row, number])
-    if chosen.sizes is not None:
-        slants |= chosen.sizes.blocks[number] > 0  # a block-sparse head attends to all keys of its blocks
-    return Head(row, number, number // group, slants, lines.in_column[row, number])
-
-
-def piece_means(piece: PrefillPiece, prompt: PromptKV, tiling: Tiling) -> tuple[Array, Array] | None:
-    """Return the mean query of each query block of a piece [n, B, h_q, d], and the mean key of each key block.
-
-    The mean keys are [B, h_kv, S / M, d]. The result is None if no head is block-sparse.
-    """
-    if not tiling.most_blocks:
-        return None
-    q_means = block_means(piece.q_post, prompt.lengths, piece.first, tiling.block)
-    return q_means.transpose(2, 0, 1, 3), block_means(prompt.k_post, prompt.lengths, 0, tiling.block)
-
-
-def key_blocks(
-    chosen: Chosen, index: Int[Array, ""], means: tuple[Array, Array] | None, most_blocks: int
-) -> tuple[Int[Array, "B h_q W"], Int[Array, "B h_q"]]:
-    """Return the numbers of the key blocks that each head attends to from query block `index`, and how many count.
-
-    `means` has the mean query of the block [B, h_q, d], and the mean keys of all key blocks [B, h_kv, n, d]. It is None
-    if no head is block-sparse.
-    """
-    if means is None or chosen.sizes is None:
-        assert chosen.lines is not None
-        return strip_blocks(chosen.lines, index)
-    ids, counts = best_blocks(*means, index, chosen.sizes.blocks, most_blocks)
-    if chosen.lines is None:
-        return ids, counts
-    near, near_counts = strip_blocks(chosen.lines, index)
-    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, near.shape[2] - most_blocks)))
-    whole = chosen.sizes.blocks > 0
-    return jnp.where(whole[:, None], ids, near), jnp.where(whole, counts, near_counts)
+    return Head(row, number, number // group, slanted(lines.near[row, number]), lines.in_column[row, number])
 
 
 def fold_blocks(
@@ -205,9 +164,7 @@ def fold_blocks(
         seen = []
         for index, one in enumerate(some):
             pairs = (one * block + key <= query) & (turn * several + index < visited)
-            if head.slants is not None and head.in_column is not None:
-                pairs &= head.slants[jnp.maximum(place - one, 0)] | head.in_column[one]
-            seen.append(pairs)
+            seen.append(pairs & (head.slants[jnp.maximum(place - one, 0)] | head.in_column[one]))
         k_rows, v_rows = (rows_of(x, head, some, block) for x in (prompt.k_post, prompt.v))
         scores = jnp.matmul(q, k_rows.T, preferred_element_type=jnp.float32) * scale
         return state.fold(scores, jnp.concatenate(seen, axis=1), v_rows)

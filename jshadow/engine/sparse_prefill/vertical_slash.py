@@ -1,7 +1,6 @@
 """Vertical-slash attention, whose columns and diagonals are chosen by the last queries (MInference)."""
 
 import dataclasses
-from typing import Any
 
 from jax import Array
 
@@ -29,9 +28,8 @@ class VerticalSlash(SparsePrefill):
         last_queries: number of queries by which the columns and diagonals are chosen.
         first_columns: number of columns at the start of the prompt that are always chosen.
         local_diagonals: number of diagonals next to a query's own token that are always chosen.
-        pattern: the kind and sizes of each head, which replace vertical and slash: a Pattern, the path of its file, or
-            None.
-        key_blocks: maximum number of key blocks of a block-sparse head. A pattern with such heads sets it.
+        pattern: the kind and sizes of each head, which replace vertical and slash: a Pattern, the path of a file of
+            MInference (see `load_pattern`), or None.
 
     Raises:
         ConfigError: a setting is out of range, or a pattern file cannot be read.
@@ -46,16 +44,14 @@ class VerticalSlash(SparsePrefill):
     first_columns: int = 30
     local_diagonals: int = 100
     pattern: Pattern | str | None = None
-    key_blocks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         names = ("vertical", "slash", "last_queries", "local_diagonals")
         check_positive(self.name, **{name: getattr(self, name) for name in names})
-        for name in ("first_columns", "key_blocks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{self.name}.{name} must be an integer of at least 0, got {value!r}")
+        first = self.first_columns
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ConfigError(f"{self.name}.first_columns must be an integer of at least 0, got {first!r}")
         if isinstance(self.pattern, str):
             object.__setattr__(self, "pattern", load_pattern(self.pattern))
         if self.pattern is not None and not isinstance(self.pattern, Pattern):
@@ -67,11 +63,6 @@ class VerticalSlash(SparsePrefill):
         return self.last_queries
 
     @property
-    def most_blocks(self) -> int:
-        """Maximum number of key blocks of the pattern's block-sparse heads."""
-        return self.key_blocks
-
-    @property
     def most_columns(self) -> int:
         """Maximum number of columns of a head."""
         return self.vertical
@@ -80,11 +71,9 @@ class VerticalSlash(SparsePrefill):
         """Return the sizes of a pattern as arrays, and this attention with their maxima; see PrefillAttention."""
         if not isinstance(self.pattern, Pattern):
             return self, None
-        self.pattern.check(config, self.block)
+        self.pattern.check(config)
         sizes = self.pattern.arrays()
-        largest = {"vertical": sizes.columns, "slash": sizes.diagonals, "key_blocks": sizes.blocks}
-        most: dict[str, Any] = {name: int(values.max()) for name, values in largest.items()}
-        most |= {name: max(1, most[name]) for name in ("vertical", "slash")}
+        most = {"vertical": int(sizes.columns.max()), "slash": int(sizes.diagonals.max())}
         return dataclasses.replace(self, pattern=None, **most), sizes
 
     def covers(self, tokens: int) -> bool:
