@@ -5,8 +5,6 @@ can print its help without JAX.
 """
 
 import importlib
-import importlib.abc
-import importlib.util
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig as ModelConfig
     from jshadow.models.transformer import abstract_weights as abstract_weights
     from jshadow.planner.bytes import abstract_state as abstract_state
+    from jshadow.planner.bytes import footprint as footprint
+    from jshadow.planner.bytes import prefill_peak as prefill_peak
     from jshadow.policies import H2O as H2O
     from jshadow.policies import KIVI as KIVI
     from jshadow.policies import LESS as LESS
@@ -121,7 +121,11 @@ FACE = {
     "library": ("Library",),
     "models.config": ("ModelConfig",),
     "models.transformer": ("abstract_weights",),
-    "planner.bytes": ("abstract_state",),
+    "planner.bytes": (
+        "abstract_state",
+        "footprint",
+        "prefill_peak",
+    ),
     "policies": (
         "H2O",
         "KIVI",
@@ -170,51 +174,6 @@ _MODULES = (
     "weights",
 )
 
-# Public import paths that stay valid, and where their modules are.
-STABLE_PATHS = {
-    "analysis": "evaluation.analysis",
-    "attention": "ops.attention",
-    "bench": "evaluation.speed",
-    "chunking": "ops.layout",
-    "config": "models.config",
-    "convert": "weights.convert",
-    "decode": "engine.decode",
-    "lowrank": "policies.shadowkv.key_codecs.lowrank",
-    "offload": "cache.offload",
-    "params": "weights.params",
-    "planning": "planner.bytes",
-    "rope": "ops.rope",
-    "sampling": "engine.sampling",
-    "sparse_prefill": "engine.sparse_prefill",
-    "state": "cache.state",
-}
-
-
-class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook for `STABLE_PATHS`. For example, `import jshadow.planning` imports `jshadow.planner.bytes`."""
-
-    @staticmethod
-    def target(name: str) -> str | None:
-        """Return the real name of the module that a stable path stands for, or None for any other name."""
-        package, _, rest = name.partition(".")
-        first, dot, inside = rest.partition(".")
-        if package != __name__ or first not in STABLE_PATHS:
-            return None
-        return f"{package}.{STABLE_PATHS[first]}{dot}{inside}"
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Return a module spec for a name that begins with a stable path, or None for any other name."""
-        return importlib.util.spec_from_loader(name, self) if self.target(name) else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Import the real module, and register it under the stable name in place of the empty `module`."""
-        real = self.target(module.__name__)
-        assert real is not None
-        sys.modules[module.__name__] = importlib.import_module(real)
-
-
-sys.meta_path.insert(0, _StablePaths())
-
 
 class _Face(ModuleType):
     """The type of the package. It makes sure that `jshadow.generate` is always the function.
@@ -240,8 +199,10 @@ def __getattr__(name: str) -> Any:
         value: Any = version(__name__)
     elif name in _PLACES:
         value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    elif name in STABLE_PATHS or name in _MODULES:
+    elif name in _MODULES:
         value = importlib.import_module(f"{__name__}.{name}")
+    elif name == "decode":
+        value = importlib.import_module(f"{__name__}.engine.decode")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -249,4 +210,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *STABLE_PATHS, "__version__"})
+    return sorted({*globals(), *__all__, *_MODULES, "__version__"})

@@ -20,7 +20,7 @@
 # questions about SmolLM2-135M. Which tensor has the lowest rank? Do later tokens' keys lie in the subspace of the
 # prompt's keys? What does a rank cost?
 #
-# The functions are in `jshadow.analysis` and the pictures in `jshadow.evaluation.plots`.
+# The functions are in `jshadow.evaluation.analysis` and the pictures in `jshadow.evaluation.plots`.
 
 # %%
 MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id

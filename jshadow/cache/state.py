@@ -1,7 +1,6 @@
 """The state of a batch of sequences, as one immutable pytree.
 
-B is the number of rows (sequences). This module does not depend on a policy, and does not run the model. The public
-name of this module is `jshadow.state`, so it also exports the records of records.py and spec.py.
+B is the number of rows (sequences). This module does not depend on a policy, and does not run the model.
 """
 
 from collections.abc import Sequence
@@ -16,27 +15,16 @@ from jax import Array
 from jshadow.cache.counters import Counters as Counters
 from jshadow.cache.halves import Reads as Reads
 from jshadow.cache.halves import Writes as Writes
-from jshadow.cache.records import Fetched as Fetched
-from jshadow.cache.records import HostArray as HostArray
 from jshadow.cache.records import HostTier as HostTier
-from jshadow.cache.records import HostWrite as HostWrite
-from jshadow.cache.records import Kept as Kept
-from jshadow.cache.records import KeyValues as KeyValues
 from jshadow.cache.records import LayerState as LayerState
-from jshadow.cache.records import PromptKV as PromptKV
-from jshadow.cache.records import Rebuild as Rebuild
-from jshadow.cache.records import Selection as Selection
-from jshadow.cache.records import StepKV as StepKV
 from jshadow.cache.rewind import rewind
 from jshadow.cache.row_room import roomy
 from jshadow.cache.rows import insert_row, row_numbers, take_rows
 from jshadow.cache.shards import everywhere, with_rows
 from jshadow.cache.shared_rows import check_inserted, each_row, insert_shared, share, take_shared
 from jshadow.cache.spec import CacheSpec as CacheSpec
-from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.cache.state_splits import Moves, moves_of, row_splits
 from jshadow.errors import StateMismatch
-from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
 CONSUMED = "state was consumed by an earlier step or insert; use the state it returned, or fork() before a step"
 

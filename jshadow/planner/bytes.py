@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +149,22 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     return 2 * sum(slots) * config.key_columns * itemsize
 
 
+class Footprint(TypedDict):
+    """The bytes of one row's KV state.
+
+    Attributes:
+        parts: for each part of the state, its bytes on the device and in host memory.
+        device_bytes: sum over the parts on the device.
+        host_bytes: sum over the parts in host memory.
+        full_bytes: bytes of full attention's cache at the same capacity.
+    """
+
+    parts: dict[str, tuple[int, int]]
+    device_bytes: int
+    host_bytes: int
+    full_bytes: int
+
+
 def footprint(
     config: ModelConfig,
     policy: Policy,
@@ -158,7 +174,7 @@ def footprint(
     dtype: str = "bfloat16",
     fetch: str = "auto",
     room: int | None = None,
-) -> dict[str, Any]:
+) -> Footprint:
     """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
     Args:
@@ -170,9 +186,6 @@ def footprint(
         fetch: fetch mode.
         room: number of tokens that the row may take after its prompt, as in `prefill`. None: it may grow to the
             capacity.
-
-    Returns:
-        {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
 
     Raises:
         CapacityError: the prompt has no token, or more tokens than the capacity; or room is not an integer of at least

@@ -1,4 +1,4 @@
-"""Pictures of the results of `evaluate` and of `jshadow.analysis`. Only this package imports matplotlib.
+"""Pictures of the results of `evaluate` and of `jshadow.evaluation.analysis`. Only this package imports matplotlib.
 
 A function takes plain numbers and returns a matplotlib Figure. If a path is given, it also writes the file, completely
 or not at all. The same numbers give the same bytes. A method has the same color and marker in all pictures

@@ -1,4 +1,4 @@
-"""Pictures of the results of `jshadow.analysis`: spectra, subspaces, smallest cosines, hit rates."""
+"""Pictures of the results of `jshadow.evaluation.analysis`: spectra, subspaces, smallest cosines, hit rates."""
 
 import os
 from collections.abc import Mapping

@@ -48,7 +48,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
     """Draw the effect of a setting on answers, agreement and device bytes (ShadowKV, figures 8 and 9, table 15).
 
     Args:
-        rows: rows of `jshadow.analysis.sweep` or `evaluate`. Those without the setting are left out. If any row belongs
+        rows: rows of `analysis.sweep` or `evaluate`. Those without the setting are left out. If any row belongs
             to a sweep, rows outside the sweep of this setting are also left out.
         field: the setting on the horizontal axis.
         path: .svg, .png or .pdf file to write, or None.
