@@ -16,8 +16,8 @@ from tokenizers_by_kind import SENTENCEPIECE
 
 from jshadow.serving.http.calls import calls_of, short_id, tool_call
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.prompts import template_of
 from jshadow.serving.http.schemas import ChatRequest, TokenizeRequest
+from jshadow.weights.templates import template_of
 
 # What the families' templates do with calls, in few words.
 HEAD = "{% if tools %}{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{% endif %}"
@@ -175,7 +175,7 @@ def test_of_named_templates_the_fitting_one_is_used(monkeypatch, names, plain, t
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.decode(ids_of(tokenizer, messages)) == plain
     assert tokenizer.decode(ids_of(tokenizer, messages, [TOOL])) == tooled
-    assert template_of(tokenizer, False).text == NAMED["default" if "default" in names else "rag"]
+    assert template_of(tokenizer) == NAMED["default" if "default" in names else "rag"]
 
 
 def test_named_templates_without_a_default_are_refused_by_their_names(monkeypatch):

@@ -8,9 +8,9 @@ from chat_cases import TOOL, TOOLS, drawn, form, ids_of, turns
 from conftest import CACHE
 from qwen_tokenizer import VOCABULARY, qwen_tokenizer
 
-from jshadow.serving.http.calls import HERMES
+from jshadow.serving.http.calls import HERMES, format_of
 from jshadow.serving.http.marks import Splitter, Wanted
-from jshadow.serving.http.prompts import template_of
+from jshadow.weights.templates import template_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 def test_a_forced_call_is_the_one_that_the_template_writes(tokenizer):
     """The text of the drawn tokens is that of the same call in the next prompt, so its beginning stays."""
-    assert template_of(tokenizer, True).calls is HERMES
+    assert format_of(template_of(tokenizer, tools=True)) is HERMES
     grammar, end = form(tokenizer, HERMES, tools=TOOLS, tool_choice="required"), tokenizer.eos_token_id
     seen = set()
     for seed in range(6):
