@@ -23,7 +23,7 @@ def tokenizer():
 def test_a_forced_call_is_the_one_that_the_template_writes(tokenizer):
     """The text of the drawn tokens is that of the same call in the next prompt, so its beginning stays."""
     assert format_of(template_of(tokenizer, tools=True)) is HERMES
-    grammar, end = form(tokenizer, HERMES, tools=TOOLS, tool_choice="required"), tokenizer.eos_token_id
+    grammar, end = form(tokenizer, "<tool_call>", tools=TOOLS, tool_choice="required"), tokenizer.eos_token_id
     seen = set()
     for seed in range(6):
         tokens = drawn(tokenizer, grammar, seed, VOCABULARY, end)

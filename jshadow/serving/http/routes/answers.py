@@ -44,7 +44,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     top = (body.top_logprobs or 0) if body.logprobs else None
     template = template_of(service.params.tokenizer, tools=bool(tools))
     calls = format_of(template)
-    grammar = await service.slowly(form_of, body, service.params.tokenizer, calls)
+    grammar = await service.slowly(form_of, body, service.params.tokenizer, template)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
