@@ -4,6 +4,7 @@ import datetime
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where
 CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFGhHIjmMpSTuUVwWxXyYZ"), "%%")  # of strftime
 ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer in a chat template
 END = "x"  # the end of a text of which the tokens before a document are taken
-MOST_STEPS = 200_000  # lines of a compiled template that a chat of three messages may take
+MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template, and time, for a chat of three messages
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -224,12 +225,12 @@ def _alternating(contents: Sequence[str]) -> list[dict[str, str]]:
 
 
 class _EndlessError(Exception):
-    """A template takes too many steps."""
+    """A template takes too long."""
 
 
 @functools.lru_cache(maxsize=32)
 def _ends(tokenizer: Any, template: str) -> bool:
-    """Return whether a template renders short chats, with tools and without, in `MOST_STEPS` steps each.
+    """Return whether a template renders short chats, with tools and without, within `MOST_STEPS` and `MOST_SECONDS`.
 
     A loop in a template cannot be ended from outside. So each template is tried once, and its steps are counted.
     """
@@ -239,10 +240,11 @@ def _ends(tokenizer: Any, template: str) -> bool:
 
 
 def _tried(tokenizer: Any, template: str, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None) -> bool:
-    steps = itertools.count(1)
+    """Return whether a template ends. An error is an end."""
+    steps, ends = itertools.count(1), time.monotonic() + MOST_SECONDS
 
     def step(_: FrameType, event: str, __: Any) -> Any:
-        if event == "line" and next(steps) > MOST_STEPS:
+        if event == "line" and (next(steps) > MOST_STEPS or time.monotonic() > ends):
             raise _EndlessError
         return step
 

@@ -30,9 +30,10 @@ class Format:
     closing: str
     short_ids: bool = False
 
-    def opening_parts(self, name: str) -> list[str]:
-        """Return the text before the arguments of a function, with the marks in it apart."""
-        return [part for part in re.split(r"(\[[A-Z_]+\])", self.opening.replace("NAME", name)) if part]
+    @property
+    def opening_parts(self) -> list[str]:
+        """The parts of `opening`, with NAME and the marks in it apart."""
+        return [part for part in re.split(r"(NAME|\[[A-Z_]+\])", self.opening) if part]
 
     def written(self, name: str, arguments: str) -> str:
         """Return the text of a call."""

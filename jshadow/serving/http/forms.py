@@ -102,7 +102,8 @@ def call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
     names = " | ".join(f"call{index}" for index in range(len(tools)))
     rules = [f"call: {text_rule(tokenizer, calls.begin)} ({names}) {text_rule(tokenizer, calls.end)}"]
     for index, tool in enumerate(tools):
-        begin = " ".join(text_rule(tokenizer, part) for part in calls.opening_parts(tool.function.name))
+        name = json.dumps(tool.function.name)  # it is text, also where it is that of a token
+        begin = " ".join(name if part == "NAME" else text_rule(tokenizer, part) for part in calls.opening_parts)
         end = text_rule(tokenizer, calls.closing)
         rules.append(f"call{index}: {begin} {json_rule(closed(tool.function.parameters))} {end}")
     return rules

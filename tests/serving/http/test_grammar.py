@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from chat_cases import HI, TOOLS, drawn, form, params_of
+from chat_cases import HI, TOOLS, drawn, form, ids_of, params_of
 from server_cases import CHAT, END, PARAMS, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
@@ -53,6 +53,25 @@ def test_a_forced_call_has_the_marks_of_the_family(name, kind):
             assert marked[0] == calls.begin
             assert marked[-1] == (calls.end or marked[-1])
     assert seen == set(names)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_name_of_a_tool_is_text_where_a_token_has_that_name(name, special):
+    """Also if it is a token that ends an answer."""
+    tokenizer = marked_tokenizer("find", *MARKS, special=special)
+    find = tokenizer.convert_tokens_to_ids("find")
+    grammar = form(tokenizer, CALLS[name], tools=TOOLS[:1], tool_choice="required")
+    tokens = drawn(tokenizer, grammar)
+    assert not special or find not in tokens
+    splitter = Splitter(tokenizer, wanted=Wanted(format_of(CALLS[name]), ("find",)), ends=frozenset([END]))
+    [call] = [delta.call for token in tokens for delta in splitter.push(token)] or [
+        delta.call for delta in splitter.finish("stop")
+    ]
+    assert call[0] == "find"
+    function = {"name": call[0], "arguments": call[1]}
+    told = {"role": "assistant", "content": "find it", "tool_calls": [{"id": "1", "function": function}]}
+    assert not special or find not in ids_of(tokenizer, [*HI, told], TOOLS[:1])
 
 
 TEXTS = ("<tool_call>", "<|im_end|>x</tool_call>", "a<|end|>b", "[TOOL_CALLS] <|end|>", "two  blanks")
