@@ -10,7 +10,7 @@ from family_templates import FAMILIES
 from transformers.utils import chat_template_utils
 
 from jshadow.serving.http.calls import format_of, short_id
-from jshadow.weights.templates import DATE, beginning, document_ids, document_text
+from jshadow.weights.templates import DATE, beginning, document_ids, document_text, frame
 
 DOCUMENT = "The sea is calm.\nThe lamp of the harbor burns."
 FILE = {"type": "file", "file": {"file_id": "file-1"}}
@@ -107,6 +107,8 @@ def test_a_document_in_a_chat_has_the_ids_of_its_text_and_those_that_are_stored(
                 text = rendered(name, theirs[:count], tools)
                 ids = ids_of(tokenizer, mine[:count], tools, files=lambda _: stored)
                 assert ids == tokenizer.encode(text, add_special_tokens=False), (lead, tools, count)
+                if place == "first" and count == 1 and not lead and not tools:
+                    assert ids == stored + frame(tokenizer, asked)[1], "as Library.ask puts them together"
                 begins = text.startswith(beginning(tokenizer).text + DOCUMENT)
                 assert (ids[: len(stored)] == stored) == begins
                 # Mistral's template puts tools and the system text before the last question.

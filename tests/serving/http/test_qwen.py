@@ -10,7 +10,7 @@ from qwen_tokenizer import VOCABULARY, qwen_tokenizer
 
 from jshadow.serving.http.calls import HERMES, format_of
 from jshadow.serving.http.marks import Splitter, Wanted
-from jshadow.weights.templates import template_of
+from jshadow.weights.templates import document_ids, document_text, frame, template_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -63,6 +63,19 @@ def test_each_turn_has_the_ids_of_transformers_and_begins_with_those_before(toke
         )
         assert len(before) - common <= 3  # the beginning of an answer, before a turn that is none
         before = ids
+
+
+@pytest.mark.parametrize("document", ["The sea is calm.", "\n\nThe sea", "1", "calm"])
+def test_a_document_ends_at_a_border_of_tokens(tokenizer, document):
+    """It begins with the ids of the whole message. In the message, a token may cross its end. In the prompt, none does."""
+    file = {"role": "user", "content": [{"type": "file", "file": {"file_id": "1"}}, {"type": "text", "text": "Who?"}]}
+    whole = ids_of(tokenizer, [{"role": "user", "content": f"{document}\n\nWho?"}])
+    stored = document_ids(tokenizer, document)
+    ids = ids_of(tokenizer, [file], files=lambda _: stored)
+    assert ids == stored + frame(tokenizer, "Who?")[1]
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+    assert (ids == whole) == (document[-1] != ".")  # of which ".\n\n" is one token
+    assert document_text(tokenizer, stored) == document
 
 
 def test_the_text_of_a_mark_in_a_message_is_its_token_only_if_it_is_not_special(tokenizer):
