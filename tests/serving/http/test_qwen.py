@@ -67,7 +67,7 @@ def test_each_turn_has_the_ids_of_transformers_and_begins_with_those_before(toke
 
 @pytest.mark.parametrize("document", ["The sea is calm.", "\n\nThe sea", "1", "calm"])
 def test_a_document_ends_at_a_border_of_tokens(tokenizer, document):
-    """It begins with the ids of the whole message. In the message, a token may cross its end. In the prompt, none does."""
+    """It begins with the ids of the whole message. A token of the message may cross its end. None of a prompt does."""
     file = {"role": "user", "content": [{"type": "file", "file": {"file_id": "1"}}, {"type": "text", "text": "Who?"}]}
     whole = ids_of(tokenizer, [{"role": "user", "content": f"{document}\n\nWho?"}])
     stored = document_ids(tokenizer, document)
