@@ -278,6 +278,37 @@ SMOLLM3 = r"""
 {%- endif %}
 """
 
+# GLM-Z1: the reasoning is opened in the prompt, and earlier reasoning is left out.
+GLM_Z1 = GLM4.replace(
+    "'<|assistant|>\\n' + m.content }}", "'<|assistant|>\\n' + m.content.split('</think>')[-1].strip() }}"
+)
+GLM_Z1 = GLM_Z1.replace("{{ '<|assistant|>\\n' }}", "{{ '<|assistant|>\\n<think>' }}")
+
+# SmolLM2 and Qwen2: a default system text before the first turn. Yi has none.
+SMOLLM2 = r"""
+{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+YI = SMOLLM2.replace("loop.first and m.role != 'system'", "false")
+
+# Phi-4: a token between the role and the text.
+PHI4_LARGE = r"""
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}
+"""
+
+# Llama 3: no system turn of its own; the first token comes with the first message; texts are trimmed.
+LLAMA30 = r"""
+{%- for m in messages %}
+    {%- set text = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' %}
+    {{- (bos_token if loop.index0 == 0 else '') + text }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+"""
+
 CHATML = "<|im_start|>", "<|im_end|>"
 CALLS = "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"
 
@@ -338,5 +369,10 @@ FAMILIES = {
     "gemma2": Family(GEMMA2, GEMMA_MARKS, blank="never", tools=False, system=False),
     "gemma3": Family(GEMMA3, GEMMA_MARKS, blank="never", tools=False),
     "glm4": Family(GLM4, GLM_MARKS),
+    "glm-z1": Family(GLM_Z1, GLM_MARKS, CALLS[-2:]),
+    "qwen2": Family(SMOLLM2, CHATML, tools=False),
+    "yi": Family(YI, CHATML, blank="never", tools=False),
+    "phi4": Family(PHI4_LARGE, (*CHATML, "<|im_sep|>"), tools=False),
+    "llama3": Family(LLAMA30, HEADERS, tools=False),
     "smollm3": Family(SMOLLM3, CHATML, CALLS),
 }
