@@ -254,7 +254,9 @@ def _tried(tokenizer: Any, template: str, messages: list[dict[str, str]], tools:
     before = sys.gettrace()
     sys.settrace(call)
     try:
-        tokenizer.apply_chat_template(messages, tools, chat_template=template, tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
     except _EndlessError:
         return False
     except Exception:  # it may refuse the chat
