@@ -9,8 +9,10 @@ from chat_cases import FOUND, TOOL, ids_of, turns
 from family_templates import FAMILIES
 from transformers.utils import chat_template_utils
 
+from jshadow.engine.text import encode as encode_prompt
 from jshadow.serving.http.calls import format_of, short_id
 from jshadow.weights.templates import DATE, beginning, document_ids, document_text, frame
+from jshadow.weights.tokenizer import encode
 
 DOCUMENT = "The sea is calm.\nThe lamp of the harbor burns."
 FILE = {"type": "file", "file": {"file_id": "file-1"}}
@@ -114,6 +116,25 @@ def test_a_document_in_a_chat_has_the_ids_of_its_text_and_those_that_are_stored(
                 # Mistral's template puts tools and the system text before the last question.
                 leads = (lead or tools) and not (name.startswith("mistral-") and family.tools and count == len(mine))
                 assert begins == (place == "first" and not leads), (lead, tools, count)
+
+
+# The blanks that a template puts before an answer and behind it, with that of the tokenizer behind a special token.
+BLANKS = {"mistral-v0.3": ("  ", ""), "mistral-nemo": (" ", ""), "llama2": (" ", " "), "mistral-v0.2": (" ", " ")}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_state_that_is_continued_turn_by_turn_has_the_ids_of_the_whole_chat(name):
+    """As in `generate(state=...)`. A mark that the template writes before an answer and leaves out later stays."""
+    tokenizer, ids, chat = TOKENIZERS[name], [], []
+    before, behind = BLANKS.get(name, ("", ""))
+    for question, answer in (("the sea is", "calm."), ("and the land?", "it is not."), ("so?", "yes")):
+        chat.append({"role": "user", "content": question})
+        ids += encode_prompt(tokenizer, chat[-1:], len(tokenizer), after=ids[-1] if ids else None)
+        whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        left = tokenizer.convert_tokens_to_ids("<think>") if name == "glm-z1" else None
+        assert [token for token in ids if token != left] == [token for token in whole if token != left]
+        ids += encode(tokenizer, before + answer + behind)
+        chat.append({"role": "assistant", "content": answer})
 
 
 @pytest.mark.parametrize("name", FAMILIES)
