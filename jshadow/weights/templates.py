@@ -165,7 +165,7 @@ def beginning(tokenizer: Any) -> Beginning:
     """Return what comes before a document. Raises PromptError as `frame`."""
     text = _cut(tokenizer, [MARK], [], "")[0] if has_template(tokenizer) else ""
     ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
-    whole = {*opening(tokenizer), *tokenizer.added_tokens_decoder}
+    whole = tokenizer.added_tokens_decoder
     count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
     return Beginning(text, ids[:count], decode(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
 
