@@ -73,7 +73,7 @@ def rendered(
         PromptError: as `template_of`, or the template refuses the chat.
     """
     template = template_of(tokenizer, tools=bool(tools))
-    options = {"chat_template": dated(template) if fixed_date else template, "tokenize": False}
+    options = {"chat_template": _dated(template) if fixed_date else template, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options, **told)
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
@@ -81,7 +81,7 @@ def rendered(
     return str(text)
 
 
-def dated(template: str) -> str:
+def _dated(template: str) -> str:
     """Return a chat template that names `DATE` where it would name today's date."""
     if "strftime_now" not in template:
         return template
