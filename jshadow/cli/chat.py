@@ -141,12 +141,9 @@ class Conversation:
 
     def read(self, document: str) -> None:
         """Prefill a document, as the beginning of the first question."""
-        from jshadow.evaluation.tasks.framing import frame
-        from jshadow.weights.tokenizer import encode_plain
+        from jshadow.weights.templates import document_ids
 
-        before, _ = frame(self.params.tokenizer, "?", "", "", chat=self.template)
-        tokens = before + encode_plain(self.params.tokenizer, document, begins=not self.template)
-        self.state, self.document = self._run(tokens, 0).state, True
+        self.state, self.document = self._run(document_ids(self.params.tokenizer, document), 0).state, True
 
     def ask(self, question: str) -> "Generation":
         """Answer a question, and keep the state for the next one.
@@ -173,7 +170,7 @@ class Conversation:
     def _encode(self, question: str) -> list[int]:
         """Return the token ids of a question that continues the state."""
         from jshadow.engine.text import encode as encode_prompt
-        from jshadow.evaluation.tasks.framing import frame
+        from jshadow.weights.templates import frame
         from jshadow.weights.tokenizer import encode_plain, opening
 
         tokenizer, vocab = self.params.tokenizer, self.params.config.vocab_size
@@ -183,7 +180,7 @@ class Conversation:
                 return opening(tokenizer) + encode_plain(tokenizer, text, begins=True)
             return encode_plain(tokenizer, f"\n\n{text}")
         if self.document and not self.turns:
-            return frame(tokenizer, question, "", "")[1]
+            return frame(tokenizer, question)[1]
         import numpy as np
 
         last = None if self.state is None else int(np.asarray(self.state.last)[0])

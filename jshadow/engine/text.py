@@ -8,8 +8,9 @@ import numpy as np
 
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
+from jshadow.weights.templates import ANSWER, rendered
 from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import ANSWER, MARK, decode, encode_parts, encode_plain, marked, opening, special_tokens
+from jshadow.weights.tokenizer import MARK, decode, encode_parts, encode_plain, marked, opening, special_tokens
 from jshadow.weights.tokenizer import encode as encode_text
 
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
@@ -111,13 +112,8 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
         content, specials = marked(tokenizer, message["content"], "prompt messages")
         plain.append(message | {"content": content})
         between += specials
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError("prompt must be text or token ids, because the tokenizer has no chat template; got a chat")
     before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template([*before, *plain], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the checkpoint and may raise anything
-        raise PromptError(f"prompt is a chat that the template refuses: {error}") from error
+    text = rendered(tokenizer, [*before, *plain])
     if after is not None:
         # Only the text after the answer continues the chat. The text before it repeats the beginning of a chat.
         _, separator, text = text.partition(ANSWER)

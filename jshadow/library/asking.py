@@ -7,10 +7,10 @@ from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateOptions
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.engine.types import OnePrompt
-from jshadow.evaluation.tasks.framing import follow_up, frame, has_template
 from jshadow.library.shelf import ANSWER, DOCUMENT
 from jshadow.ops.buckets import round_up
 from jshadow.weights.params import Params
+from jshadow.weights.templates import follow_up, frame, has_template
 
 if TYPE_CHECKING:
     from jshadow.library.library import Library
@@ -71,9 +71,9 @@ def question_ids(params: Params, question: OnePrompt, ends: str, last: int) -> l
     tokenizer = params.tokenizer
     if isinstance(question, str) and question.strip() and tokenizer is not None:
         if ends == DOCUMENT:
-            return frame(tokenizer, question, "", "")[1]
+            return frame(tokenizer, question)[1]
         if ends == ANSWER and not has_template(tokenizer):
-            return follow_up(tokenizer, question, "")
+            return follow_up(tokenizer, question)
         if ends == ANSWER:
             question = [{"role": "user", "content": question}]
     return encode_prompt(tokenizer, question, params.config.vocab_size, after=last)

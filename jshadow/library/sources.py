@@ -9,12 +9,11 @@ import numpy as np
 from jshadow.engine.checks import check_ids
 from jshadow.errors import CheckpointError, PromptError
 from jshadow.evaluation.parts.dealing import deal, parse_part
-from jshadow.evaluation.tasks.framing import frame
 from jshadow.library.pdf import Begun, read_pdf
 from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
+from jshadow.weights.templates import document_ids
 from jshadow.weights.texts import mended, read_text
-from jshadow.weights.tokenizer import encode_plain, opening
 
 TEXTS, PDF = (".txt", ".md"), ".pdf"
 Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
@@ -77,13 +76,11 @@ def text_ids(text: str, params: Params) -> np.ndarray:
     """Return the token ids of a text as a document, int32 [n]. Texts of special tokens in it are plain text.
 
     Raises:
-        PromptError: there is no text in it.
+        PromptError: there is no text in it, or the chat template allows no document.
     """
     if not text.strip():
         raise PromptError(f"source must have text in it, got {text!r:.20}")
-    before, _ = frame(params.tokenizer, "?", "", "")
-    ids = encode_plain(params.tokenizer, text, begins=before == opening(params.tokenizer))
-    return check_ids(params.config, before + ids, (None,), "source")
+    return check_ids(params.config, document_ids(params.tokenizer, text), (None,), "source")
 
 
 def read_document(path: Path, begun: Begun | None = None) -> str:

@@ -36,7 +36,7 @@ from jshadow.weights.convert.orbax import read_orbax, write_orbax
 from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
-from jshadow.weights.tokenizer import end_tokens
+from jshadow.weights.templates import end_tokens
 
 # A directory with one of these files has a tokenizer. A tokenizer_config.json without one of them is not enough.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

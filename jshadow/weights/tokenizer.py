@@ -16,7 +16,6 @@ from jshadow.weights.texts import mended
 MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # a placeholder for a text in a chat template
 # A text that goes before another one. The first one whose tokens do not merge with those of the text is used.
 BEHIND = ("\n", ".", "x", "\N{SECTION SIGN}")
-ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer in a chat template
 BYTE = "<0x[0-9A-F]{2}>"  # the name of a token that is one byte. Bytes that follow each other are decoded together
 
 
@@ -115,20 +114,6 @@ def opening(tokenizer: Any) -> list[int]:
     """Return the BOS token in a list if the tokenizer puts it before a plain text, or an empty list."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [token for token in tokenizer.encode("", add_special_tokens=True)[:1] if token == bos]
-
-
-def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that a tokenizer and its chat template say an answer ends with: none, one or two."""
-    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    try:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # there is no template, or it is a program that raises anything
-        return tuple(ids)
-    behind = text.rpartition(ANSWER)[2].lstrip()
-    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-    marks = sorted((name for name in added if behind.startswith(name)), key=len)
-    return tuple(dict.fromkeys([*ids, *(added[name] for name in marks[-1:])]))
 
 
 class _Before(NamedTuple):

@@ -23,11 +23,11 @@ from transformers.utils import chat_template_utils
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, PromptError
-from jshadow.evaluation.tasks.framing import frame
 from jshadow.library.pdf import PdfLimits, read_pdf
 from jshadow.library.pdf_worker import Refusal, text_of
 from jshadow.library.sources import ids_of, paths_of_part, read_document, text_ids
 from jshadow.weights.params import Params, init_params
+from jshadow.weights.templates import frame
 
 PLAIN = pdf()
 
@@ -81,7 +81,7 @@ def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document, way)
         monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: day))
         today = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         assert str(day.year) in today, "the date of the chat without a document"
-        before, after = frame(tokenizer, "why?", "", "")
+        before, after = frame(tokenizer, "why?")
         found.add((tuple(text_ids(document, params).tolist()), tuple(before), tuple(after)))
     [(ids, before, _)] = found
     assert tokenizer.decode(ids) == f"\nToday is 26 Jul 2024 2024.<user>{document}"

@@ -42,8 +42,8 @@ def drawn(tokenizer, grammar, seed=0, size=None, end=END, most=400):
     return tokens
 
 
-def form(tokenizer, calls=None, **body):
-    return form_of(ChatRequest.model_validate({"model": "tiny", "messages": HI} | body), tokenizer, calls)
+def form(tokenizer, template="", **body):
+    return form_of(ChatRequest.model_validate({"model": "tiny", "messages": HI} | body), tokenizer, template)
 
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}

@@ -32,14 +32,14 @@ BYTES = [SYMBOLS[symbol] for symbol in PARAMS.tokenizer.convert_ids_to_tokens(ra
 
 
 @contextlib.contextmanager
-def tiny_service(folder=None, *, waiting=64, classes=CLASSES, **options):
+def tiny_service(folder=None, *, params=PARAMS, waiting=64, classes=CLASSES, **options):
     """A service over the tiny model, with a library in `folder`. Its engine runs until the end of the block."""
     with contextlib.ExitStack() as stack:
         library = None
         if folder is not None:
-            library = stack.enter_context(Library(folder, PARAMS, SHADOW, capacity=classes[-1].capacity))
+            library = stack.enter_context(Library(folder, params, SHADOW, capacity=classes[-1].capacity))
         limits = Limits(waiting=waiting)
-        engine = serving_cases.engine_of(classes=classes, library=library, limits=limits, threaded=True)
+        engine = serving_cases.engine_of(params, classes=classes, library=library, limits=limits, threaded=True)
         stack.callback(engine.close, drain=False)
         service = Service(engine, library, ServerOptions(NAME, **options))
         service.ready = True

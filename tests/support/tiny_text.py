@@ -7,10 +7,11 @@ END = "<|end|>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """257 ids: the bytes, and an end token (id 256)."""
-    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def byte_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:
+    """257 ids: the bytes, and an end token (id 256). With merges, each is a token more before the end token."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {symbol: index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)

@@ -11,7 +11,7 @@ from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
 from jshadow.engine.text import TextStream
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import PromptError
-from jshadow.evaluation.tasks.framing import follow_up, frame
+from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.texts import mended, read_text
 from jshadow.weights.tokenizer import MARK, decode, encode, encode_plain
 
@@ -142,7 +142,7 @@ def test_ids_are_those_of_the_whole_text_where_no_token_crosses_the_border(kind)
 def test_a_document_and_its_question_are_the_text_of_one_message(kind, document):
     """No blank comes between the frame, the document and the question, and no text is lost."""
     tokenizer = SENTENCEPIECE[kind]
-    before, after = frame(tokenizer, "what is it?", "It", "")
+    before, after = frame(tokenizer, "what is it?", "It")
     ids = before + encode_plain(tokenizer, document, begins=len(before) == 1) + after
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": f"{document}\n\nwhat is it?"}]
@@ -153,7 +153,7 @@ def test_a_document_and_its_question_are_the_text_of_one_message(kind, document)
     # A normalizer of this kind puts a blank behind each special token, as it does in the whole text.
     assert "".join(plain.split()) == "".join(text.split())
     assert f"{document}\n\n" in plain
-    assert " ".join(decode(tokenizer, follow_up(tokenizer, "why?", "")).split()).count("why?") == 1
+    assert " ".join(decode(tokenizer, follow_up(tokenizer, "why?")).split()).count("why?") == 1
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
@@ -197,10 +197,10 @@ def test_special_tokens_in_a_message_are_plain_text(kind, content):
         assert content in tokenizer.decode(ids)
         specials = [token for token in ids if token in tokenizer.all_special_ids or token >= 600]
         assert len(specials) <= sum(token in tokenizer.all_special_ids or token >= 600 for token in empty)
-    before, after = frame(tokenizer, content, "", "")
+    before, after = frame(tokenizer, content)
     assert content in tokenizer.decode(before + after)
     for wrong in (
-        lambda: frame(tokenizer, MARK, "", ""),
+        lambda: frame(tokenizer, MARK),
         lambda: encode_prompt(tokenizer, [{"role": "user", "content": MARK}], 700),
     ):
         with pytest.raises(PromptError, match=MARK):

@@ -22,10 +22,6 @@ from jshadow.evaluation.tasks.extraction import text_to_json
 from jshadow.evaluation.tasks.framing import HEAD as HEAD
 from jshadow.evaluation.tasks.framing import Case as Case
 from jshadow.evaluation.tasks.framing import Sample as Sample
-from jshadow.evaluation.tasks.framing import follow_up as follow_up
-from jshadow.evaluation.tasks.framing import frame as frame
-from jshadow.evaluation.tasks.framing import has_template as has_template
-from jshadow.evaluation.tasks.framing import render as render
 from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, seed_at_phase
 from jshadow.evaluation.tasks.needles import CITIES as CITIES
 from jshadow.evaluation.tasks.needles import DIGITS as DIGITS

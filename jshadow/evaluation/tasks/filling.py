@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.framing import Case, Sample, case_of, frame
+from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.evaluation.tasks.texts import noise_pieces
+from jshadow.weights.templates import frame
 from jshadow.weights.tokenizer import decode, encode
 
 TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
@@ -130,7 +131,7 @@ def filled(
     Raises:
         ConfigError: length is too short for the task.
     """
-    before, behind = frame(tokenizer, samples[0].question, samples[0].answer_prefix, "")
+    before, behind = frame(tokenizer, samples[0].question, samples[0].answer_prefix)
     framing = len(before) + (0 if apart else len(behind))
     try:
         context = fill(tokenizer, compose, length - framing, least, after)

@@ -11,9 +11,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jshadow.evaluation.tasks.framing import Case, frame
+from jshadow.evaluation.tasks.framing import HEAD, Case
 from jshadow.evaluation.tasks.needles import needles
 from jshadow.evaluation.tasks.texts import documentation, noise, story
+from jshadow.weights.templates import frame
 from jshadow.weights.tokenizer import decode
 
 PHASES = 8  # number of tokens of a chunk, which is the default of ShadowKV
@@ -42,7 +43,7 @@ def needle_at_phase(
         if planted % PHASES == seed % PHASES:
             break
     sample = case.samples[0]
-    head, tail = frame(tokenizer, sample.question, sample.answer_prefix)
+    head, tail = frame(tokenizer, sample.question, sample.answer_prefix, head=HEAD)
     text = case.prompt[len(head) + extra : len(case.prompt) - len(tail)]
     shown = decode(tokenizer, text).strip("\ufffd")  # the first and the last character may be incomplete
     samples = (dataclasses.replace(sample, context=shown),)

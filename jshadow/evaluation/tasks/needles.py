@@ -15,8 +15,9 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.drawing import numbers, uuids, word_pairs
 from jshadow.evaluation.tasks.filling import Pieces, filled, planted
-from jshadow.evaluation.tasks.framing import HEAD, Case, Sample, follow_up, frame
+from jshadow.evaluation.tasks.framing import HEAD, Case, Sample
 from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
+from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode
 
 CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
@@ -72,7 +73,7 @@ def needles(
     numbers = [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
     questions = [QUESTION.format(city=city) for city in cities]
     prefixes = [PREFIX.format(city=city) for city in cities]
-    head, tail = frame(tokenizer, questions[0], prefixes[0])
+    head, tail = frame(tokenizer, questions[0], prefixes[0], head=HEAD)
     form = "{}\n\n" if source is documentation else " {}"
     facts = [
         encode(tokenizer, form.format(FACT.format(city=city, number=number)))

@@ -14,10 +14,11 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.agreement import FORCED, agreement
-from jshadow.evaluation.tasks.framing import Case, Sample, has_template, render
+from jshadow.evaluation.tasks.framing import Case, Sample
 from jshadow.evaluation.tasks.installed import installed_file, read_json
 from jshadow.evaluation.tasks.ruler import package
 from jshadow.evaluation.tasks.texts import tokens_of
+from jshadow.weights.templates import has_template, render
 from jshadow.weights.tokenizer import decode, encode, opening
 
 RULER_DATA = f"{package.MODULE}/data/synthetic/json/"

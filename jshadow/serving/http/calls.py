@@ -30,9 +30,10 @@ class Format:
     closing: str
     short_ids: bool = False
 
-    def opening_parts(self, name: str) -> list[str]:
-        """Return the text before the arguments of a function, with the marks in it apart."""
-        return [part for part in re.split(r"(\[[A-Z_]+\])", self.opening.replace("NAME", name)) if part]
+    @property
+    def opening_parts(self) -> list[str]:
+        """The parts of `opening`, with NAME and the marks in it apart."""
+        return [part for part in re.split(r"(NAME|\[[A-Z_]+\])", self.opening) if part]
 
     def written(self, name: str, arguments: str) -> str:
         """Return the text of a call."""
@@ -49,10 +50,12 @@ class Format:
 OBJECT, LIST = '{"name": "NAME", "arguments": ', '[{"name": "NAME", "arguments": '
 PARAMETERS = '{"name": "NAME", "parameters": '
 HERMES = Format("<tool_call>", "</tool_call>", f"\n{OBJECT}", "}\n")
-# The first text that a template has tells its format. None: the format is not known here.
+# The first text that a template has tells its format. None: calls in this format are not read here. They are the keys
+# of GLM-4.5, the tags of Qwen3-Coder, and calls as Python writes them.
 FORMATS: tuple[tuple[str, Format | None], ...] = (
     ("<arg_key>", None),
     ("<function=", None),
+    ("[func_name1(", None),
     ("<tool_call>", HERMES),
     ("[ARGS]", Format("[TOOL_CALLS]", "", "NAME[ARGS]", "", short_ids=True)),
     ("[TOOL_CALLS]", Format("[TOOL_CALLS]", "", LIST, "}]", short_ids=True)),
@@ -68,8 +71,13 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 
 def format_of(template: str) -> Format | None:
-    """Return the format of the calls of a model with this chat template. None: it is not known."""
+    """Return the format of the calls of a model with this chat template. None: it has none, or one that is not read."""
     return next((form for text, form in FORMATS if text in template), None)
+
+
+def format_mark(template: str) -> str | None:
+    """Return the text that tells the format of a template. None: it has none."""
+    return next((text for text, _ in FORMATS if text in template), None)
 
 
 def calls_of(text: str) -> list[Call]:

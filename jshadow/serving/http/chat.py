@@ -9,29 +9,28 @@ from typing import Any
 
 from jshadow.engine.text import split_stops
 from jshadow.serving import Answer, Piece, Request
-from jshadow.serving.http.calls import HERMES, tool_call
+from jshadow.serving.http.calls import HERMES, Format, tool_call
 from jshadow.serving.http.choices import Ended, followed, reports_of
 from jshadow.serving.http.logprobs import chat_logprobs
 from jshadow.serving.http.marks import Delta, Ending, Splitter, Thoughts, Wanted
-from jshadow.serving.http.prompts import Template
 from jshadow.serving.http.schemas import ChatRequest
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.usage import usage_of
 
 
-def splitter_of(service: Service, body: ChatRequest, template: Template, thoughts: Thoughts) -> Splitter:
+def splitter_of(service: Service, body: ChatRequest, calls: Format | None, thoughts: Thoughts) -> Splitter:
     """Return what splits an answer to a chat."""
     wanted = None
     if body.tools and body.tool_choice != "none":
         names = tuple(tool.function.name for tool in body.tools)
-        wanted = Wanted(template.calls or HERMES, names, 1 if body.parallel_tool_calls is False else math.inf)
+        wanted = Wanted(calls or HERMES, names, 1 if body.parallel_tool_calls is False else math.inf)
     stops, stop_ids = split_stops(body.stop, service.params.tokenizer)
     ends = frozenset(service.params.config.eos_ids).union(stop_ids)
     return Splitter(service.params.tokenizer, thoughts=thoughts, wanted=wanted, stops=stops, ends=ends)
 
 
 def with_stops(
-    service: Service, body: ChatRequest, requests: Sequence[Request], template: Template, thoughts: Thoughts
+    service: Service, body: ChatRequest, requests: Sequence[Request], calls: Format | None, thoughts: Thoughts
 ) -> list[Request]:
     """Return the requests of a chat, so that stop strings do not count in the reasoning."""
     texts, stop_ids = split_stops(body.stop, service.params.tokenizer)
@@ -42,7 +41,7 @@ def with_stops(
         dataclasses.replace(
             request,
             stop=stop_ids or None,
-            allowed=Ending(splitter_of(service, body, template, thoughts), config.vocab_size, sorted(config.eos_ids)),
+            allowed=Ending(splitter_of(service, body, calls, thoughts), config.vocab_size, sorted(config.eos_ids)),
         )
         for request in requests
     ]
@@ -52,12 +51,12 @@ class Chat:
     """The answers to one chat."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, answers: Sequence[Answer], template: Template, thoughts: Thoughts
+        self, service: Service, body: ChatRequest, answers: Sequence[Answer], calls: Format | None, thoughts: Thoughts
     ) -> None:
-        """Take the answers of all choices. `thoughts` tells where their reasoning may be."""
+        """Take the answers of all choices. `calls` tells how they write calls, and `thoughts` where they may reason."""
         self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
-        self.splitters = [splitter_of(service, body, template, thoughts) for _ in answers]
+        self.splitters = [splitter_of(service, body, calls, thoughts) for _ in answers]
         self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> dict[str, Any]:

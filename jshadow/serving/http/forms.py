@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jshadow.serving.http.calls import HERMES, Format
+from jshadow.serving.http.calls import HERMES, Format, format_mark, format_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.grammar import Grammars, reason_of
 from jshadow.serving.http.marks import mark_id
@@ -14,7 +14,7 @@ WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ",
 OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
-def form_of(body: Drawing, tokenizer: Any, calls: Format | None = None) -> str | None:
+def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
     """Return the grammar of an answer in llguidance's language, or None for a free answer.
 
     With both tools and a form, the answer may be a call or have the form.
@@ -22,12 +22,13 @@ def form_of(body: Drawing, tokenizer: Any, calls: Format | None = None) -> str |
     Args:
         body: the body of the request.
         tokenizer: the tokenizer of the model.
-        calls: how the model writes calls. None: it has not learned it, or its format is not known.
+        template: the chat template of a chat, which tells how the model writes calls.
 
     Raises:
         ApiError: a field is missing, llguidance refuses the schema or the expression, or the model may call tools in a
-            free answer and its format is not known.
+            free answer and its format is none that is read here.
     """
+    calls = format_of(template)
     tools = (body.tools or []) if isinstance(body, ChatRequest) and body.tool_choice != "none" else []
     forced = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
     form = None if body.response_format is None else answer_rule(body.response_format)
@@ -35,10 +36,12 @@ def form_of(body: Drawing, tokenizer: Any, calls: Format | None = None) -> str |
         return checked(["call"], call_rules(forced, tokenizer, calls or HERMES), "tools")
     if form is None:
         if tools and calls is None:
+            mark = format_mark(template)
+            told = "has none of the known marks of tool calls" if mark is None else f"writes tool calls with {mark!r}"
             raise ApiError(
                 400,
-                "tools: the model's chat template has no tool calls, or in a format that is not known; send "
-                "tool_choice as 'required', a function or 'none'",
+                f"tools: the model's chat template {told}, so its calls cannot be read; send tool_choice as "
+                "'required', a function or 'none'",
                 code="unknown_tool_format",
                 param="tools",
             )
@@ -99,7 +102,8 @@ def call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
     names = " | ".join(f"call{index}" for index in range(len(tools)))
     rules = [f"call: {text_rule(tokenizer, calls.begin)} ({names}) {text_rule(tokenizer, calls.end)}"]
     for index, tool in enumerate(tools):
-        begin = " ".join(text_rule(tokenizer, part) for part in calls.opening_parts(tool.function.name))
+        name = json.dumps(tool.function.name)  # it is text, also where it is that of a token
+        begin = " ".join(name if part == "NAME" else text_rule(tokenizer, part) for part in calls.opening_parts)
         end = text_rule(tokenizer, calls.closing)
         rules.append(f"call{index}: {begin} {json_rule(closed(tool.function.parameters))} {end}")
     return rules

@@ -1,20 +1,20 @@
 """Prompts: the token ids of chats with documents in them, and of completions.
 
-A document comes in a message as its token ids, and not as text that is encoded with the text around it. So the prompt
-begins with the tokens of the stored document, if the document is the beginning of the first message. The same way, the
-text of a special token in a message comes as the token ids of plain text, so that it does not control the model.
+A document that is the first thing in a chat comes as its token ids. So the prompt begins with those of the stored
+document. A document at another place is text, which is encoded with the text around it. The text of a special token in
+a message comes as the token ids of plain text, so that it does not control the model.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jshadow.errors import PromptError
-from jshadow.evaluation.tasks.framing import dated
-from jshadow.serving.http.calls import Format, arguments_of, format_of, short_id
+from jshadow.serving.http.calls import arguments_of, format_of, short_id
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Message, TemplateSwitches
+from jshadow.weights.templates import beginning, document_text, rendered, template_of
 from jshadow.weights.tokenizer import MARK, encode_parts, split_specials
 
 FileIds = Callable[[FilePart], Sequence[int]]
@@ -26,40 +26,6 @@ _ONE_CALL = "single tool-call"  # the error of a template that refuses several c
 # A template that puts the arguments of an earlier call into its text as they are. Others take them as an object.
 _JOINED = re.compile(r"arguments['\"\]]*\s*(\+|~|-?\}\})")
 _OBJECT = re.compile(r"arguments['\"\]]*\s*(\||\.|is\b)")
-
-
-class Template(NamedTuple):
-    """The chat template for a chat, on the day of the stored documents, and how the model writes calls, if known."""
-
-    text: str
-    calls: Format | None
-
-    @property
-    def joins(self) -> bool:
-        """Whether the template wants the arguments of a call as JSON, and not as an object."""
-        return bool(_JOINED.search(self.text)) and not _OBJECT.search(self.text)
-
-
-def template_of(tokenizer: Any, tools: bool) -> Template:
-    """Return the chat template for a chat. Of several, it is that of tools if there are some, the default or the only.
-
-    Raises:
-        ApiError: there is no template, or none of several is the default.
-    """
-    found = getattr(tokenizer, "chat_template", None)
-    if not found:
-        raise ApiError(400, "messages: the tokenizer has no chat template; use /v1/completions", param="messages")
-    if isinstance(found, Mapping):
-        names = (["tool_use"] if tools else []) + ["default"] + (list(found) if len(found) == 1 else [])
-        name = next((name for name in names if name in found), None)
-        if name is None:
-            raise ApiError(
-                400,
-                f"messages: one of the tokenizer's chat templates must be named 'default', got {sorted(found)!r:.200}",
-                param="messages",
-            )
-        found = found[name]
-    return Template(found, format_of(found))
 
 
 def chat_ids(
@@ -75,7 +41,7 @@ def chat_ids(
     Args:
         tokenizer: a tokenizer with a chat template.
         messages: the chat.
-        file_ids: returns the token ids of the text of a file, without those of a template.
+        file_ids: returns the token ids of a file, as `document_ids` does.
         tools: the functions that the model may call, for the template.
         check: called with the text before it is encoded. It raises an error if the text is too long.
         switches: what else the template is told.
@@ -83,37 +49,48 @@ def chat_ids(
     Raises:
         ApiError: there is no template, it refuses the chat, or a message has neither text nor a tool call.
     """
-    template = template_of(tokenizer, bool(tools))
+    try:
+        template = template_of(tokenizer, tools=bool(tools))
+    except PromptError as error:
+        raise ApiError(400, f"messages: {error}; use /v1/completions", param="messages") from error
     marked = _Marked(tokenizer)
     plain = [_plain(marked, message, place, file_ids, template) for place, message in enumerate(messages)]
     files = set(marked.files)
     told: dict[str, Any] = {} if switches is None else switches.model_dump(exclude_none=True)
-    if _ONE_CALL in template.text:
+    if _ONE_CALL in template:
         plain = _one_call_each(plain)
     if tools:
         tools = marked.values(tools, "tools")
-        if _OWN_TOOLS.search(template.text):
+        if _OWN_TOOLS.search(template):
             if plain[0]["role"] != "system":
                 plain.insert(0, {"role": "system", "content": ""})
-            plain[0]["tools"] = _json(tools) if "<|tool|>" in template.text else tools
-        if "xml_tools" in template.text:
+            plain[0]["tools"] = _json(tools) if "<|tool|>" in template else tools
+        if "xml_tools" in template:
             told["xml_tools"] = tools
-    source = dated(template.text) if files else template.text  # as the library has told the day to the document
-    try:
-        text = tokenizer.apply_chat_template(
-            plain, tools, chat_template=source, tokenize=False, add_generation_prompt=True, **told
-        )
-    except Exception as error:  # a template is a program of the checkpoint and may raise anything
-        message = f"messages: the chat template refuses the chat: {error or type(error).__name__}"
-        raise ApiError(400, f"{message:.500}", param="messages") from error
+    try:  # with files, the date is the one that the library has told the document
+        text = rendered(tokenizer, plain, tools=tools, fixed_date=bool(files), **told)
+    except PromptError as error:
+        raise ApiError(400, f"messages: {error}", param="messages") from error
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ApiError(400, "tools must be Unicode texts, got a half of a surrogate pair", param="tools")
     check(text)
-    parts = _PLACE.split(text)
-    places = [int(place) for place in parts[1::2]]
+    first, *parts = _PLACE.split(text)
+    places = [int(place) for place in parts[::2]]
     if sorted(place for place in places if place in files) != sorted(files):
         raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
-    return encode_parts(tokenizer, parts[::2], [marked.ids[place] for place in places])
+    stored = bool(files) and first == beginning(tokenizer).text  # the ids of a first file have the text in them
+    texts: list[str] = ["" if stored and places[0] in files else first]
+    between: list[Sequence[int]] = []
+    for number, (place, after) in enumerate(zip(places, parts[1::2], strict=True)):
+        if place in files and (number or not stored):
+            inner, specials = split_specials(tokenizer, document_text(tokenizer, marked.ids[place]))
+            texts += [texts.pop() + inner[0], *inner[1:]]
+            texts[-1] += after
+            between += specials
+        else:
+            texts.append(after)
+            between.append(marked.ids[place])
+    return encode_parts(tokenizer, texts, between)
 
 
 class _Marked:
@@ -156,7 +133,7 @@ class _Marked:
         return value
 
 
-def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, template: Template) -> dict[str, Any]:
+def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, template: str) -> dict[str, Any]:
     """Return a message as the template wants it. Its files and special tokens become places."""
     field = f"messages.{place}.content"
     if message.content is None and message.role != "assistant":
@@ -170,20 +147,22 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
             texts.append(marked.text(part.text, field))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
-    short = template.calls is not None and template.calls.short_ids
+    form = format_of(template)
+    short = form is not None and form.short_ids
     calls = f"messages.{place}.tool_calls"
     if message.tool_calls:
+        joins = bool(_JOINED.search(template)) and not _OBJECT.search(template)
         plain["tool_calls"] = [
             {
                 "id": short_id(call.id) if short else marked.text(call.id, f"{calls}.{number}.id"),
                 "type": "function",
-                "function": _called(marked, call.function, f"{calls}.{number}.function", template.joins),
+                "function": _called(marked, call.function, f"{calls}.{number}.function", joins),
             }
             for number, call in enumerate(message.tool_calls)
         ]
-        if template.calls is not None and "tool_calls" not in template.text:
+        if form is not None and "tool_calls" not in template:
             functions = [call["function"] for call in plain.pop("tool_calls")]
-            written = [template.calls.written(one["name"], _json(one["arguments"])) for one in functions]
+            written = [form.written(one["name"], _json(one["arguments"])) for one in functions]
             plain["content"] += "".join(written)
     if message.tool_call_id is not None:
         name = message.tool_call_id
@@ -211,7 +190,10 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dict[str, Any]:
-    """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object."""
+    """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object.
+
+    With `joins`, the template wants the arguments as JSON, and not as an object.
+    """
     name = f"{field}.arguments"
     arguments = arguments_of(call.arguments)
     if arguments is None:

@@ -15,7 +15,6 @@ from starlette.concurrency import run_in_threadpool
 
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError
-from jshadow.evaluation.tasks.framing import frame
 from jshadow.library import Library, Stored
 from jshadow.library.sources import text_ids
 from jshadow.serving import Answer, Engine, Request
@@ -28,7 +27,7 @@ from jshadow.serving.http.pieces import pieces
 from jshadow.serving.http.schemas import Drawing
 from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
-from jshadow.weights.tokenizer import decode, encode_plain, opening
+from jshadow.weights.templates import beginning, document_ids, document_text
 
 T = TypeVar("T")
 FILE = "file-"
@@ -234,23 +233,20 @@ class Service:
             raise ApiError(404, f"file_id must be that of a stored file, got {file_id!r:.80}", code="file_not_found")
         return found[0]
 
-    def file_tokens(self, file_id: str) -> np.ndarray:
-        """Return the token ids of a stored document without those of the chat template, int32 [n]. Raises ApiError."""
+    def file_tokens(self, file_id: str) -> list[int]:
+        """Return the token ids of a stored document, as the first thing in a chat. Raises ApiError."""
         stored = self.file(file_id)
         if stored.problem is not None:
             raise ApiError(409, f"file {file_id} cannot be used: {stored.problem}", code="damaged_file")
-        before, _ = frame(self.params.tokenizer, "?", "", "")
-        ids = self.shelf().ids(stored.key)
-        if ids[: len(before)].tolist() != before:
+        ids: list[int] = self.shelf().ids(stored.key).tolist()
+        if not beginning(self.params.tokenizer).begins(self.params.tokenizer, ids):
             message = f"file {file_id} does not begin as a chat begins with this model: delete it, and add it again"
             raise ApiError(409, message, code="other_beginning")
-        return ids[len(before) :]
+        return ids
 
     def file_text(self, file_id: str) -> str:
         """Return the text of a stored document, decoded from its tokens. Raises ApiError."""
-        ids, tokenizer = self.file_tokens(file_id).tolist(), self.params.tokenizer
-        begins = frame(tokenizer, "?", "", "")[0] == opening(tokenizer)
-        return str(tokenizer.decode(ids)) if begins else decode(tokenizer, ids)
+        return document_text(self.params.tokenizer, self.file_tokens(file_id))
 
     async def text_of(self, upload: Upload) -> str:
         """Return the text of a file. Few files are read at once, apart from all other work of the server.
@@ -278,10 +274,10 @@ class Service:
                 process.kill()
 
     async def text_tokens(self, upload: Upload) -> list[int]:
-        """Return the token ids of the text of a file that is not stored. Raises the errors of `text_of`."""
+        """Return the token ids of a file that is not stored, as the first thing in a chat. Raises as `text_of`."""
         text = await self.text_of(upload)
         self.check_length(text)
-        return await self.slowly(encode_plain, self.params.tokenizer, text)
+        return await self.slowly(document_ids, self.params.tokenizer, text)
 
     async def add(self, upload: Upload, client: str) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.

@@ -4,17 +4,31 @@ import base64
 
 import numpy as np
 import pytest
-from server_cases import CHAT, about, assert_drawn, chat_tokens, events_of, log_softmax, logits_along, offline, posted
+from server_cases import (
+    CHAT,
+    about,
+    assert_drawn,
+    chat_tokens,
+    client_of,
+    events_of,
+    log_softmax,
+    logits_along,
+    offline,
+    posted,
+    tiny_service,
+)
 from serving_cases import PARAMS
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.library.sources import text_ids
+from jshadow.serving import Request
 
 MESSAGES = [{"role": "user", "content": "Where is it?"}]
 PROMPT = "<user>Where is it?\n<assistant>"
 IDS = PARAMS.tokenizer.encode(PROMPT)
+FORM = {"temperature": 0, "max_tokens": 4, "response_format": {"type": "regex", "regex": "[a-z]{4}"}}
 DOCUMENT = "".join(map(chr, np.random.default_rng(2).integers(33, 127, 120)))
 
 
@@ -101,6 +115,69 @@ def test_a_file_is_a_stored_document_of_a_chat(client, service):
     long = chat(client, messages=about(file, "Who?"), max_tokens=None, logit_bias={"256": -100})["usage"]
     assert long["completion_tokens"] == 64 - len(rest)
     assert long["prompt_tokens_details"] == {"cached_tokens": len(stored)}
+
+
+TOOL = "{% if tools and LAST %}[{{ tools[0].function.name }}]{% endif %}"
+SINCE = "{% set at = namespace(last=0) %}"
+SINCE += "{% for m in messages %}{% if m.role == 'user' %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
+SINCE += "{% for m in messages %}TOOLS<{{ m.role }}>THOUGHTS{{ m.content }}\n{% endfor %}<assistant>"
+KEPT = "{% if m.reasoning_content and loop.index0 > at.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+# A template, and whether the tokens of the document, the conversation or nothing are found: on the first turn, on the
+# second one, there with a stored conversation, and with an answer of a tool behind that.
+CHANGING = {
+    "plain": (SINCE.replace("TOOLS", "").replace("THOUGHTS", ""), "document document conversation conversation"),
+    "Qwen3 leaves out reasoning before the last question": (
+        SINCE.replace("TOOLS", "").replace("THOUGHTS", KEPT),
+        "document document document conversation",
+    ),
+    "Mistral has tools before the last question": (
+        SINCE.replace("TOOLS", TOOL.replace("LAST", "loop.index0 == at.last")).replace("THOUGHTS", ""),
+        "nothing document document conversation",
+    ),
+    "Llama has tools before the first question": (
+        SINCE.replace("TOOLS", TOOL.replace("LAST", "loop.first")).replace("THOUGHTS", ""),
+        "nothing nothing conversation conversation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_usage_says_how_much_of_a_conversation_was_stored(client, service, monkeypatch, name):
+    """The ids are those without a library. If nothing was stored, so is the answer."""
+    template, expected = CHANGING[name]
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", template)
+    text = f"{name} {DOCUMENT}"
+    upload = {"file": ("a.txt", text.encode())}
+    made = {"file_id": client.post("/v1/files", files=upload, data={"purpose": "user_data"}).json()["id"]}
+    sent = {"filename": "a.txt", "file_data": base64.b64encode(text.encode()).decode()}
+    told = {"role": "assistant", "content": "Me.", "reasoning_content": "So"}
+    later = ([], [told, {"role": "user", "content": "Me?"}], [told, {"role": "user", "content": "Me?"}])
+    later += ([told, {"role": "tool", "content": "It is."}],)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    lengths = {"nothing": 0, "document": len(text_ids(text, PARAMS))}
+    with tiny_service() as bare, client_of(bare) as other:
+        for place, (want, more) in enumerate(zip(expected.split(), later, strict=True)):
+            if place == 2:
+                begun = posted(client, "/tokenize", messages=about(made, "Who?"), tools=tools)["tokens"]
+                begun += PARAMS.tokenizer.encode(("<think>So</think>" if KEPT in template else "") + "Me.")
+                answer = service.engine.submit(Request(begun, 1, store=True, title=""))
+                answer.result(60).report.stored.result(60)
+                lengths["conversation"] = len(begun)
+            answers = []
+            for one, file in ((client, made), (client, sent), (other, sent)):
+                body = {"messages": [*about(file, "Who?"), *more], "tools": tools}
+                count = posted(one, "/tokenize", **body)["tokens"]
+                answer = chat(one, **body, **FORM)
+                answers.append((count, answer["choices"][0]["message"]["content"], answer["usage"]))
+            ids, usage = answers[0][0], answers[0][2]
+            assert ids == answers[1][0] == answers[2][0]
+            assert answers[0] == answers[1]
+            assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (
+                len(ids),
+                lengths[want],
+            )
+            assert answers[2][2]["prompt_tokens_details"] == {"cached_tokens": 0}
+            assert want != "nothing" or answers[0] == answers[2]
 
 
 def test_what_openai_clients_send_by_themselves_is_ignored(client):

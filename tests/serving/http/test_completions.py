@@ -1,8 +1,23 @@
 """/v1/completions, /tokenize and /detokenize on the tiny model, against `generate` and plain NumPy."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from server_cases import COMPLETION, END, NAME, PARAMS, events_of, log_softmax, logits_along, offline, posted
+from server_cases import (
+    COMPLETION,
+    END,
+    NAME,
+    PARAMS,
+    client_of,
+    events_of,
+    log_softmax,
+    logits_along,
+    offline,
+    posted,
+    tiny_service,
+)
+from tokenizers_by_kind import sentencepiece
 
 TEXT = "Where is the harbor?"
 # Text that repeats has chunks with equal scores, and rounding would choose among them.
@@ -100,6 +115,38 @@ def test_the_special_tokens_of_a_prompt(client):
         assert answer["usage"]["prompt_tokens"] == 2
     messages = [{"role": "user", "content": "Hi"}]
     posted(client, "/v1/chat/completions", messages=messages, add_special_tokens=False, max_tokens=1)
+
+
+@pytest.mark.parametrize("blank", ["prepend", "first", "never"])
+def test_an_answer_of_a_sentencepiece_model_continues_its_prompt(blank):
+    """With its first blank. Its tokens and their offsets are the text, also in a stream."""
+    tokenizer = sentencepiece(blank, None, size=253)
+    [begins] = tokenizer.convert_tokens_to_ids(["\u2581the"])
+    without_text = {*tokenizer.added_tokens_decoder, *range(len(tokenizer), END + 1)}  # marks, and the end
+    with tiny_service(params=dataclasses.replace(PARAMS, tokenizer=tokenizer)) as service, client_of(service) as client:
+        for seed, bias in enumerate(({str(begins): 100}, {}, {})):
+            body = {
+                "prompt": "the sea is",
+                "seed": seed,
+                "logprobs": 2,
+                "logit_bias": dict.fromkeys(map(str, without_text), -100) | bias,
+            }
+            answer = post(client, **body)
+            [choice] = answer["choices"]
+            text, told = choice["text"], choice["logprobs"]
+            assert text == " the" * 8 if bias else len(text) > 8
+            assert "".join(told["tokens"]) == text
+            ends = [*told["text_offset"][1:], len(text)]
+            assert [text[begin:end] for begin, end in zip(told["text_offset"], ends, strict=True)] == told["tokens"]
+            ids = tokenizer.encode(body["prompt"])
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+            if bias:
+                assert tokenizer.decode([*ids, *[begins] * 8], skip_special_tokens=True) == body["prompt"] + text
+            events = [event["choices"][0] for event in events_of(client, COMPLETION, max_tokens=8, **body)]
+            assert "".join(event["text"] for event in events) == text
+            held = [event["logprobs"] for event in events if event["logprobs"]]
+            for name in ("tokens", "text_offset"):
+                assert [value for one in held for value in one[name]] == told[name]
 
 
 def test_stop_strings_the_end_token_and_the_number_of_tokens(client):

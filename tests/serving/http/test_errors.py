@@ -6,13 +6,15 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pdf_files import pdf
 from pydantic import ValidationError
-from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, client_of, tiny_service
+from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, PARAMS, client_of, tiny_service
+from tiny_text import TEMPLATE
 
 from jshadow.serving.http.errors import validation_error
 from jshadow.serving.http.schemas import CompletionRequest
 
 BODY, UPLOAD = 12_000, 3000
 HI = {"role": "user", "content": "Hi"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,14 @@ def tooled(choice, **function):
     return chat(tools=[{"type": "function", "function": {"name": "f"} | function}], tool_choice=choice)
 
 
+def called(arguments):
+    """A chat with an earlier call."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return "POST", CHAT, {"json": {"model": NAME, "messages": [HI, {"role": "assistant", "tool_calls": [call]}]}}
+
+
 EMPTY = {"properties": {"a": {"enum": []}}}
+ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
 PART = "response_format.json_schema"
 FORM = ["response_format", "param=response_format", "short"]
 LENGTH, MOST = "code=context_length_exceeded", "must be at most 64 after a prompt of"
@@ -126,6 +135,12 @@ LIMITS = [
     ("no tools", chat(tool_choice="required"), 400, ["tool_choice", "param=tool_choice"]),
     ("another tool", tooled({"type": "function", "function": {"name": "g"}}), 400, ["param=tool_choice"]),
     ("name of a tool", tooled("auto", name="a b"), 400, ["param=tools.0.function.name"]),
+    ("a tool named as a special token", tooled("auto", name="<|end|>"), 400, ["param=tools.0.function.name"]),
+    ("a forced tool named as a mark", tooled("required", name="<think>"), 400, ["param=tools.0.function.name"]),
+    ("arguments that are cut", called('{"a": '), 400, [ARGUMENTS, f"param={ARGUMENTS}"]),
+    ("arguments in a list", called("[1]"), 400, [ARGUMENTS, "[1]"]),
+    ("arguments in Python", called("{'a': None}"), 400, [ARGUMENTS, "None"]),
+    ("arguments of great depth", called("[" * 5000), 400, [ARGUMENTS, "short"]),
     ("impossible tool", tooled("required", parameters={"enum": []}), 400, ["param=tools"]),
     ("unknown file", part(file_id="file-0"), 404, ["file_id", "file-0"]),
     ("no file in a part", part(), 400, ["file_id", "file_data"]),
@@ -179,6 +194,41 @@ def test_a_bad_request_is_refused_and_the_next_one_is_answered(client, request_,
         check_error(answer, texts)
     method, path, options = completion()
     assert client.request(method, path, **options).status_code == 200
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+BAD_TEMPLATES = {
+    "raises": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "divides by zero": ("{{ 1 / 0 }}", "division by zero"),
+    "needs a variable": ("{{ documents_of_mine.first }}", "documents_of_mine"),
+    "needs a function": ("{{ f() }}", "'f'"),
+    "needs a filter": ("{{ messages | wise }}", "wise"),
+    "is cut": ("{% for m in messages %}", "endfor"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "loops": (LOOP.replace("BODY", ""), "does not come to an end"),
+    "loops and writes": (LOOP.replace("BODY", "x"), "does not come to an end"),
+    "loops with tools": ("{% if tools %}" + LOOP + "{% endif %}", "does not come to an end"),
+    "has no default": ({"rag": TEMPLATE, "sql": TEMPLATE}, "must be named 'default', got ['rag', 'sql']"),
+    "is not there": (None, "has no chat template"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEMPLATES)
+def test_a_template_that_cannot_be_used_is_the_error_of_the_request(client, monkeypatch, name):
+    """Of a chat, of a chat for /tokenize, and of an upload. Completions go on."""
+    template, told = BAD_TEMPLATES[name]
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", template)
+    for path, body in ((CHAT, {"model": NAME}), ("/tokenize", {}), (CHAT, {"model": NAME, "tools": TOOLS})):
+        answer = client.post(path, json=body | {"messages": [HI]})
+        assert answer.status_code == 400
+        check_error(answer, [told, "param=messages"])
+    answer = client.request("POST", FILES, **upload(f"It {name}.".encode())[2])
+    if template is None:  # a document and a question are then plain text
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        check_error(answer, [told, "code=invalid_prompt"])
+    assert client.request(*completion()[:2], **completion()[2]).status_code == 200
 
 
 @pytest.mark.parametrize(

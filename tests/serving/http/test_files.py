@@ -95,6 +95,18 @@ def test_a_file_is_one_document_on_every_day(client, monkeypatch, data):
     assert len(set(made)) == len(listed(client)) == 1
 
 
+@pytest.mark.parametrize("names", [["default", "tool_use"], ["default"], ["rag"]])
+def test_a_file_is_framed_by_the_template_of_chats_without_tools(client, monkeypatch, names):
+    """Of several named templates. A question on it finds it."""
+    whole = "{% for m in messages %}<NAME {{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", {name: whole.replace("NAME", name) for name in names})
+    status, made = put(client, TEXT)
+    assert status == 200, made
+    assert client.get(f"{FILES}/{made['id']}/content").content == TEXT
+    usage = posted(client, CHAT, messages=about({"file_id": made["id"]}, "x"), max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == made["tokens"] == len(f"<{names[0]} user>") + len(TEXT)
+
+
 @pytest.mark.parametrize(
     "template", ["New: " + DATED, "{% for m in messages %}{{ m['content'] }}{% endfor %}[more text here]"]
 )

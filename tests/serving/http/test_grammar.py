@@ -4,14 +4,14 @@ import json
 import re
 
 import pytest
-from chat_cases import HI, TOOLS, drawn, form, params_of
+from chat_cases import HI, TOOLS, drawn, form, ids_of, params_of
 from server_cases import CHAT, END, PARAMS, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
 
 from jshadow.engine.rows.sampling import WORD
 from jshadow.errors import ConfigError
-from jshadow.serving.http.calls import HERMES, format_of
+from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.marks import Splitter, Wanted
@@ -23,12 +23,12 @@ TOKENIZERS = {
     "special": marked_tokenizer(*MARKS, special=True),
 }
 CALLS = {
-    "hermes": HERMES,
-    "Mistral's list": format_of("[TOOL_CALLS]"),
-    "Mistral's names": format_of("[TOOL_CALLS][ARGS]"),
-    "Phi": format_of("<|tool|>"),
-    "GLM": format_of("<|observation|>"),
-    "Llama": format_of("<|python_tag|>"),
+    "hermes": "<tool_call>",
+    "Mistral's list": "[TOOL_CALLS]",
+    "Mistral's names": "[TOOL_CALLS][ARGS]",
+    "Phi": "<|tool|>",
+    "GLM": "<|observation|>",
+    "Llama": "<|python_tag|>",
 }
 
 
@@ -36,8 +36,8 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forced_call_has_the_marks_of_the_family(name, kind):
     """A mark is one token if the tokenizer has it. The splitter reads the call, and nothing is left over."""
-    tokenizer, calls, seen = TOKENIZERS[kind], CALLS[name], set()
-    grammar = form(tokenizer, calls, tools=TOOLS, tool_choice="required")
+    tokenizer, calls, seen = TOKENIZERS[kind], format_of(CALLS[name]), set()
+    grammar = form(tokenizer, CALLS[name], tools=TOOLS, tool_choice="required")
     for seed in range(4):
         tokens = drawn(tokenizer, grammar, seed)
         names = [tool["function"]["name"] for tool in TOOLS]
@@ -53,6 +53,25 @@ def test_a_forced_call_has_the_marks_of_the_family(name, kind):
             assert marked[0] == calls.begin
             assert marked[-1] == (calls.end or marked[-1])
     assert seen == set(names)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_name_of_a_tool_is_text_where_a_token_has_that_name(name, special):
+    """Also if it is a token that ends an answer."""
+    tokenizer = marked_tokenizer("find", *MARKS, special=special)
+    find = tokenizer.convert_tokens_to_ids("find")
+    grammar = form(tokenizer, CALLS[name], tools=TOOLS[:1], tool_choice="required")
+    tokens = drawn(tokenizer, grammar)
+    assert not special or find not in tokens
+    splitter = Splitter(tokenizer, wanted=Wanted(format_of(CALLS[name]), ("find",)), ends=frozenset([END]))
+    [call] = [delta.call for token in tokens for delta in splitter.push(token)] or [
+        delta.call for delta in splitter.finish("stop")
+    ]
+    assert call[0] == "find"
+    function = {"name": call[0], "arguments": call[1]}
+    told = {"role": "assistant", "content": "find it", "tool_calls": [{"id": "1", "function": function}]}
+    assert not special or find not in ids_of(tokenizer, [*HI, told], TOOLS[:1])
 
 
 TEXTS = ("<tool_call>", "<|im_end|>x</tool_call>", "a<|end|>b", "[TOOL_CALLS] <|end|>", "two  blanks")
@@ -143,7 +162,7 @@ def test_arguments_have_the_names_that_are_required(parameters, keys):
     """Though `properties` does not name them."""
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     tokenizer = TOKENIZERS["token"]
-    grammar = form(tokenizer, HERMES, tools=[tool], tool_choice="required")
+    grammar = form(tokenizer, "<tool_call>", tools=[tool], tool_choice="required")
     found = 0
     for seed in range(12):
         tokens = drawn(tokenizer, grammar, seed)
@@ -156,15 +175,25 @@ def test_arguments_have_the_names_that_are_required(parameters, keys):
     assert found
 
 
+# Templates without tools (Gemma 3), and of Qwen3-Coder, GLM-4.5 and calls as Python writes them.
+UNREAD = {
+    "<start_of_turn>{{ m.content }}": "has none of the known marks",
+    "<tool_call><function={{ name }}><parameter={{ key }}>": "writes tool calls with '<function='",
+    "<tool_call>{{ name }}<arg_key>": "writes tool calls with '<arg_key>'",
+    '<|python_tag|>[func_name1(params_name1=params_value1)], "parameters": dict': r"writes .* with '\[func_name1\('",
+}
+
+
 def test_tools_in_a_format_that_is_not_known_are_refused_by_name():
     """The model would write them in a way that the server cannot read. A forced call is written as the server says."""
     tokenizer = TOKENIZERS["token"]
     for more in ({}, {"tool_choice": "auto"}, {"response_format": {"type": "text"}}):
-        with pytest.raises(ApiError, match="tools: the model's chat template") as raised:
-            form(tokenizer, None, tools=TOOLS, **more)
-        assert (raised.value.status, raised.value.param) == (400, "tools")
-        assert form(tokenizer, HERMES, tools=TOOLS, **more) is None
-    assert form(tokenizer, None, tools=TOOLS, tool_choice="none") is None
+        for template, told in UNREAD.items():
+            with pytest.raises(ApiError, match=rf"tools: the model's chat template {told}") as raised:
+                form(tokenizer, template, tools=TOOLS, **more)
+            assert (raised.value.status, raised.value.param) == (400, "tools")
+        assert form(tokenizer, "<tool_call>", tools=TOOLS, **more) is None
+    assert form(tokenizer, "", tools=TOOLS, tool_choice="none") is None
     forced = {"type": "function", "function": {"name": "find"}}
     for more in ({"tool_choice": "required"}, {"tool_choice": forced}, {"response_format": {"type": "json_object"}}):
-        assert "<[257]>" in form(tokenizer, None, tools=TOOLS, **more)
+        assert "<[257]>" in form(tokenizer, "", tools=TOOLS, **more)

@@ -16,8 +16,9 @@ from tokenizers_by_kind import SENTENCEPIECE
 
 from jshadow.serving.http.calls import calls_of, short_id, tool_call
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.prompts import template_of
 from jshadow.serving.http.schemas import ChatRequest, TokenizeRequest
+from jshadow.weights.templates import document_ids, frame, template_of
+from jshadow.weights.tokenizer import encode
 
 # What the families' templates do with calls, in few words.
 HEAD = "{% if tools %}{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}{% endif %}"
@@ -162,6 +163,31 @@ def test_several_calls_come_one_by_one_where_the_template_takes_one(monkeypatch,
     assert tokenizer.decode(ids_of(tokenizer, chat)) == head + want + end
 
 
+LINE = "\u010a"  # a line break in a byte-level vocabulary
+FIRST = {"type": "file", "file": {"file_id": "file-1"}}
+
+
+@pytest.mark.parametrize("document", ["The sea.", "\nThe sea.", "The sea.\n\n", "The sea"])
+@pytest.mark.parametrize("place", ["first", "second", "behind a text"])
+def test_a_document_that_is_first_ends_with_a_token_and_others_are_text(document, place):
+    """Of the vocabulary, tokens hold the border of a document: a line break before it, or a stop and one behind it."""
+    tokenizer = byte_tokenizer((".", LINE), (">", LINE), (LINE, LINE))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n{% endfor %}<assistant>"
+    stored, who = document_ids(tokenizer, document), {"type": "text", "text": "Who?"}
+    parts = {"first": [FIRST, who], "second": [FIRST, FIRST, who], "behind a text": [who, FIRST, who]}[place]
+    text = "\n\n".join("Who?" if part is who else document for part in parts)
+    whole = ids_of(tokenizer, [{"role": "user", "content": text}])
+    ids = ids_of(tokenizer, [{"role": "user", "content": parts}], files=lambda _: stored)
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+    if place == "behind a text":
+        assert ids == whole
+    else:
+        rest = tokenizer.decode(whole)[len(tokenizer.decode(stored)) :]
+        assert ids == stored + encode(tokenizer, rest)
+        assert (ids == whole) == (document == "The sea")
+    assert place != "first" or ids == stored + frame(tokenizer, "Who?")[1]
+
+
 NAMED = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "rag": "R"}
 
 
@@ -175,7 +201,7 @@ def test_of_named_templates_the_fitting_one_is_used(monkeypatch, names, plain, t
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.decode(ids_of(tokenizer, messages)) == plain
     assert tokenizer.decode(ids_of(tokenizer, messages, [TOOL])) == tooled
-    assert template_of(tokenizer, False).text == NAMED["default" if "default" in names else "rag"]
+    assert template_of(tokenizer) == NAMED["default" if "default" in names else "rag"]
 
 
 def test_named_templates_without_a_default_are_refused_by_their_names(monkeypatch):

@@ -8,9 +8,9 @@ from chat_cases import TOOL, TOOLS, drawn, form, ids_of, turns
 from conftest import CACHE
 from qwen_tokenizer import VOCABULARY, qwen_tokenizer
 
-from jshadow.serving.http.calls import HERMES
+from jshadow.serving.http.calls import HERMES, format_of
 from jshadow.serving.http.marks import Splitter, Wanted
-from jshadow.serving.http.prompts import template_of
+from jshadow.weights.templates import document_ids, document_text, frame, template_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -22,8 +22,8 @@ def tokenizer():
 
 def test_a_forced_call_is_the_one_that_the_template_writes(tokenizer):
     """The text of the drawn tokens is that of the same call in the next prompt, so its beginning stays."""
-    assert template_of(tokenizer, True).calls is HERMES
-    grammar, end = form(tokenizer, HERMES, tools=TOOLS, tool_choice="required"), tokenizer.eos_token_id
+    assert format_of(template_of(tokenizer, tools=True)) is HERMES
+    grammar, end = form(tokenizer, "<tool_call>", tools=TOOLS, tool_choice="required"), tokenizer.eos_token_id
     seen = set()
     for seed in range(6):
         tokens = drawn(tokenizer, grammar, seed, VOCABULARY, end)
@@ -63,6 +63,19 @@ def test_each_turn_has_the_ids_of_transformers_and_begins_with_those_before(toke
         )
         assert len(before) - common <= 3  # the beginning of an answer, before a turn that is none
         before = ids
+
+
+@pytest.mark.parametrize("document", ["The sea is calm.", "\n\nThe sea", "1", "calm"])
+def test_a_document_ends_at_a_border_of_tokens(tokenizer, document):
+    """It begins with the ids of the whole message. A token of the message may cross its end. None of a prompt does."""
+    file = {"role": "user", "content": [{"type": "file", "file": {"file_id": "1"}}, {"type": "text", "text": "Who?"}]}
+    whole = ids_of(tokenizer, [{"role": "user", "content": f"{document}\n\nWho?"}])
+    stored = document_ids(tokenizer, document)
+    ids = ids_of(tokenizer, [file], files=lambda _: stored)
+    assert ids == stored + frame(tokenizer, "Who?")[1]
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+    assert (ids == whole) == (document[-1] != ".")  # of which ".\n\n" is one token
+    assert document_text(tokenizer, stored) == document
 
 
 def test_the_text_of_a_mark_in_a_message_is_its_token_only_if_it_is_not_special(tokenizer):

@@ -12,18 +12,20 @@ from pydantic_core import to_json
 from jshadow.serving import Answer
 from jshadow.serving.http.access import client_of
 from jshadow.serving.http.bodies import JsonRoute
+from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.chat import Chat, with_stops
 from jshadow.serving.http.completion import Completion
 from jshadow.serving.http.errors import ApiError, client_left, too_late
 from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
 from jshadow.serving.http.marks import thoughts_of
-from jshadow.serving.http.prompts import chat_ids, prompts_of, template_of
+from jshadow.serving.http.prompts import chat_ids, prompts_of
 from jshadow.serving.http.responses import ERRORS, STREAM
 from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FileContent, FilePart
 from jshadow.serving.http.service import Service
 from jshadow.serving.http.sse import stream_response
 from jshadow.serving.http.uploads import Upload, decoded, plain_name
+from jshadow.weights.templates import template_of
 
 router = APIRouter(route_class=JsonRoute)
 MOST_ANSWERS = 128  # of one request
@@ -40,8 +42,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
     ids = await unless_gone(request, chat_tokens(service, body, tools), service.options.seconds)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    template = template_of(service.params.tokenizer, bool(tools))
-    grammar = await service.slowly(form_of, body, service.params.tokenizer, template.calls)
+    template = template_of(service.params.tokenizer, tools=bool(tools))
+    calls = format_of(template)
+    grammar = await service.slowly(form_of, body, service.params.tokenizer, template)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
@@ -49,9 +52,9 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     client = client_of(request)
     requests = await service.slowly(service.requests, client, body, ids, most, top, grammar)
     prompt_end = service.params.tokenizer.decode(ids[-16:])
-    thoughts = thoughts_of(template.text, prompt_end) if grammar is None else "none"
-    answers = await service.submit(*with_stops(service, body, requests, template, thoughts))
-    return await respond(request, body, answers, Chat(service, body, answers, template, thoughts))
+    thoughts = thoughts_of(template, prompt_end) if grammar is None else "none"
+    answers = await service.submit(*with_stops(service, body, requests, calls, thoughts))
+    return await respond(request, body, answers, Chat(service, body, answers, calls, thoughts))
 
 
 @router.post("/v1/completions", responses=ERRORS | STREAM)
@@ -97,7 +100,7 @@ def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list
 
     def file_ids(part: FilePart) -> list[int]:
         if part.file_id is not None:
-            return service.file_tokens(part.file_id).tolist()
+            return service.file_tokens(part.file_id)
         if part.file_data is None:
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
         return next(left_files)

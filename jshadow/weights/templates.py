@@ -1,0 +1,266 @@
+"""Chats as texts: the chat template of a tokenizer, and a document with a question in the first message of a chat."""
+
+import datetime
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from jshadow.errors import PromptError
+from jshadow.weights.tokenizer import MARK, decode, encode, encode_parts, encode_plain, marked, opening, split_specials
+
+DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
+CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFGhHIjmMpSTuUVwWxXyYZ"), "%%")  # of strftime
+ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer in a chat template
+END = "x"  # the end of a text of which the tokens before a document are taken
+MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template, and time, for a chat of three messages
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Return whether the tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def template_of(tokenizer: Any, *, tools: bool = False) -> str:
+    """Return the chat template. Of several, it is that of tools if there are some, the default or the only one.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        tools: whether the chat has tools.
+
+    Raises:
+        PromptError: there is no template, none of several is the default, or the template does not come to an end.
+    """
+    if not has_template(tokenizer):
+        raise PromptError("the tokenizer has no chat template, so the prompt must be text or token ids")
+    found = tokenizer.chat_template
+    if isinstance(found, Mapping):
+        names = (["tool_use"] if tools else []) + ["default"] + (list(found) if len(found) == 1 else [])
+        name = next((name for name in names if name in found), None)
+        if name is None:
+            told = f"{sorted(found)!r:.200}"
+            raise PromptError(f"one of the tokenizer's chat templates must be named 'default', got {told}")
+        found = found[name]
+    if not _ends(tokenizer, found):
+        raise PromptError("the chat template does not come to an end, so the prompt must be text or token ids")
+    return str(found)
+
+
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    answer: bool = True,
+    fixed_date: bool = False,
+    **told: Any,
+) -> str:
+    """Return a chat as text.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        messages: the messages, as the template wants them.
+        tools: the functions that the model may call.
+        answer: whether the beginning of the next answer follows.
+        fixed_date: whether the template is told `DATE` as today's date, so that a document has the same tokens on
+            every day.
+        told: what else the template is told.
+
+    Raises:
+        PromptError: as `template_of`, or the template refuses the chat.
+    """
+    template = template_of(tokenizer, tools=bool(tools))
+    options = {"chat_template": _dated(template) if fixed_date else template, "tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options, **told)
+    except Exception as error:  # a template is a program of the checkpoint and may raise anything
+        raise PromptError(f"the chat template refuses the chat: {error or type(error).__name__}"[:500]) from error
+    return str(text)
+
+
+def _dated(template: str) -> str:
+    """Return a chat template that names `DATE` where it would name today's date."""
+    if "strftime_now" not in template:
+        return template
+    filters = "".join(f" | replace({code!r}, {DATE.strftime(code)!r})" for code in CODES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro +%}}{template}"
+
+
+def end_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that a tokenizer and its chat template say an answer ends with: none, one or two."""
+    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    try:
+        text = rendered(tokenizer, _alternating(["?", ANSWER]), answer=False)
+    except PromptError:
+        return tuple(ids)
+    behind = text.rpartition(ANSWER)[2].lstrip()
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    marks = sorted((name for name in added if behind.startswith(name)), key=len)
+    return tuple(dict.fromkeys([*ids, *(added[name] for name in marks[-1:])]))
+
+
+# A document and questions about it
+
+
+def frame(
+    tokenizer: Any, question: str, prefix: str = "", *, head: str = "", chat: bool = True
+) -> tuple[list[int], list[int]]:
+    """Return the token ids before and after the context of a question.
+
+    Args:
+        tokenizer: a tokenizer of transformers. If it has a chat template, the template is used.
+        question: the question after the context.
+        prefix: the beginning of the answer.
+        head: the text before the context.
+        chat: whether the prompt is a chat. If not, the model continues a text, and no template is used.
+
+    Raises:
+        PromptError: as `rendered`, or the template leaves out the message or repeats it.
+    """
+    if not chat:
+        after = "\n\n" + question if question else ""
+        return opening(tokenizer) + encode(tokenizer, head, begins=True), encode(tokenizer, after + prefix)
+    if not has_template(tokenizer):
+        after = f"\n\nQuestion: {question}\nAnswer: {prefix}"
+        return opening(tokenizer) + encode(tokenizer, head, begins=True), encode_plain(tokenizer, after)
+    asked, between = marked(tokenizer, question, "question")
+    before, after_ids = _cut(tokenizer, [f"{head}{MARK}\n\n{asked}" if question else f"{head}{MARK}"], between, prefix)
+    return encode(tokenizer, before, begins=True), after_ids
+
+
+def follow_up(tokenizer: Any, question: str, prefix: str = "") -> list[int]:
+    """Return the token ids of a later question, from the end of the previous answer on. Raises as `frame`."""
+    if not has_template(tokenizer):
+        return encode_plain(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
+    asked, between = marked(tokenizer, question, "question")
+    return _cut(tokenizer, ["?", MARK, asked], between, prefix)[1]
+
+
+class Beginning(NamedTuple):
+    """What comes before a document that is the first thing in a chat.
+
+    Attributes:
+        text: the text of the chat template before it, or "" without a template.
+        ids: its token ids up to the last token that never merges with a text behind it.
+        rest: the text that the ids between these and those of the document are decoded to. The last of them may have
+            the beginning of the document in it, as that of a blank has.
+        most: the largest number of ids that hold `rest`.
+    """
+
+    text: str
+    ids: list[int]
+    rest: str
+    most: int
+
+    def begins(self, tokenizer: Any, ids: Sequence[int]) -> bool:
+        """Whether the token ids of a document, as `document_ids` returns them, have this beginning."""
+        count = len(self.ids)
+        return [*ids[:count]] == self.ids and decode(tokenizer, ids[count:][: self.most]).startswith(self.rest)
+
+
+def beginning(tokenizer: Any) -> Beginning:
+    """Return what comes before a document. Raises PromptError as `frame`."""
+    text = _cut(tokenizer, [MARK], [], "")[0] if has_template(tokenizer) else ""
+    ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
+    whole = tokenizer.added_tokens_decoder
+    count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
+    return Beginning(text, ids[:count], decode(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
+
+
+def document_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a document that is the first thing in a chat, from the beginning of the chat on.
+
+    They are those of a message with this text, up to the end of the document. Texts of special tokens in the document
+    are plain text. Raises PromptError as `frame`.
+    """
+    before = beginning(tokenizer)
+    (first, *parts), between = split_specials(tokenizer, text)
+    ids = encode_parts(tokenizer, [before.text + first, *parts], between)
+    return ids if before.text else before.ids + ids
+
+
+def document_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of a document from what `document_ids` returned. Raises PromptError as `frame`."""
+    before = beginning(tokenizer)
+    return decode(tokenizer, ids[len(before.ids) :]).removeprefix(before.rest)
+
+
+def _cut(
+    tokenizer: Any, contents: Sequence[str], between: Sequence[Sequence[int]], prefix: str
+) -> tuple[str, list[int]]:
+    """Render messages. Return the text before the first mark, and the token ids after it.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        contents: as in `render`.
+        between: the token ids that come for each later mark.
+        prefix: the beginning of the answer.
+
+    Raises:
+        PromptError: the template leaves out a message, or repeats one.
+    """
+    before, *parts = render(tokenizer, contents).split(MARK)
+    if len(parts) != len(between) + 1:
+        raise PromptError("the chat template leaves out or repeats a message, so no question can follow a document")
+    return before, encode_parts(tokenizer, [*parts[:-1], parts[-1] + prefix], between, begins=False)
+
+
+def render(tokenizer: Any, contents: Sequence[str]) -> str:
+    """Render messages that alternate between user and assistant as a chat, up to the start of the next answer.
+
+    The template is told a fixed date, so that a document has the same tokens on every day.
+    """
+    return rendered(tokenizer, _alternating(contents), fixed_date=True)
+
+
+def _alternating(contents: Sequence[str]) -> list[dict[str, str]]:
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+# A template that does not come to an end
+
+
+class _EndlessError(Exception):
+    """A template takes too long."""
+
+
+@functools.lru_cache(maxsize=32)
+def _ends(tokenizer: Any, template: str) -> bool:
+    """Return whether a template renders short chats, with tools and without, within `MOST_STEPS` and `MOST_SECONDS`.
+
+    A loop in a template cannot be ended from outside. So each template is tried once, and its steps are counted.
+    """
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    chats = [(count, tools) for tools in (None, [tool]) for count in (1, 3)]
+    return all(_tried(tokenizer, template, _alternating("?" * count), tools) for count, tools in chats)
+
+
+def _tried(tokenizer: Any, template: str, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None) -> bool:
+    """Return whether a template ends. An error is an end."""
+    steps, ends = itertools.count(1), time.monotonic() + MOST_SECONDS
+
+    def step(_: FrameType, event: str, __: Any) -> Any:
+        if event == "line" and (next(steps) > MOST_STEPS or time.monotonic() > ends):
+            raise _EndlessError
+        return step
+
+    def call(frame: FrameType, _: str, __: Any) -> Any:
+        return step if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        tokenizer.apply_chat_template(
+            messages, tools, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    except _EndlessError:
+        return False
+    except Exception:  # it may refuse the chat
+        return True
+    finally:
+        sys.settrace(before)
+    return True
