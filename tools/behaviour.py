@@ -200,7 +200,7 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
                     assert process.poll() is None, "the server ended"
                     time.sleep(0.5)
                 for place, (path, body) in enumerate(REQUESTS):
-                    status, answer = ask(f"{base}/v1/{path}", {"model": "tiny", **body})
+                    status, answer = ask(f"{base}/v1/{path}", {"model": "tiny", "seed": 1, **body})
                     yield f"server {place} {path}", {"out": np.array(f"{status}\n{answer}")}
             finally:
                 process.terminate()
