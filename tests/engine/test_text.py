@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_text import END, byte_tokenizer
 
+from jshadow.engine import text as text_module
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.errors import ConfigError, PromptError
 
@@ -131,3 +132,14 @@ def test_a_token_that_holds_more_than_the_stop_string_is_left_out_whole():
     for token in pairs.encode("abc.\nd"):
         stream.push(token)
     assert (len(stream.tokens), stream.text, stream.kept()) == (3, "abc", 1)
+
+
+def test_a_token_is_compared_with_the_newest_text_alone(monkeypatch):
+    """A stop string of 1,000 characters, which the text begins again and again, after 20,000 characters."""
+    compared, overlap = [], text_module.overlap
+    spy = lambda tail, stop: compared.append(len(tail)) or overlap(tail, stop)  # noqa: E731
+    monkeypatch.setattr(text_module, "overlap", spy)
+    stream, pieces = pushed("xy" * 10_000 + ("ab" * 400 + "-") * 2, ["ab" * 500])
+    assert "".join(pieces) == stream.text == "xy" * 10_000 + ("ab" * 400 + "-") * 2
+    assert len(compared) == 21_602
+    assert max(compared) <= 801

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 
 import jax
@@ -244,3 +245,16 @@ def test_a_state_that_leaves_memory_for_a_full_disk_is_forgotten(opened, text, s
 def test_a_limit_is_a_number_of_bytes(wrong):
     with pytest.raises(ConfigError, match=r"limits\.host must be None or a number of bytes"):
         TierLimits(host=wrong)
+
+
+def test_only_the_user_reads_the_library(opened, text, tmp_path):
+    """Its folders have the mode 0700, and its files 0600, whatever the process allows others."""
+    before = os.umask(0)
+    try:
+        opened().add(text(1))
+    finally:
+        os.umask(before)
+    found = [tmp_path / "library", *(tmp_path / "library").rglob("*")]
+    assert any(path.is_file() for path in found)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in found}

@@ -74,7 +74,7 @@ class Access:
             self.service.open -= counts
             body.release()
             if status >= 400:
-                self.service.metrics.refused.labels(str(status)).inc()
+                self.service.metrics.count_error(status)
 
     def _client(self, scope: Message) -> str:
         """Return who asks: the digest of the key if keys are asked for, else the address."""

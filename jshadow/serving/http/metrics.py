@@ -59,13 +59,20 @@ class Metrics:
             "vllm:request_success", "Answers by their end", ["model_name", "finished_reason"], registry=self.registry
         )
         self.refused = Counter(
-            "jshadow:requests_refused", "Responses that are errors", ["status"], registry=self.registry
+            "jshadow:requests_refused",
+            "Responses and streams that end with an error",
+            ["status"],
+            registry=self.registry,
         )
         self.fetched = Counter(
             "jshadow:fetched_bytes", "Bytes that the steps moved from the host, at most", registry=self.registry
         )
         self.name = name
         self.registry.register(_Live(service))
+
+    def count_error(self, status: int) -> None:
+        """Count a response or a stream that ends with an error."""
+        self.refused.labels(str(status)).inc()
 
     def count(self, report: AnswerReport) -> None:
         """Count a complete answer."""
@@ -154,5 +161,6 @@ class _Live(Collector):
             ("jshadow:requests_failed", "Requests that failed", counts.failed),
             ("jshadow:requests_cancelled", "Requests that were cancelled", counts.cancelled),
             ("jshadow:programs_compiled", "Programs that were compiled", report.programs),
+            ("jshadow:engine_failures", "Failures of the engine", int(self.service.engine.failure is not None)),
         ):
             yield CounterMetricFamily(metric, text, value=value)

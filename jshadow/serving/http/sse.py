@@ -21,7 +21,10 @@ def event(value: dict[str, Any]) -> str:
 
 
 def stream_response(
-    events: AsyncIterator[dict[str, Any]], seconds: float, ended: Callable[[], None]
+    events: AsyncIterator[dict[str, Any]],
+    seconds: float,
+    ended: Callable[[], None],
+    failed: Callable[[int], None],
 ) -> StreamingResponse:
     """Return a response that streams events.
 
@@ -29,6 +32,7 @@ def stream_response(
         events: the objects. An error becomes the last event.
         seconds: maximum time of the stream. After it, an error is the last event.
         ended: called at the end, also when the client has left.
+        failed: called with the status that the error would have, had the stream not begun with 200.
     """
 
     async def body() -> AsyncIterator[str]:
@@ -38,11 +42,11 @@ def stream_response(
                     async for value in events:
                         yield event(value)
             yield "data: [DONE]\n\n"
-        except TimeoutError:
-            yield event(body_of(too_late(seconds)))
         except Exception as error:
-            if (told := api_error(error)).status == 500:
+            told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
+            if told.status == 500:
                 LOG.exception("a stream has failed")
+            failed(told.status)
             yield event(body_of(told))
         finally:
             ended()

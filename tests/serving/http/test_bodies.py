@@ -73,3 +73,13 @@ def test_a_long_text_is_one_value(client):
     """It is refused for its length."""
     answer = client.post(COMPLETION, json={"model": NAME, "prompt": '["a\\",' * 2**20})
     assert error_of(answer) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_text_to_tokenize_is_refused_for_its_length_before_it_is_encoded(client, service, monkeypatch, field):
+    text = "!" * 2**20
+    body = {"prompt": text} if field == "prompt" else {"messages": [{"role": "user", "content": text}]}
+    with monkeypatch.context() as never:
+        never.setattr(service.params.tokenizer, "encode", lambda *_, **__: pytest.fail("it must not be encoded"))
+        answer = client.post("/tokenize", json={"model": NAME} | body)
+    assert error_of(answer) == (400, "context_length_exceeded")

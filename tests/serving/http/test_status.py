@@ -1,5 +1,7 @@
 """Health, readiness, models, metrics and the figures of the page."""
 
+import json
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, about, client_of, error_of, posted, tiny_service
@@ -106,6 +108,7 @@ def test_a_failed_engine_is_told_by_health_and_in_the_log(caplog):
         service.engine._loop.run_once = lambda: 1 / 0
         with pytest.raises(ServingError):
             service.engine.submit(Request([1], 1)).result(30)
+        assert figures(client)[0]["jshadow:engine_failures_total", ()] == 1
         for path in ("/health", "/ready"):
             error = client.get(path).json()["error"]
             assert error["code"] == "engine_failed"
@@ -113,3 +116,24 @@ def test_a_failed_engine_is_told_by_health_and_in_the_log(caplog):
         assert "division by zero" in caplog.text
         answer = client.post(COMPLETION, json={"model": NAME, "prompt": "Hi", "max_tokens": 2})
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+
+
+def test_an_error_in_a_stream_is_told_logged_and_counted(client, service, monkeypatch, caplog):
+    """The stream has begun with 200, so its error is its last event."""
+
+    async def broken(_):
+        yield {"piece": 1}
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(metrics, "FRESH_SECONDS", 0)
+    monkeypatch.setattr("jshadow.serving.http.completion.Completion.events", broken)
+    before, _ = figures(client)
+    answer = client.post(COMPLETION, json={"model": NAME, "prompt": "Hi", "max_tokens": 2, "stream": True})
+    first, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.strip().split("\n\n"))
+    assert (answer.status_code, first) == (200, {"piece": 1})
+    assert last["error"]["type"] == "server_error"
+    assert "fault" not in answer.text
+    assert "a stream has failed" in caplog.text
+    assert "a fault of ours" in caplog.text
+    count = "jshadow:requests_refused_total", ("500",)
+    assert figures(client)[0][count] == before.get(count, 0) + 1

@@ -120,7 +120,7 @@ async def respond(request: Request, body: Drawing, answers: list[Answer], form: 
                 service.metrics.count(answer.result(0).report)
 
     if body.stream:
-        return stream_response(form.events(), service.options.seconds, ended)
+        return stream_response(form.events(), service.options.seconds, ended, service.metrics.count_error)
     try:
         whole = await unless_gone(request, form.whole(), service.options.seconds)
         return Response(await service.slowly(to_json, whole), media_type="application/json")
