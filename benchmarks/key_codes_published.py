@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from allotted_bits import Allotted
 from jax import Array
+from published_codes import ChannelCode, RotationCode
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +38,7 @@ from jshadow.evaluation.tasks.ruler.package import ESSAYS
 from jshadow.evaluation.tasks.texts import code, documentation, tokens_of
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, ShadowKV
-from jshadow.policies.shadowkv import ChannelCode, LowRank, RotationCode, TransformCode
+from jshadow.policies.shadowkv import LowRank, TransformCode
 from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, KeyCodec, Sizes, usual_rank
 from jshadow.policies.shadowkv.key_codecs.base import Spread
 

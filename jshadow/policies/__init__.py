@@ -1,5 +1,6 @@
 """The methods, one file or folder each. `POLICIES` maps their names to their classes; base.py defines the contract."""
 
+import dataclasses
 import importlib
 import json
 import pkgutil
@@ -41,7 +42,7 @@ from jshadow.policies.registry import find_policy as find_policy
 from jshadow.policies.registry import register as register
 from jshadow.policies.retrieval import RetrievalPolicy as RetrievalPolicy
 from jshadow.policies.rocketkv import RocketKV as RocketKV
-from jshadow.policies.settings import nearest, setting_types, with_settings
+from jshadow.policies.settings import import_record, nearest, setting_types, with_settings
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
 from jshadow.policies.sizing import Falling as Falling
@@ -90,18 +91,23 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
     Raises:
         ConfigError: there is no such policy or key. The message names the nearest keys.
     """
-    types = setting_types(find_policy(name))
+    kind = find_policy(name)
+    annotations = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        import_record(annotations.get(key), text)  # its settings are known from here on
+    types = setting_types(kind)
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
     values: dict[str, dict[str, Any]] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        kind = (types | around).get(key)
-        if not equals or kind is None:
+        type_name = (types | around).get(key)
+        if not equals or type_name is None:
             raise ConfigError(
                 f"--set must be KEY=VALUE with a key of {name} {sorted(types)} or of a wrapper {sorted(around)}, "
                 f"got {setting!r}{nearest(key, types | around)}"
             )
-        value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
+        value = parse_tuple(text) if type_name.startswith("tuple") else parse_value(text)
         wrapper, _, field = key.partition(".")
         if key in around:
             values.setdefault(wrapper, {})[field] = value

@@ -120,12 +120,13 @@ def import_policy(place: str) -> type[Policy]:
     return policy
 
 
-def import_named(module_name: str, place: str) -> ModuleType:
+def import_named(module_name: str, place: str, form: str = "policy must be module:Class") -> ModuleType:
     """Import a module.
 
     Args:
         module_name: the module.
-        place: the whole `module:Class`, for the error message.
+        place: the whole place, for the error message.
+        form: what a place must be, for the error message.
 
     Raises:
         ConfigError: the module cannot be imported.
@@ -140,8 +141,7 @@ def import_named(module_name: str, place: str) -> ModuleType:
         near = hint(module_name, [path.stem for path in Path.cwd().glob("*.py")])
         near = near if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(
-            f"policy must be module:Class with a module that can be imported, got {place!r}: "
-            f"{type(error).__name__}: {error}{near}"
+            f"{form} with a module that can be imported, got {place!r}: {type(error).__name__}: {error}{near}"
         ) from error
 
 

@@ -1,8 +1,9 @@
 """Records of settings, and the dotted names of settings, as in `--set landmarks.tokens=2`.
 
 A policy is a frozen dataclass of settings. Settings that belong together are a `Record`, a frozen dataclass that is one
-field of the policy. A field can allow one type of record, as `landmarks: Landmarks` does. It can also allow several, as
-`keys: LowRank | TransformCode` does; then each record type has a name.
+field of the policy. A field can allow one type of record, as `landmarks: Landmarks` does. It can also allow all
+subclasses of one, as `keys: Keys` does; then each has a name. A subclass of another package is chosen by its place, as
+in `keys=module.Class`, or by its name once its module is imported.
 
 Every setting has a dotted name. The command line, saved states and result rows use the same names:
 
@@ -12,12 +13,12 @@ Every setting has a dotted name. The command line, saved states and result rows 
 
 import dataclasses
 import difflib
-import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy
+from jshadow.policies.registry import import_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Record:
     """Settings that belong together. Subclasses are frozen dataclasses whose fields all have defaults.
 
     Class attributes:
-        name: the name of the record type if a field allows several types; "" if it allows only one.
+        name: the name of the record type if a field allows several types; "" if it allows only one, or for the base of
+            several.
     """
 
     name: ClassVar[str] = ""
@@ -33,8 +35,36 @@ class Record:
 
 def record_types(annotation: Any) -> dict[str, type[Record]]:
     """Return the record types that a field's annotation allows, by name. The dict is empty for a plain setting."""
-    types = typing.get_args(annotation) or (annotation,)
-    return {kind.name: kind for kind in types if isinstance(kind, type) and issubclass(kind, Record)}
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        return _named(annotation) or {annotation.name: annotation}
+    return {}
+
+
+def _named(base: type[Record]) -> dict[str, type[Record]]:
+    """Return all subclasses that have a name, by name, in the order of their definition."""
+    found: dict[str, type[Record]] = {}
+    for kind in base.__subclasses__():
+        found |= ({kind.name: kind} if kind.name else {}) | _named(kind)
+    return found
+
+
+def import_record(annotation: Any, place: Any) -> Any:
+    """Return the name of the record type at `module.Class`, which is imported, for a field of several types.
+
+    Any other value is returned as it is.
+
+    Raises:
+        ConfigError: the module cannot be imported, or it has no such record type.
+    """
+    if not isinstance(place, str) or "." not in place or not any(record_types(annotation)):
+        return place
+    module, _, name = place.rpartition(".")
+    form = f"a record of {annotation.__name__} must be module.Class"
+    kind: Any = getattr(import_named(module, place, form), name, None)
+    is_record = isinstance(kind, type) and issubclass(kind, annotation)
+    if not (is_record and kind.name):
+        raise ConfigError(f"{place} must be a subclass of {annotation.__name__} with a name, got {kind!r}")
+    return kind.name
 
 
 def setting_types(kind: type) -> dict[str, str]:
@@ -136,14 +166,14 @@ def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path
     Raises:
         ConfigError: the field allows no record of that name.
     """
-    records = record_types(field.type)
+    setting, records = import_record(field.type, setting), record_types(field.type)
     if not records or isinstance(setting, Record):
         return setting
     if setting not in tuple(filter(None, records)):
         choices = tuple(filter(None, records)) or tuple(setting_types(type(current)))
         parts = "one of" if any(records) else "set by its parts"
         raise ConfigError(f"{path}.{field.name} must be {parts} {choices}, got {setting!r}")
-    return current if current.name == setting else records[setting]()
+    return current if current.name == setting else record_types(field.type)[setting]()
 
 
 def unknown_setting(path: str, name: str, value: Any) -> ConfigError:
@@ -159,8 +189,8 @@ def nearest(name: str, names: Any) -> str:
     return f"; the nearest: {', '.join(similar)}" if similar else ""
 
 
-def check_record(policy: str, name: str, value: Any, kinds: tuple[type[Record], ...]) -> None:
-    """Raise ConfigError unless the value is a record of one of these types."""
-    if not isinstance(value, kinds):
-        choices = " or ".join(kind.__name__ for kind in kinds)
+def check_record(policy: str, name: str, value: Any, kind: type[Record]) -> None:
+    """Raise ConfigError unless the value is a record of this type."""
+    if not isinstance(value, kind):
+        choices = " or ".join(one.__name__ for one in record_types(kind).values())
         raise ConfigError(f"{policy}.{name} must be {choices}, got {value!r}")

@@ -25,7 +25,6 @@ from jshadow.weights.convert.safetensors_file import TensorFile
 # programs and seconds are not counted here.
 pytestmark = [pytest.mark.xdist_group("mesh"), pytest.mark.process]
 OFFLOADING = ("quest", "rocketkv", "rocketkv_kvzip", "shadowkv", "packed", "shadowkv_plus", "plus_int4", "exact")
-OFFLOADING += ("channel",)
 
 # Each policy on each mesh, and in each fetch mode on a mesh of both kinds.
 QUICK = (("shadowkv", "data2_tp2", "device_put"), ("quest", "data2", "device_put"))

@@ -37,7 +37,7 @@ from jshadow.weights.params import Params, init_params
 BATCH = len(LENGTHS)
 ACTIVE = np.array([[True, True], [False, True], [True, False]])
 # Every registered policy, and each variant whose state has other arrays.
-VARIANTS = ("shadowkv_transform", "shadowkv_plus_transform", "shadowkv_rotation", "shadowkv_plus_channel")
+VARIANTS = ("shadowkv_transform", "shadowkv_plus_transform", "shadowkv_two_rounds", "shadowkv_plus_preload")
 NAMES = (*POLICIES, *VARIANTS, "dense_first", "pyramid", "probe")
 
 

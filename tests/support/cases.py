@@ -43,13 +43,11 @@ from jshadow.policies import (
 )
 from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.policies.shadowkv import (
-    ChannelCode,
     Choice,
     ExactKeys,
     Landmarks,
     LowRank,
     Quirks,
-    RotationCode,
     TransformCode,
     Values,
 )
@@ -169,10 +167,10 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
         landmarks=dataclasses.replace(PACKED, levels=2, order=2),
         later_keys="projected",
     ),
-    "shadowkv_rotation": codec_case(ShadowKV, RotationCode(bits=3), "model", rounds=2, **SMALL, landmarks=PACKED),
-    "shadowkv_plus_channel": codec_case(
+    "shadowkv_two_rounds": codec_case(ShadowKV, TRANSFORM, "model", rounds=2, **SMALL, landmarks=PACKED),
+    "shadowkv_plus_preload": codec_case(
         ShadowKVPlus,
-        ChannelCode(),
+        LowRank(weights="queries"),
         "int8",
         **PLUS,
         landmarks=Landmarks(tokens=1, levels=2, order=2),

@@ -47,6 +47,12 @@ def fresh() -> SimpleNamespace:
 run = fresh()
 
 
+def lost_by(codec, keys, chunk: int, weights=None) -> float:
+    """The mean squared error of rebuilt keys [1, T, h, d], over their mean square."""
+    got = run.there_and_back(codec, keys, np.array([keys.shape[1]]), keys.shape[1] // chunk, chunk, weights)[1]
+    return float(((np.asarray(got, np.float64) - keys) ** 2).sum() / (keys**2).sum())
+
+
 def every_chunk(batch: int, heads: int, chunks: int) -> np.ndarray:
     """The ids of all chunks [B, h, n]."""
     return np.broadcast_to(np.arange(chunks, dtype=np.int32), (batch, heads, chunks))

@@ -17,7 +17,7 @@ from jshadow.errors import JshadowError
 from jshadow.evaluation.laws.inputs import TINY
 from jshadow.generate import generate
 from jshadow.policies import Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
-from jshadow.policies.shadowkv import ChannelCode, ExactKeys
+from jshadow.policies.shadowkv import ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
@@ -38,7 +38,6 @@ POLICIES: dict[str, Policy] = {
     ),
     "plus_int4": dataclasses.replace(ShadowKVPlus.packed(), extra_outlier_chunks=2, extend_piece=6, **SMALL),
     "exact": ShadowKV(keys=ExactKeys(), **SMALL),
-    "channel": ShadowKV(keys=ChannelCode(), **SMALL),
 }
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "data2": {"data": 2}, "data2_tp2": {"data": 2, "tp": 2}}
 CAPACITY = 112

@@ -7,12 +7,11 @@ they are chosen), `outliers` (chunks that stay exact), `key_codecs` (how keys ar
 
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
-from jshadow.policies.shadowkv.records import ChannelCode as ChannelCode
 from jshadow.policies.shadowkv.records import Choice as Choice
 from jshadow.policies.shadowkv.records import ExactKeys as ExactKeys
+from jshadow.policies.shadowkv.records import Keys as Keys
 from jshadow.policies.shadowkv.records import Landmarks as Landmarks
 from jshadow.policies.shadowkv.records import LowRank as LowRank
-from jshadow.policies.shadowkv.records import RotationCode as RotationCode
 from jshadow.policies.shadowkv.records import TransformCode as TransformCode
 from jshadow.policies.shadowkv.records import Values as Values
 from jshadow.policies.shadowkv.reference import Quirks as Quirks

@@ -32,7 +32,6 @@ from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost
 from jshadow.policies.shadowkv.plus_settings import PlusSettings
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
-from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, fields_of
 
 
@@ -88,7 +87,7 @@ class ShadowKVPlus(PlusSettings):
         )
         cut = zeros(heads, dtype=jnp.float32)
         most = cut if self.choice.outlier_rule != "landmark" else None
-        weights = None if weights_of(self.keys) == "none" else zeros(heads, spec.head_dim, dtype=jnp.float32)
+        weights = None if self.keys.weights == "none" else zeros(heads, spec.head_dim, dtype=jnp.float32)
         frozen = PlusFrozen(**fields_of(state.frozen), cut=cut, most=most, key_weights=weights, later=shared)
         return LayerState(frozen, live)
 

@@ -12,7 +12,6 @@ from jshadow.policies.shadowkv.key_codecs import KeyCode
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
 from jshadow.policies.shadowkv.outliers import least_cosine
-from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.state import ShadowFrozen
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def encode(
 
 def key_weights(policy: "ShadowSettings", spec: CacheSpec, prompt: PromptKV) -> Array | None:
     """Return the weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
-    if weights_of(policy.keys) == "none":
+    if policy.keys.weights == "none":
         return None
     assert prompt.q_tail is not None
     rotary = spec.rope.rotary_dim(spec.head_dim)

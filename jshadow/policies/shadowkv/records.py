@@ -4,8 +4,9 @@ The settings that are changed most often (rank, chunk_size, budget, outlier_chun
 `ShadowKV` itself. A record's `resolve` checks it and replaces every None by a number.
 """
 
+import abc
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -13,12 +14,10 @@ from jshadow.ops.packing import ROW_BITS
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.settings import Record
 from jshadow.policies.shadowkv.key_codecs import (
-    ChannelCodec,
     ExactCodec,
     KeyCodec,
     LowRankCodec,
     Profile,
-    RotationCodec,
     TransformCodec,
     usual_profile,
     usual_rank,
@@ -30,7 +29,40 @@ WIDER = 2  # with two rounds, the first selects this many chunks for each chunk 
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRank(Record):
+class Keys(Record, abc.ABC):
+    """How keys are stored. A subclass with a name is a choice for `ShadowKV.keys`, also one from outside the library.
+
+    Class attributes:
+        weights: the error that the code minimizes, "none" or "queries"; a field where it can be chosen.
+    """
+
+    weights = "none"
+
+    @abc.abstractmethod
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
+        """Return these settings with every None replaced by a number, and the rank, or None for a code without one.
+
+        Args:
+            policy: the name of the policy, for messages.
+            rank: the setting `ShadowKV.rank`.
+            config: the model.
+
+        Raises:
+            ConfigError: a setting is out of range, or there is a rank and the code has none.
+        """
+
+    @abc.abstractmethod
+    def codec(self, rank: int | None) -> KeyCodec:
+        """Return the codec of resolved settings."""
+
+    def check_no_rank(self, policy: str, rank: Any) -> None:
+        """Raise ConfigError if a rank is given. Only low-rank keys have one."""
+        if rank is not None:
+            raise ConfigError(f"{policy}.rank must be None with keys={self.name!r}, which has none, got {rank!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Keys):
     """Keys stored as low-rank factors, as in the paper. Their rank is `ShadowKV.rank`.
 
     Attributes:
@@ -57,7 +89,7 @@ class LowRank(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformCode(Record):
+class TransformCode(Keys):
     """Keys stored in their eigenbasis, with 8, 4, 2 or 0 bits for each column.
 
     Attributes:
@@ -75,7 +107,7 @@ class TransformCode(Record):
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
         """Check every setting. `bits` is replaced by a profile, and so is a profile of None."""
-        check_no_rank(policy, self.name, rank)
+        self.check_no_rank(policy, rank)
         check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
         if self.bits is not None:
             profile = self.profile_of_bits(policy, config)
@@ -101,85 +133,19 @@ class TransformCode(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactKeys(Record):
+class ExactKeys(Keys):
     """Keys stored exactly, before RoPE."""
 
     name = "exact"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
         """Check that no rank is given."""
-        check_no_rank(policy, self.name, rank)
+        self.check_no_rank(policy, rank)
         return self, None
 
     def codec(self, rank: int | None) -> KeyCodec:
         """Return the codec with these settings."""
         return ExactCodec()
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadCode(Record):
-    """Keys stored in a code of single heads that others published. It is for comparison and has no GPU kernel.
-
-    Attributes:
-        bits: bits of a number of a key: 2 or 3 with `RotationCode`, 2 or 4 with `ChannelCode`.
-
-    Class attributes:
-        multiples: the choices of `bits`, each with the number of which head_dim must be a multiple.
-    """
-
-    bits: int = 2
-
-    multiples: ClassVar[dict[int, int]] = {}
-
-    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
-        """Check the bits, that no rank is given, and that the codes of a key fill whole bytes."""
-        check_no_rank(policy, self.name, rank)
-        check_choice(f"{policy}.keys", "bits", self.bits, tuple(self.multiples))
-        multiple = self.multiples[self.bits]
-        if config.head_dim % multiple:
-            raise ConfigError(
-                f"{policy}.keys={self.name!r} with keys.bits={self.bits} must have a head_dim that is a multiple of "
-                f"{multiple}, got {config.head_dim}"
-            )
-        return dataclasses.replace(self, bits=int(self.bits)), None
-
-
-@dataclasses.dataclass(frozen=True)
-class RotationCode(HeadCode):
-    """Keys stored in a fixed random basis of each head, with 2 or 3 `bits`; see `key_codecs.rotation` (TurboQuant)."""
-
-    name = "rotation"
-    multiples = {2: 4, 3: 8}  # noqa: RUF012, the base has its type
-
-    def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
-        return RotationCodec(self.bits)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChannelCode(HeadCode):
-    """Keys quantized channel by channel, with 2 or 4 `bits`; see `key_codecs.channel` (KVQuant)."""
-
-    name = "channel"
-    multiples = {2: 4, 4: 2}  # noqa: RUF012, the base has its type
-
-    def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
-        return ChannelCodec(self.bits)
-
-
-Keys = LowRank | TransformCode | ExactKeys | RotationCode | ChannelCode
-
-
-def weights_of(keys: Keys) -> str:
-    """Return the setting `weights` of the key code; "none" for codes that have none."""
-    return keys.weights if isinstance(keys, LowRank | TransformCode) else "none"
-
-
-def check_no_rank(policy: str, keys: str, rank: Any) -> None:
-    """Raise ConfigError if a rank is given for a code that has none."""
-    if rank is not None:
-        raise ConfigError(f"{policy}.rank must be None with keys={keys!r}, which has none, got {rank!r}")
 
 
 def check_profile(policy: str, profile: Any, columns: int) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self, get_args
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,7 +25,6 @@ from jshadow.policies.shadowkv.records import (
     LowRank,
     TransformCode,
     Values,
-    weights_of,
 )
 from jshadow.policies.shadowkv.reference import Quirks
 from jshadow.policies.shadowkv.selection import Scoring
@@ -43,8 +42,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
             at least 256, or at least 512 if values have four bits.
         outlier_chunks: number of chunks that each KV head keeps exactly. None: 24 for every 1,024 tokens of budget.
         local_chunks: number of whole chunks at the end of the prompt that stay in the window.
-        keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, or a code that others
-            published, `RotationCode` or `ChannelCode`.
+        keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, or another subclass of `Keys`.
         landmarks: the summaries of keys by which chunks are selected.
         values: how values are stored in host memory.
         choice: extensions of the paper's rules for choosing chunks.
@@ -139,9 +137,9 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check every setting and replace every None by a number, except a rank that the key code does not have."""
-        check_record(self.name, "keys", self.keys, get_args(Keys))
+        check_record(self.name, "keys", self.keys, Keys)
         for name, kind in (("landmarks", Landmarks), ("values", Values), ("choice", Choice), ("quirks", Quirks)):
-            check_record(self.name, name, getattr(self, name), (kind,))
+            check_record(self.name, name, getattr(self, name), kind)
         keys, rank = self.keys.resolve(self.name, self.rank, config)
         check_range(self.name, "chunk_size", self.chunk_size, 1)
         budget = self.budget
@@ -173,7 +171,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
     @property
     def reads(self) -> HookInputs:
         """The hooks need the prompt's last queries to compute key weights, or the last one to preload chunks."""
-        last = TAIL if weights_of(self.keys) == "queries" else int(self.quirks.exact_preload)
+        last = TAIL if self.keys.weights == "queries" else int(self.quirks.exact_preload)
         return HookInputs(last_queries=last, piece=self.extend_piece)
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import oracle_codec
 import oracle_head_codes
 import pytest
-from codec_calls import fresh, run
+from codec_calls import fresh, lost_by, run
 from few import one_of, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,18 +22,14 @@ from jshadow.cache.records import Rebuild
 from jshadow.models.config import RopeConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.policies.shadowkv.key_codecs import (
-    ChannelCodec,
     ExactCodec,
     KeyCodec,
     LowRankCodec,
-    RotationCodec,
     Sizes,
     TokenCodec,
     TransformCodec,
     lowrank,
     midrise,
-    per_head,
-    rotation,
 )
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 
@@ -50,16 +46,8 @@ CODECS: dict[str, KeyCodec] = {
     "lowrank": LowRankCodec(9),
     "transform": TransformCodec((3, 10, 8)),
     "exact": ExactCodec(),
-    "rotation": RotationCodec(3),
-    "channel": ChannelCodec(2),
     "token4": TokenCodec(4),
     "token6": TokenCodec(6),
-}
-HEAD_CODECS: dict[str, KeyCodec] = {
-    "rotation2": RotationCodec(2),
-    "rotation3": RotationCodec(3),
-    "channel2": ChannelCodec(2),
-    "channel4": ChannelCodec(4),
 }
 CHUNK = 4
 DTYPES = ("float32", "bfloat16")
@@ -225,11 +213,6 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         keys = wide(rows)
     elif isinstance(codec, LowRankCodec):
         keys = wide(rows) @ wide(code.right)[b, h]
-    elif isinstance(codec, RotationCodec):
-        keys = oracle_head_codes.rotated_keys(rows, codec.bits)
-    elif isinstance(codec, ChannelCodec):
-        least, step = (wide(x)[b, h] for x in (code.right.least, code.right.step))
-        keys = oracle_head_codes.unpacked(rows, codec.bits) * step + least
     elif isinstance(codec, TokenCodec):
         mean, unit = (wide(x)[b, h] for x in (code.right.mean, code.right.unit))
         keys = oracle_head_codes.token_keys(rows, codec.bits, 24) * unit + mean
@@ -255,12 +238,6 @@ def test_rounded_keys_are_off_by_half_a_step_at_most(dtype, slack, bits, most):
         assert not np.asarray(code.left)[row, :, -(-length // CHUNK) :].any()  # padding
 
 
-def lost_by(codec, keys, chunk: int, weights=None) -> float:
-    """The mean squared error of rebuilt keys [1, T, h, d], over their mean square."""
-    got = run.there_and_back(codec, keys, np.array([keys.shape[1]]), keys.shape[1] // chunk, chunk, weights)[1]
-    return float(((wide(got) - keys) ** 2).sum() / (keys**2).sum())
-
-
 def test_a_better_code_or_more_bits_lose_less():
     """If variances fall by a power law, the transform code has less than half of the error of low rank."""
     rng, width, sizes = np.random.default_rng(0), 64, Sizes(2, 32, "bfloat16")
@@ -270,10 +247,6 @@ def test_a_better_code_or_more_bits_lose_less():
     assert lowrank.read_bytes(sizes) == transform.read_bytes(sizes) == 16
     assert lost_by(transform, keys, 8) < 0.5 * lost_by(lowrank, keys, 8)
     assert lost_by(ExactCodec(), keys, 8) == 0
-    keys = random_keys([200], 2, 16, seed=5)[:, :200]
-    lost = {name: lost_by(codec, keys, 4) for name, codec in HEAD_CODECS.items()}
-    assert lost["rotation3"] < lost["rotation2"] / 2
-    assert lost["channel4"] < lost["channel2"] / 8
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
@@ -283,9 +256,9 @@ def test_a_code_has_the_bytes_that_it_tells(dtype, item):
         "lowrank": 9 * item,
         "transform": 3 + 10 // 2 + 8 // 4,
         "exact": 24 * item,
-        "rotation": 24 * 3 // 8 + 2,
+        "token4": 24 // 2 + item,
+        "token6": 24 * 6 // 8 + item,
     }
-    row_bytes |= {"channel": 24 * 2 // 8, "token4": 24 // 2 + item, "token6": 24 * 6 // 8 + item}
     for name, codec in CODECS.items():
         code = jax.eval_shape(lambda *x, codec=codec: codec.encode(*x, 6, CHUNK), keys, lengths)
         empty = jax.eval_shape(lambda codec=codec: codec.empty(1, 6, CHUNK, sizes))
@@ -339,91 +312,6 @@ def test_a_whole_basis_keeps_keys_that_no_token_had():
     right = factors(normal(2, 64, 2, 16, seed=9), [5, 64], 32)[1]
     basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
     np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
-
-
-SIZES = [(1, 8), (2, 16), (3, 40)]  # KV heads and their width
-
-
-def random_keys(lengths: list[int], heads: int, dim: int, seed: int) -> np.ndarray:
-    """Keys [B, S, h, d] whose channels have other means and sizes, padded with numbers that must not be read."""
-    rng = np.random.default_rng(seed)
-    keys = rng.standard_normal((len(lengths), max(lengths) + 3, heads, dim))
-    keys = keys * rng.uniform(0.1, 5, (heads, dim)) + rng.uniform(-9, 9, (heads, dim))
-    for row, length in enumerate(lengths):
-        keys[row, length:] = 1e4
-    return keys.astype(np.float32)
-
-
-def test_the_levels_and_the_rotation_are_the_oracle_s():
-    for bits in (2, 3):
-        np.testing.assert_allclose(rotation.levels(bits), oracle_head_codes.lloyd_levels(bits), atol=1e-6)
-    for dim in (4, 24, 80, 128):
-        turn = rotation.rotation(dim)
-        np.testing.assert_allclose(turn, oracle_head_codes.turn(dim), atol=1e-5)
-        np.testing.assert_allclose(turn @ turn.T, np.eye(dim), atol=1e-5)
-
-
-def coded(codec, heads, dim, bits, later=None):
-    """Random keys of 37 and 12 tokens and, for each row and head, the keys and the rows of their code; the code."""
-    keys, lengths = random_keys([37, 12], heads, dim, seed=bits), np.array([37, 12])
-    later = None if later is None else keys[:, :1] * later
-    code, _, rows = jax.tree.map(np.asarray, fresh().there_and_back(codec, keys, lengths, 13, 3, None, later))
-    parts = []
-    for (row, length), head in [(pair, head) for pair in enumerate(lengths) for head in range(heads)]:
-        left = code.left[row, head].reshape(39, -1)
-        assert not left[length:].any()
-        parts.append((row, head, wide(keys[row, :length, head]), left[:length]))
-    return parts, code, rows
-
-
-@pytest.mark.parametrize(("size", "bits", "block"), one_of(3, pairwise(SIZES, (2, 3), (5, 2048))))
-def test_a_rotated_number_has_its_nearest_level(bits, size, block, monkeypatch):
-    monkeypatch.setattr(per_head, "BLOCK", block)
-    levels, dim = np.array(oracle_head_codes.lloyd_levels(bits)), size[1]
-    for _, _, plain, rows in coded(RotationCodec(bits), *size, bits)[0]:
-        norms = np.linalg.norm(plain, axis=1, keepdims=True)
-        far = np.abs((plain / norms @ oracle_head_codes.turn(dim) * np.sqrt(dim))[..., None] - levels)
-        nearest = np.sort(far, axis=-1)
-        codes, sure = oracle_head_codes.unpacked(rows[:, :-2], bits), nearest[..., 1] - nearest[..., 0] > 2e-3
-        np.testing.assert_array_equal(codes[sure], far.argmin(axis=-1)[sure])
-        assert sure.mean() > 0.97
-        lost = np.linalg.norm(oracle_head_codes.rotated_keys(rows, bits) - plain, axis=1) / norms[:, 0]
-        assert lost.mean() < {2: 0.4, 3: 0.25}[bits]  # sqrt(0.1175) and sqrt(0.0345) for Gaussian numbers
-
-
-@pytest.mark.parametrize(("size", "bits", "block"), one_of(3, pairwise(SIZES, (2, 4), (5, 2048))))
-def test_a_channel_s_error_is_half_a_step(bits, size, block, monkeypatch):
-    """The ranges are those of the real tokens. Later keys beyond them are clipped."""
-    monkeypatch.setattr(per_head, "BLOCK", block)
-    parts, code, later = coded(ChannelCodec(bits), *size, bits, later=100)
-    for row, head, plain, rows in parts:
-        least, most = plain.min(axis=0), plain.max(axis=0)
-        step = (most - least) / (2**bits - 1)
-        np.testing.assert_allclose(code.right.least[row, head], least, rtol=1e-6)
-        np.testing.assert_allclose(code.right.step[row, head], step, rtol=1e-5)
-        off = np.abs(oracle_head_codes.unpacked(rows, bits) * step + least - plain)
-        assert (off <= step / 2 + 1e-4).all()
-        assert (off.max(axis=0) > step / 20).all()  # not the keys themselves
-        clipped = oracle_head_codes.unpacked(later[row, :, head], bits)[0] * step + least
-        np.testing.assert_allclose(clipped, np.clip(plain[0] * 100.0, least, most), atol=step.max() / 2)
-
-
-@pytest.mark.parametrize(("name", "dtype"), one_of(3, [(name, dtype) for name in HEAD_CODECS for dtype in DTYPES]))
-def test_awkward_keys(name, dtype):
-    """Keys of zeros, equal keys, one token and no token give finite keys, and one very long key harms no other head."""
-    keys = np.zeros((4, 9, 2, 8), np.float32)
-    keys[1] = np.linspace(-3, 3, 8)
-    keys[2, 0], keys[3] = 7.0, 1e30
-    longer = keys * np.array([1, 1e3], np.float32)[:, None]
-    (code, got, _), (other, _, _) = (
-        run.there_and_back(HEAD_CODECS[name], array(x, dtype), np.array([9, 9, 1, 0]), 3, 3) for x in (keys, longer)
-    )
-    got = wide(got)
-    assert np.isfinite(got).all()
-    assert not got[[0, 3]].any()
-    if name.startswith("channel"):
-        np.testing.assert_allclose(got[1], wide(keys[1].astype(dtype)), rtol=1e-6)
-    np.testing.assert_array_equal(np.asarray(other.left)[:, 0], np.asarray(code.left)[:, 0])
 
 
 def queries_of(batch: int, count: int, heads: int, dim: int) -> np.ndarray:

@@ -13,11 +13,9 @@ from random_arrays import array, wide
 from jshadow.cache.records import Rebuild
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.policies.shadowkv.key_codecs import (
-    ChannelCodec,
     ExactCodec,
     KeyCodec,
     LowRankCodec,
-    RotationCodec,
     TransformCodec,
 )
 from jshadow.policies.shadowkv.outliers import loses_more
@@ -27,8 +25,6 @@ CODECS: dict[str, KeyCodec] = {
     "lowrank": LowRankCodec(9),
     "transform": TransformCodec((3, 10, 8)),
     "exact": ExactCodec(),
-    "rotation": RotationCodec(2),
-    "channel": ChannelCodec(4),
 }
 
 

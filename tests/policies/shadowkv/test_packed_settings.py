@@ -18,13 +18,11 @@ from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
 from jshadow.policies.shadowkv import (
-    ChannelCode,
     Choice,
     ExactKeys,
     Landmarks,
     LowRank,
     Quirks,
-    RotationCode,
     TransformCode,
     Values,
     records,
@@ -154,9 +152,6 @@ def test_settings_as_text():
     assert policy.resolve(SMOLLM2, 512).keys.profile == (4, 40, 32)
     assert policy.resolve(LLAMA, 512) == ShadowKV(keys=TransformCode(profile=(16, 224, 192))).resolve(LLAMA, 512)
     assert ShadowKV(keys=TransformCode(bits=1e-9)).resolve(SMOLLM2, 512).codec.profile == profile_of(192, 8)
-    for kind, name in ((kind, name) for kind in KINDS for name in ("rotation", "channel")):
-        both = with_settings(kind(choice=Choice(outlier_rule="both")), {"keys": name, "keys.bits": 2})
-        assert both.resolve(TINY, 96).codec.bits == 2
 
 
 def test_a_saved_state_keeps_the_profile_that_it_was_coded_with(tmp_path, monkeypatch):
@@ -281,12 +276,10 @@ def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(kind, monkeypatc
 
 BITS = TransformCode(bits=2.0, profile=(4, 4, 4)), *(TransformCode(b) for b in (0, 8.5, True, "two", float("nan")))
 REFUSED = [  # settings, message, and the width of a head if it matters
-    (dict(keys="zip"), r"\.keys must be LowRank or TransformCode or ExactKeys or .* or ChannelCode, got 'zip'"),
+    (dict(keys="zip"), r"\.keys must be LowRank or TransformCode or ExactKeys.*, got 'zip'"),
     (dict(keys=Values()), r"\.keys must be LowRank or .*, got Values"),
     (dict(landmarks=2), r"\.landmarks must be Landmarks, got 2"),
     (dict(keys=TransformCode(), rank=8), r"\.rank must be None with keys='transform'.*got 8"),
-    (dict(keys=RotationCode(), rank=8), r"\.rank must be None with keys='rotation'.* got 8"),
-    (dict(keys=ChannelCode(), rank=8), r"\.rank must be None with keys='channel'.* got 8"),
     (dict(keys=TransformCode(profile=(4, 3, 4))), r"multiple of 2 and the third of 4, got \(4, 3, 4\)"),
     (dict(keys=TransformCode(profile=(4, 4, 2))), r"the third of 4, got \(4, 4, 2\)"),
     (dict(keys=TransformCode(profile=(9, 16, 8))), r"together 1 to 32, .*got \(9, 16, 8\)"),
@@ -295,13 +288,6 @@ REFUSED = [  # settings, message, and the width of a head if it matters
     (dict(keys=TransformCode(profile=(True, 8, 8))), "must be three numbers"),
     (dict(keys=TransformCode(profile=(-1, 8, 8))), "must be three numbers"),
     *((dict(keys=code), r"\.keys\.bits must be") for code in BITS),
-    (dict(keys=RotationCode(bits=4)), r"\.keys\.bits must be one of \(2, 3\), got 4"),
-    (dict(keys=ChannelCode(bits=3)), r"\.keys\.bits must be one of \(2, 4\), got 3"),
-    (dict(keys=ChannelCode(bits="2")), r"\.keys\.bits must be one of \(2, 4\), got '2'"),  # type: ignore[arg-type]
-    (dict(keys=ChannelCode(bits=True)), r"\.keys\.bits must be one of \(2, 4\), got True"),
-    (dict(keys=RotationCode(bits=2)), "keys='rotation' with keys.bits=2 .* multiple of 4, got 18", 18),
-    (dict(keys=RotationCode(bits=3)), "keys='rotation' with keys.bits=3 .* multiple of 8, got 20", 20),
-    (dict(keys=ChannelCode()), "keys='channel' with keys.bits=2 .* multiple of 4, got 14", 14),
     (dict(keys=LowRank(weights="keys")), r"\.keys\.weights must be one of .*'none', 'queries'.* got 'keys'"),
     (dict(keys=TransformCode(weights="keys")), r"\.keys\.weights must be one of .*'none', 'queries'.* got 'keys'"),
     (dict(landmarks=Landmarks(tokens=3)), r"\.landmarks\.tokens must divide chunk_size=8, got 3"),

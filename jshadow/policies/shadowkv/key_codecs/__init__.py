@@ -1,15 +1,13 @@
 """Codes of a prompt's keys before RoPE, which ShadowKV stores on the device and rebuilds chunks from.
 
-`lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. `rotation` and
-`channel` are codes that others published, for comparison. A new code needs a `KeyCodec` in its own file, a settings
-record in `shadowkv/records.py`, and a case in tests/policies/shadowkv/test_key_codecs.py. `TokenCodec` serves only the
-later tokens of ShadowKV+.
+`lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. `TokenCodec`
+serves only the later tokens of ShadowKV+. A new code is a `KeyCodec` and a subclass of `shadowkv.Keys`, in a file of
+its own (docs/key_codes.md).
 """
 
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode as KeyCode
 from jshadow.policies.shadowkv.key_codecs.base import KeyCodec as KeyCodec
 from jshadow.policies.shadowkv.key_codecs.base import Sizes as Sizes
-from jshadow.policies.shadowkv.key_codecs.channel import ChannelCodec as ChannelCodec
 from jshadow.policies.shadowkv.key_codecs.exact import ExactCodec as ExactCodec
 from jshadow.policies.shadowkv.key_codecs.left_rows import by_head as by_head
 from jshadow.policies.shadowkv.key_codecs.left_rows import by_token as by_token
@@ -17,7 +15,6 @@ from jshadow.policies.shadowkv.key_codecs.left_rows import squared_error as squa
 from jshadow.policies.shadowkv.key_codecs.lowrank import LowRankCodec as LowRankCodec
 from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank as usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile as Profile
-from jshadow.policies.shadowkv.key_codecs.rotation import RotationCodec as RotationCodec
 from jshadow.policies.shadowkv.key_codecs.tokens import TokenCodec as TokenCodec
 from jshadow.policies.shadowkv.key_codecs.transform import TransformCodec as TransformCodec
 from jshadow.policies.shadowkv.key_codecs.transform import usual_profile as usual_profile
