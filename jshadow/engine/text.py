@@ -8,9 +8,17 @@ import numpy as np
 
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
-from jshadow.weights.templates import ANSWER, rendered
+from jshadow.weights.templates import rendered
 from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import MARK, decode, encode_parts, encode_plain, marked, opening, special_tokens
+from jshadow.weights.tokenizer import (
+    decode,
+    encode_parts,
+    encode_plain,
+    opening,
+    placeholder,
+    special_tokens,
+    split_specials,
+)
 from jshadow.weights.tokenizer import encode as encode_text
 
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
@@ -104,25 +112,23 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
     Raises:
         PromptError: there is no template, a message has no text, or the template refuses the order of roles.
     """
-    between: list[list[int]] = []
-    plain: list[dict] = []
+    mark, plain = placeholder(), []
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
-        content, specials = marked(tokenizer, message["content"], "prompt messages")
-        plain.append(message | {"content": content})
-        between += specials
-    before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        plain.append(message | {"content": mark.join(split_specials(tokenizer, message["content"]))})
+    answer = placeholder()
+    before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     text = rendered(tokenizer, [*before, *plain])
     if after is not None:
         # Only the text after the answer continues the chat. The text before it repeats the beginning of a chat.
-        _, separator, text = text.partition(ANSWER)
+        _, separator, text = text.partition(answer)
         if not separator:
             raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
-    parts = text.split(MARK)
-    if len(parts) != len(between) + 1:
+    parts = text.split(mark)
+    if len(parts) != 1 + sum(message["content"].count(mark) for message in plain):
         raise PromptError("prompt has special tokens in a message, and the template leaves out or repeats messages")
-    ids = encode_parts(tokenizer, parts, between, begins=after is None)
+    ids = encode_parts(tokenizer, parts, begins=after is None)
     return ids[1:] if ids[:1] == [after] else ids
 
 

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import itertools
+import string
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from jshadow.errors import PromptError
-from jshadow.weights.tokenizer import MARK, decode, encode, encode_parts, encode_plain, marked, opening, split_specials
+from jshadow.weights.tokenizer import decode, encode, encode_parts, encode_plain, opening, placeholder, split_specials
 
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
-CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdDeFGhHIjmMpSTuUVwWxXyYZ"), "%%")  # of strftime
-ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer in a chat template
+# The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
+CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
 END = "x"  # the end of a text of which the tokens before a document are taken
 MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template, and time, for a chat of three messages
 
@@ -73,9 +74,9 @@ def rendered(
         PromptError: as `template_of`, or the template refuses the chat.
     """
     template = template_of(tokenizer, tools=bool(tools))
-    options = {"chat_template": _dated(template) if fixed_date else template, "tokenize": False}
+    options = {"chat_template": _dated(template) if fixed_date else template, "tokenize": False} | told
     try:
-        text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options, **told)
+        text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options)
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         raise PromptError(f"the chat template refuses the chat: {error or type(error).__name__}"[:500]) from error
     return str(text)
@@ -85,18 +86,24 @@ def _dated(template: str) -> str:
     """Return a chat template that names `DATE` where it would name today's date."""
     if "strftime_now" not in template:
         return template
-    filters = "".join(f" | replace({code!r}, {DATE.strftime(code)!r})" for code in CODES)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro +%}}{template}"
+    told = {code: DATE.strftime(code) for code in CODES}
+    return (
+        "{% macro strftime_now(format) %}{% set now = namespace(text=format.replace('%%', '\\0')) %}"
+        f"{{% for code, value in {told!r}.items() %}}{{% set now.text = now.text.replace(code, value) %}}{{% endfor %}}"
+        f"{{{{ now.text.replace('\\0', '%') }}}}{{% endmacro +%}}{template}"
+    )
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that a tokenizer and its chat template say an answer ends with: none, one or two."""
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    mark = placeholder()
     try:
-        text = rendered(tokenizer, _alternating(["?", ANSWER]), answer=False)
+        text = rendered(tokenizer, _alternating(["?", mark]), answer=False)
     except PromptError:
         return tuple(ids)
-    behind = text.rpartition(ANSWER)[2].lstrip()
+    _, found, behind = text.rpartition(mark)
+    behind = behind.lstrip() if found else ""
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     marks = sorted((name for name in added if behind.startswith(name)), key=len)
     return tuple(dict.fromkeys([*ids, *(added[name] for name in marks[-1:])]))
@@ -126,8 +133,9 @@ def frame(
     if not has_template(tokenizer):
         after = f"\n\nQuestion: {question}\nAnswer: {prefix}"
         return opening(tokenizer) + encode(tokenizer, head, begins=True), encode_plain(tokenizer, after)
-    asked, between = marked(tokenizer, question, "question")
-    before, after_ids = _cut(tokenizer, [f"{head}{MARK}\n\n{asked}" if question else f"{head}{MARK}"], between, prefix)
+    mark = placeholder()
+    asked = "\n\n" + mark.join(split_specials(tokenizer, question)) if question else ""
+    before, after_ids = _cut(tokenizer, [f"{head}{mark}{asked}"], mark, prefix)
     return encode(tokenizer, before, begins=True), after_ids
 
 
@@ -135,8 +143,8 @@ def follow_up(tokenizer: Any, question: str, prefix: str = "") -> list[int]:
     """Return the token ids of a later question, from the end of the previous answer on. Raises as `frame`."""
     if not has_template(tokenizer):
         return encode_plain(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
-    asked, between = marked(tokenizer, question, "question")
-    return _cut(tokenizer, ["?", MARK, asked], between, prefix)[1]
+    mark = placeholder()
+    return _cut(tokenizer, ["?", mark, mark.join(split_specials(tokenizer, question))], mark, prefix)[1]
 
 
 class Beginning(NamedTuple):
@@ -163,7 +171,8 @@ class Beginning(NamedTuple):
 
 def beginning(tokenizer: Any) -> Beginning:
     """Return what comes before a document. Raises PromptError as `frame`."""
-    text = _cut(tokenizer, [MARK], [], "")[0] if has_template(tokenizer) else ""
+    mark = placeholder()
+    text = _cut(tokenizer, [mark], mark, "")[0] if has_template(tokenizer) else ""
     ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
     whole = tokenizer.added_tokens_decoder
     count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
@@ -177,8 +186,8 @@ def document_ids(tokenizer: Any, text: str) -> list[int]:
     are plain text. Raises PromptError as `frame`.
     """
     before = beginning(tokenizer)
-    (first, *parts), between = split_specials(tokenizer, text)
-    ids = encode_parts(tokenizer, [before.text + first, *parts], between)
+    first, *parts = split_specials(tokenizer, text)
+    ids = encode_parts(tokenizer, [before.text + first, *parts])
     return ids if before.text else before.ids + ids
 
 
@@ -188,24 +197,22 @@ def document_text(tokenizer: Any, ids: Sequence[int]) -> str:
     return decode(tokenizer, ids[len(before.ids) :]).removeprefix(before.rest)
 
 
-def _cut(
-    tokenizer: Any, contents: Sequence[str], between: Sequence[Sequence[int]], prefix: str
-) -> tuple[str, list[int]]:
+def _cut(tokenizer: Any, contents: Sequence[str], mark: str, prefix: str) -> tuple[str, list[int]]:
     """Render messages. Return the text before the first mark, and the token ids after it.
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        contents: as in `render`.
-        between: the token ids that come for each later mark.
+        contents: as in `render`. Behind the first mark, each one is a border of parts that are encoded one by one.
+        mark: a placeholder.
         prefix: the beginning of the answer.
 
     Raises:
         PromptError: the template leaves out a message, or repeats one.
     """
-    before, *parts = render(tokenizer, contents).split(MARK)
-    if len(parts) != len(between) + 1:
+    before, *parts = render(tokenizer, contents).split(mark)
+    if len(parts) != "".join(contents).count(mark):
         raise PromptError("the chat template leaves out or repeats a message, so no question can follow a document")
-    return before, encode_parts(tokenizer, [*parts[:-1], parts[-1] + prefix], between, begins=False)
+    return before, encode_parts(tokenizer, [*parts[:-1], parts[-1] + prefix], begins=False)
 
 
 def render(tokenizer: Any, contents: Sequence[str]) -> str:

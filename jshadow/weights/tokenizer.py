@@ -7,13 +7,14 @@ behind a short text, whose tokens are then taken off. So nothing is added or los
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jshadow.errors import PromptError
 from jshadow.weights.texts import mended
 
-MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # a placeholder for a text in a chat template
+# Roles of messages, which templates put into marks.
+ROLES = ("system", "user", "assistant", "tool", "observation", "developer", "model", "human", "bot", "ipython")
 # A text that goes before another one. The first one whose tokens do not merge with those of the text is used.
 BEHIND = ("\n", ".", "x", "\N{SECTION SIGN}")
 BYTE = "<0x[0-9A-F]{2}>"  # the name of a token that is one byte. Bytes that follow each other are decoded together
@@ -27,66 +28,56 @@ def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
         text: the text. Halves of surrogate pairs in it are mended.
         begins: whether the text begins a sequence. If not, it continues one.
     """
-
-    def ids_of(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False, verbose=False))
-
-    return ids_of(mended(text)) if begins else _continuing(tokenizer, ids_of, mended(text))
+    text = mended(text)
+    for one in () if begins else _behind(tokenizer):
+        found = _ids(tokenizer, one.text + text)
+        if found[: len(one.ids)] == one.ids:
+            return found[len(one.ids) :]
+    return _ids(tokenizer, text)
 
 
 def encode_plain(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
-    """Encode a text of a user. The texts of special tokens in it are plain text. `begins` is as in `encode`."""
-    return encode_parts(tokenizer, *split_specials(tokenizer, text), begins=begins)
+    """Encode a text of a user. The texts of marks in it are plain text. `begins` is as in `encode`."""
+    return encode_parts(tokenizer, split_specials(tokenizer, text), begins=begins)
 
 
-def encode_parts(
-    tokenizer: Any, parts: Sequence[str], between: Sequence[Sequence[int]], *, begins: bool = True
-) -> list[int]:
-    """Return the token ids of the parts of one text.
+def encode_parts(tokenizer: Any, parts: Sequence[str], *, begins: bool = True) -> list[int]:
+    """Return the token ids of the parts of one text, which are encoded one by one.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        parts: the N parts, in order.
-        between: the token ids between each two parts, N - 1 lists.
+        parts: the parts, in order.
         begins: as in `encode`, for the first part.
     """
     ids = encode(tokenizer, parts[0], begins=begins)
-    for middle, part in zip(between, parts[1:], strict=True):
-        ids += [*middle, *encode(tokenizer, part)]
+    for part in parts[1:]:
+        ids += encode(tokenizer, part)
     return ids
 
 
-def split_specials(tokenizer: Any, text: str) -> tuple[list[str], list[list[int]]]:
-    """Split a text at the texts of special tokens. Return the parts, and the token ids between each two of them.
+def split_specials(tokenizer: Any, text: str) -> list[str]:
+    """Split a text inside each mark, behind its first character. The parts, encoded one by one, have no mark in them.
 
-    A document or a message that has the text of a special token in it, such as "<|im_end|>", must not control the
-    model. So the ids are those of plain text.
+    A document or a message that has the text of a mark in it, such as "<|im_end|>", must not control the model. So its
+    ids are those of plain text. The marks are the special tokens, and the added tokens that the chat template writes.
     """
-    if not any(token in text for token in _special_names(tokenizer)):
-        return [text], []
-    plain = _plain_specials(tokenizer)
-    pattern = "|".join(re.escape(token) for token in sorted(plain, key=len, reverse=True))
-    return re.split(pattern, text), [plain[found] for found in re.findall(pattern, text)]
+    marks = _marks(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+    if marks is None:
+        return [text]
+    parts, begin = [], 0
+    while found := marks.search(text, begin):
+        parts.append(text[begin : found.start() + 1])
+        begin = found.start() + 1
+    return [*parts, text[begin:]]
 
 
-def marked(tokenizer: Any, text: str, name: str) -> tuple[str, list[list[int]]]:
-    """Put a mark for the text of each special token in a text, for a chat template.
+def placeholder() -> str:
+    """Return a text that stands for another one in a chat template. No text of a user has it, and no case changes it.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-        text: the text of a message.
-        name: what the text is, in the error.
-
-    Returns:
-        The text with marks, and the token ids for each of them.
-
-    Raises:
-        PromptError: the text has a mark in it.
+    It is at random, and its first character is nowhere else in it. So it is found where it was put, whatever is
+    before and behind it.
     """
-    if MARK in text:
-        raise PromptError(f"{name} must not have the text {MARK!r} in it, got {text!r:.80}")
-    parts, between = split_specials(tokenizer, text)
-    return MARK.join(parts), between
+    return f"\N{SECTION SIGN}\N{PILCROW SIGN}{secrets.randbelow(10**20):020}\N{PILCROW SIGN}"
 
 
 def decode(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
@@ -139,34 +130,27 @@ def _behind(tokenizer: Any) -> tuple[_Before, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=8)
-def _special_names(tokenizer: Any) -> tuple[str, ...]:
-    return tuple(special_tokens(tokenizer))
+@functools.lru_cache(maxsize=32)
+def _marks(tokenizer: Any, template: str) -> re.Pattern[str] | None:
+    """Return a pattern of the texts that control the model, or None if there are none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    written = (token.content for token in added.values() if _writes(template, token.content))
+    names = {name for name in (*special_tokens(tokenizer), *written) if len(name) > 1}
+    return re.compile("|".join(map(re.escape, sorted(names)))) if names else None
 
 
-@functools.lru_cache(maxsize=8)
-def _plain_specials(tokenizer: Any) -> dict[str, list[int]]:
-    """The token ids of each special token's text as plain text that continues another one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend = type(backend).from_str(backend.to_str())  # other threads encode with `tokenizer` meanwhile
-        backend.encode_special_tokens = True
+def _writes(template: str, name: str) -> bool:
+    """Return whether a chat template has the text of an added token, or what is around the name of a role in it.
 
-    def ids_of(text: str) -> list[int]:
-        if backend is not None:
-            return list(backend.encode(text, add_special_tokens=False).ids)
-        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    return {name: _continuing(tokenizer, ids_of, name) for name in _special_names(tokenizer)}
+    Blanks are text, though some tokenizers have added tokens for them.
+    """
+    whole = bool(name.strip()) and name in template
+    around = (name.split(role) for role in ROLES if role in name)
+    return whole or any(all(part.strip() and part in template for part in parts) for parts in around)
 
 
-def _continuing(tokenizer: Any, ids_of: Callable[[str], list[int]], text: str) -> list[int]:
-    """Return the token ids of a text that continues another one. `ids_of` returns those of a text alone."""
-    for one in _behind(tokenizer):
-        found = ids_of(one.text + text)
-        if found[: len(one.ids)] == one.ids:
-            return found[len(one.ids) :]
-    return ids_of(text)
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def _text(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:

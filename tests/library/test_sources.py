@@ -66,7 +66,12 @@ WAYS = {
     "keyword": "strftime_now(format=form)",
     "macro": "told()",
     "many": "strftime_now('%Y-%m-%d %A, %-d %B%% %H:%M')[:4]",
+    "rare codes": "(strftime_now('%C%y') if strftime_now('%%d %R %D %u%U %-m%h %_d') in RARE else strftime_now('%B'))",
 }
+
+
+# What the codes say on the fixed day. On other days, the test asks for the year alone.
+RARE = "['%d 00:00 07/26/24 529 7Jul 26', strftime_now('%%d %R %D %u%U %-m%h %_d') if strftime_now('%Y') != '2024']"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -74,7 +79,7 @@ WAYS = {
 def test_a_document_has_the_same_tokens_on_every_day(monkeypatch, document, way):
     """A template that names today's date is told the same date for each document and for each question about it."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = DATED.replace('strftime_now("%Y")', WAYS[way])
+    tokenizer.chat_template = DATED.replace('strftime_now("%Y")', WAYS[way].replace("RARE", RARE))
     params = Params(PARAMS.weights, PARAMS.config, tokenizer)
     found = set()
     for day in (datetime.datetime(2026, 5, 1), datetime.datetime(2026, 9, 30, 23, 59), datetime.datetime(2031, 1, 1)):

@@ -6,14 +6,14 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from tiny_text import marked_tokenizer, spelled
 from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
 
 from jshadow.engine.text import TextStream
 from jshadow.engine.text import encode as encode_prompt
-from jshadow.errors import PromptError
-from jshadow.weights.templates import follow_up, frame
+from jshadow.weights.templates import document_ids, follow_up, frame
 from jshadow.weights.texts import mended, read_text
-from jshadow.weights.tokenizer import MARK, decode, encode, encode_plain
+from jshadow.weights.tokenizer import decode, encode, encode_plain
 
 KINDS = SENTENCEPIECE | TOKENIZERS
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a blank
@@ -199,12 +199,56 @@ def test_special_tokens_in_a_message_are_plain_text(kind, content):
         assert len(specials) <= sum(token in tokenizer.all_special_ids or token >= 600 for token in empty)
     before, after = frame(tokenizer, content)
     assert content in tokenizer.decode(before + after)
-    for wrong in (
-        lambda: frame(tokenizer, MARK),
-        lambda: encode_prompt(tokenizer, [{"role": "user", "content": MARK}], 700),
+
+
+SIGNS = "\N{SECTION SIGN}\N{PILCROW SIGN}"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "phi3", "mistral", "chat"])
+@pytest.mark.parametrize(
+    "text", [f"{SIGNS}\N{SECTION SIGN}", f"{SIGNS}<|end|>x", f"<|end|>{SIGNS}", f"{SIGNS}0{SIGNS}"]
+)
+def test_a_text_may_have_the_signs_of_placeholders_in_it(kind, text):
+    tokenizer = KINDS[kind]
+    for ids in (
+        frame(tokenizer, text)[1],
+        follow_up(tokenizer, text),
+        encode_prompt(tokenizer, [{"role": "user", "content": text}], 700),
+        encode_prompt(tokenizer, [{"role": "user", "content": text}], 700, after=5),
     ):
-        with pytest.raises(PromptError, match=MARK):
-            wrong()
+        assert tokenizer.decode(ids).count(text) == 1
+
+
+PARTING = "{% for m in messages %}{% if m.role == 'user' %}<\uff5cUser\uff5c>{{ m.content }}{% else %}"
+PARTING += "<\uff5cAssistant\uff5c>{{ m.content }}</s>{% endif %}{% endfor %}"
+PARTING += "{% if add_generation_prompt %}<\uff5cAssistant\uff5c>{% endif %}"
+ROLES = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
+TURNS = {
+    "named": (PARTING, "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+    "roles": (ROLES, "<|user|>", "<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("text", ["{1}I will{0}go", "{0}", "hi{1}", "{0}{0}{1}", "<{0}>"])
+def test_marks_of_turns_are_plain_text_in_a_text_of_a_user(turns, special, text):
+    """Also where the tokenizer does not call them special, as that of DeepSeek-R1-Distill-Qwen."""
+    template, *marks = TURNS[turns]
+    tokenizer = marked_tokenizer(*marks, "  ", "<h1>", special=special)
+    tokenizer.chat_template = template
+    text = text.format(*marks)
+    begin = document_ids(tokenizer, "x")[:-1]
+    assert begin[0] >= 256
+    ids = [encode_prompt(tokenizer, [{"role": "user", "content": one}], 700) for one in (text, "x")]
+    assert [token for token in ids[0] if token > 255] == [token for token in ids[1] if token > 255]
+    assert text in tokenizer.decode([token for token in ids[0] if token < 256])
+    assert document_ids(tokenizer, text) == begin + spelled(tokenizer, text)
+    assert encode_plain(tokenizer, text) == spelled(tokenizer, text)
+    asked = frame(tokenizer, text)[1]
+    assert [token for token in asked if token > 255] == [token for token in frame(tokenizer, "x")[1] if token > 255]
+    if not special:  # added tokens that the template does not write are tokens, as transformers has them
+        assert encode_plain(tokenizer, "a  <h1>")[-2:] == tokenizer.convert_tokens_to_ids(["  ", "<h1>"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Prompts: the token ids of chats with documents in them, and of completions.
 
 A document that is the first thing in a chat comes as its token ids. So the prompt begins with those of the stored
-document. A document at another place is text, which is encoded with the text around it. The text of a special token in
-a message comes as the token ids of plain text, so that it does not control the model.
+document. A document at another place is text, which is encoded with the text around it. The text of a mark in a message
+is encoded in two parts, so that it does not control the model.
 """
 
 import json
@@ -15,12 +15,10 @@ from jshadow.serving.http.calls import arguments_of, format_of, short_id
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Message, TemplateSwitches
 from jshadow.weights.templates import beginning, document_text, rendered, template_of
-from jshadow.weights.tokenizer import MARK, encode_parts, split_specials
+from jshadow.weights.texts import mended
+from jshadow.weights.tokenizer import encode_parts, placeholder, split_specials
 
 FileIds = Callable[[FilePart], Sequence[int]]
-_PLACE = re.compile(f"{MARK}([0-9]+){MARK}")  # where the ids of a file or of a special token's text come
-
-
 _OWN_TOOLS = re.compile(r"\w(\.tools\b|\[['\"]tools['\"]\])")  # the tools are read from the system message
 _ONE_CALL = "single tool-call"  # the error of a template that refuses several calls in one message
 # A template that puts the arguments of an earlier call into its text as they are. Others take them as an object.
@@ -55,12 +53,11 @@ def chat_ids(
         raise ApiError(400, f"messages: {error}; use /v1/completions", param="messages") from error
     marked = _Marked(tokenizer)
     plain = [_plain(marked, message, place, file_ids, template) for place, message in enumerate(messages)]
-    files = set(marked.files)
     told: dict[str, Any] = {} if switches is None else switches.model_dump(exclude_none=True)
     if _ONE_CALL in template:
         plain = _one_call_each(plain)
     if tools:
-        tools = marked.values(tools, "tools")
+        tools = marked.values(tools)
         if _OWN_TOOLS.search(template):
             if plain[0]["role"] != "system":
                 plain.insert(0, {"role": "system", "content": ""})
@@ -68,83 +65,67 @@ def chat_ids(
         if "xml_tools" in template:
             told["xml_tools"] = tools
     try:  # with files, the date is the one that the library has told the document
-        text = rendered(tokenizer, plain, tools=tools, fixed_date=bool(files), **told)
+        text = rendered(tokenizer, plain, tools=tools, fixed_date=bool(marked.files), **told)
     except PromptError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ApiError(400, "tools must be Unicode texts, got a half of a surrogate pair", param="tools")
     check(text)
-    first, *parts = _PLACE.split(text)
-    places = [int(place) for place in parts[::2]]
-    if sorted(place for place in places if place in files) != sorted(files):
+    if any(text.count(place) != 1 for place in marked.files):
         raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
-    stored = bool(files) and first == beginning(tokenizer).text  # the ids of a first file have the text in them
-    texts: list[str] = ["" if stored and places[0] in files else first]
-    between: list[Sequence[int]] = []
-    for number, (place, after) in enumerate(zip(places, parts[1::2], strict=True)):
-        if place in files and (number or not stored):
-            inner, specials = split_specials(tokenizer, document_text(tokenizer, marked.ids[place]))
-            texts += [texts.pop() + inner[0], *inner[1:]]
-            texts[-1] += after
-            between += specials
+    before = beginning(tokenizer).text if marked.files else ""
+    stored: list[int] = []
+    for place, ids in marked.files.items():
+        if text.startswith(before + place):  # the ids of a first file have the text before it in them
+            stored, text = [*ids], text.removeprefix(before + place)
         else:
-            texts.append(after)
-            between.append(marked.ids[place])
-    return encode_parts(tokenizer, texts, between)
+            text = text.replace(place, marked.text(document_text(tokenizer, ids)))
+    return stored + encode_parts(tokenizer, text.split(marked.border), begins=not stored)
 
 
 class _Marked:
-    """The texts of a chat, in which a place stands for each file and for the text of each special token.
+    """The texts of a chat, with placeholders.
 
     Attributes:
-        ids: the token ids for each place.
-        files: the places of files.
+        border: the border of two parts of a text that are encoded one by one.
+        files: the token ids of each file, by its placeholder.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[Sequence[int]] = []
-        self.files: list[int] = []
-
-    def _place(self, ids: Sequence[int]) -> str:
-        self.ids.append(ids)
-        return f"{MARK}{len(self.ids) - 1}{MARK}"
+        self.tokenizer, self.border = tokenizer, placeholder()
+        self.files: dict[str, Sequence[int]] = {}
 
     def file(self, ids: Sequence[int]) -> str:
-        """Return the place of a file."""
-        self.files.append(len(self.ids))
-        return self._place(ids)
+        """Return the placeholder of a file."""
+        place = placeholder()
+        self.files[place] = ids
+        return place
 
-    def text(self, text: str, field: str) -> str:
-        """Return a text with places. Raises ApiError if it has the mark of a place in it."""
-        if MARK in text:
-            raise ApiError(400, f"{field} must not have the text {MARK!r} in it", param=field)
-        pieces, between = split_specials(self.tokenizer, text)
-        return pieces[0] + "".join(self._place(ids) + piece for ids, piece in zip(between, pieces[1:], strict=True))
+    def text(self, text: str) -> str:
+        """Return a text with borders inside the marks in it, so that they do not control the model."""
+        return self.border.join(split_specials(self.tokenizer, mended(text)))
 
-    def values(self, value: Any, field: str) -> Any:
-        """Return a value of JSON, with places in all of its texts."""
+    def values(self, value: Any) -> Any:
+        """Return a value of JSON, with borders in all of its texts."""
         if isinstance(value, str):
-            return self.text(value, field)
+            return self.text(value)
         if isinstance(value, list):
-            return [self.values(one, field) for one in value]
+            return [self.values(one) for one in value]
         if isinstance(value, dict):
-            return {self.text(name, field): self.values(one, field) for name, one in value.items()}
+            return {self.text(name): self.values(one) for name, one in value.items()}
         return value
 
 
 def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, template: str) -> dict[str, Any]:
-    """Return a message as the template wants it. Its files and special tokens become places."""
+    """Return a message as the template wants it, with placeholders."""
     field = f"messages.{place}.content"
     if message.content is None and message.role != "assistant":
         raise ApiError(400, f"{field} must be text or a list of parts, got none", param=field)
     parts = message.content if isinstance(message.content, list) else []
-    texts = [marked.text(message.content, field)] if isinstance(message.content, str) else []
+    texts = [marked.text(message.content)] if isinstance(message.content, str) else []
     for part in parts:
         if isinstance(part, FileContent):
             texts.append(marked.file(file_ids(part.file)))
         else:
-            texts.append(marked.text(part.text, field))
+            texts.append(marked.text(part.text))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": "\n\n".join(texts)}
     form = format_of(template)
@@ -154,7 +135,7 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
         joins = bool(_JOINED.search(template)) and not _OBJECT.search(template)
         plain["tool_calls"] = [
             {
-                "id": short_id(call.id) if short else marked.text(call.id, f"{calls}.{number}.id"),
+                "id": short_id(call.id) if short else marked.text(call.id),
                 "type": "function",
                 "function": _called(marked, call.function, f"{calls}.{number}.function", joins),
             }
@@ -166,10 +147,10 @@ def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, tem
             plain["content"] += "".join(written)
     if message.tool_call_id is not None:
         name = message.tool_call_id
-        plain["tool_call_id"] = short_id(name) if short else marked.text(name, f"messages.{place}.tool_call_id")
+        plain["tool_call_id"] = short_id(name) if short else marked.text(name)
     for name in ("name", "reasoning_content"):
         if getattr(message, name) is not None:
-            plain[name] = marked.text(getattr(message, name), f"messages.{place}.{name}")
+            plain[name] = marked.text(getattr(message, name))
     return plain
 
 
@@ -198,8 +179,8 @@ def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dic
     arguments = arguments_of(call.arguments)
     if arguments is None:
         raise ApiError(400, f"{name} must be the JSON of an object, got {call.arguments!r:.80}", param=name)
-    arguments = marked.values(arguments, name)
-    return {"name": marked.text(call.name, f"{field}.name"), "arguments": _json(arguments) if joins else arguments}
+    arguments = marked.values(arguments)
+    return {"name": marked.text(call.name), "arguments": _json(arguments) if joins else arguments}
 
 
 def _json(value: Any) -> str:
