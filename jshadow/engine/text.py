@@ -50,7 +50,13 @@ def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
 
 
 def encode(
-    tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | None = None, plain: bool = False
+    tokenizer: Any,
+    prompt: OnePrompt,
+    vocab_size: int,
+    *,
+    after: int | None = None,
+    plain: bool = False,
+    special: bool = True,
 ) -> list[int]:
     """Return the token ids of one prompt.
 
@@ -62,6 +68,7 @@ def encode(
             is the next turn of a conversation. None: the prompt begins a sequence. Text that has the first token of
             such a sequence in it, as a rendered chat has, does not get another one.
         plain: whether the texts of special tokens in a text are plain text, as they are in the messages of a chat.
+        special: whether a text that begins a sequence gets the special tokens around it.
 
     Raises:
         PromptError: the prompt is empty, it is text but there is no tokenizer, it is a chat but there is no chat
@@ -71,7 +78,7 @@ def encode(
         if tokenizer is None:
             raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
-            ids = _text_ids(tokenizer, prompt, begins=after is None, plain=plain)
+            ids = _text_ids(tokenizer, prompt, begins=after is None, plain=plain, special=special)
         else:
             ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
@@ -88,12 +95,12 @@ def encode(
     return ids
 
 
-def _text_ids(tokenizer: Any, text: str, *, begins: bool, plain: bool) -> list[int]:
-    """Return the token ids of a text. If it begins a sequence, they have the special tokens around it."""
+def _text_ids(tokenizer: Any, text: str, *, begins: bool, plain: bool, special: bool) -> list[int]:
+    """Return the token ids of a text. The arguments are those of `encode`."""
     if plain:
-        return (opening(tokenizer) if begins else []) + encode_plain(tokenizer, text, begins=begins)
-    if not begins:
-        return encode_text(tokenizer, text)
+        return (opening(tokenizer) if begins and special else []) + encode_plain(tokenizer, text, begins=begins)
+    if not begins or not special:
+        return encode_text(tokenizer, text, begins=begins)
     ids, begin = list(tokenizer.encode(mended(text), add_special_tokens=True)), opening(tokenizer)
     return ids[1:] if begin and ids[:2] == begin * 2 else ids
 

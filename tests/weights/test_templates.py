@@ -68,6 +68,17 @@ def test_ids_that_begin_in_another_way_are_seen(shape):
         assert not beginning(tokenizer).begins(tokenizer, ids)
 
 
+@pytest.mark.parametrize("change", ["lower", "upper", "title", "trim", "capitalize", "default('')", "string"])
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_end_tokens_are_found_though_the_template_changes_texts(change, blank):
+    """Else the first mark of a chat would end each answer."""
+    answer = f"{{{{ m['content'] | {change} }}}}{blank}<|end|>"
+    tokenizer = sentencepiece("never", f"<|user|>{{% for m in messages %}}<|assistant|>{answer}{{% endfor %}}")
+    assert end_tokens(tokenizer) == tuple(tokenizer.convert_tokens_to_ids(["</s>", "<|end|>"]))
+    tokenizer.chat_template = "<|user|>{% for m in messages %}<|assistant|>{{ m['content'][:3] }}<|end|>{% endfor %}"
+    assert end_tokens(tokenizer) == (tokenizer.eos_token_id,)
+
+
 def test_of_named_templates_one_is_for_documents_answers_and_end_tokens():
     tokenizer = sentencepiece("first")
     for names in (["default", "tool_use"], ["default"], ["chat"]):

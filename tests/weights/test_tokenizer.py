@@ -174,6 +174,17 @@ def test_a_rendered_prompt_gets_no_second_first_token(kind, text):
     assert encode_prompt(tokenizer, text, len(tokenizer), after=5).count(bos) == text.count("<s>")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["the sea", " the sea", "<s>the sea", "</s> the", "\n"])
+def test_a_text_prompt_without_special_tokens_begins_a_sequence(kind, text):
+    tokenizer = KINDS[kind]
+    want = tokenizer.encode(text, add_special_tokens=False)
+    assert encode_prompt(tokenizer, text, len(tokenizer), special=False) == want
+    ids = encode_prompt(tokenizer, text, len(tokenizer), special=False, plain=True)
+    assert "<" in text or ids == want
+    assert not set(tokenizer.all_special_ids).intersection(ids)
+
+
 @pytest.mark.parametrize("kind", ["llama2", "phi3", "mistral", "merging"])
 @pytest.mark.parametrize("text", ["<s>[INST] hi [/INST]", "</s>", "a </s></s>b"])
 def test_special_tokens_in_a_text_prompt_are_plain_text_on_request(kind, text):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import secrets
 from typing import Any
@@ -67,6 +68,7 @@ FORMATS: tuple[tuple[str, Format | None], ...] = (
 )
 # The name of a call whose arguments alone are JSON.
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\]|\s*\n)\s*(?=\{)")
+_KEYS = {"name", "arguments", "parameters", "id", "type"}  # an object with others is no call
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
@@ -80,46 +82,53 @@ def format_mark(template: str) -> str | None:
     return next((text for text, _ in FORMATS if text in template), None)
 
 
-def calls_of(text: str) -> list[Call]:
-    """Return the calls that a text consists of. Empty: it has something else in it.
+def calls_of(text: str, names: tuple[str, ...]) -> tuple[list[Call], str]:
+    """Return the calls that a text begins with, and the text behind them.
 
     A call is an object with `name`, and `arguments` or `parameters`; or a name and an object behind it. There may be
-    several, and lists of them.
+    several, and lists of them. `names` are those of the functions. All else is text, so nothing of it is lost.
     """
     calls: list[Call] = []
-    place = _BETWEEN.match(text, 0).end()  # type: ignore[union-attr]
-    while place < len(text):
-        named = _NAMED.match(text, place)
+    begin, end = 0, _BETWEEN.match(text, 0).end()  # type: ignore[union-attr]
+    while end < len(text):
+        named = _NAMED.match(text, end)
         try:
-            value, place = json.JSONDecoder().raw_decode(text, named.end() if named else place)
+            value, end = json.JSONDecoder().raw_decode(text, named.end() if named else end)
+            if named:
+                value = {"name": named[1], "arguments": value}
+            calls += [_call_of(one, names) for one in (value if isinstance(value, list) and value else [value])]
         except (ValueError, RecursionError):
-            return []
-        if named:
-            value = {"name": named[1], "arguments": value}
-        for one in value if isinstance(value, list) else [value]:
-            call = _call_of(one)
-            if call is None:
-                return []
-            calls.append(call)
-        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
-    return calls
+            break
+        begin, end = end, _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    return calls, text[begin:]
 
 
-def _call_of(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        return None if arguments_of(arguments) is None else (value["name"], arguments)
-    if not isinstance(arguments, dict | None):
-        return None
-    return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
+def _call_of(value: Any, names: tuple[str, ...]) -> Call:
+    """Return the call that a value of JSON is. Raises ValueError if it is none."""
+    if not isinstance(value, dict) or value.get("name") not in names or not _KEYS.issuperset(value):
+        raise ValueError
+    given = value.get("arguments", value.get("parameters"))
+    arguments = {} if given is None else arguments_of(given) if isinstance(given, str) else _strict(given)
+    if not isinstance(arguments, dict):
+        raise ValueError
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _strict(value: Any) -> Any:
+    """Return a value without what JSON has not: numbers such as NaN become null, and halves of characters U+FFFD."""
+    if isinstance(value, list):
+        return [_strict(one) for one in value]
+    if isinstance(value, dict):
+        return {mended(name): _strict(one) for name, one in value.items()}
+    if isinstance(value, str):
+        return mended(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call from their JSON. None: it is not the JSON of an object. No text is no argument."""
     try:
-        value = json.loads(text) if text.strip() else {}
+        value = _strict(json.loads(text)) if text.strip() else {}
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -127,7 +136,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 def tool_call(call: Call, index: int | None = None) -> dict[str, Any]:
     """Return a call in OpenAI's form, with an id at random. `index` is its number, in a stream."""
-    name, arguments = map(mended, call)  # JSON can name halves of surrogate pairs
+    name, arguments = call
     place = {} if index is None else {"index": index}
     function = {"name": name, "arguments": arguments}
     return place | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -54,7 +54,7 @@ class Wanted:
     """
 
     form: Format
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     most: float = math.inf
 
 
@@ -86,6 +86,7 @@ class Splitter:
         """
         self.tokenizer, self.wanted, self.stops, self.ends = tokenizer, wanted, tuple(stops), ends
         self.form = None if wanted is None else wanted.form
+        self.names = () if wanted is None else wanted.names
         self.calls, self.stopped = 0, False
         self._inside = THINK if thoughts == "begun" else ""
         self._thinking = thoughts == "possible"  # whether reasoning may begin
@@ -121,14 +122,17 @@ class Splitter:
         """
         deltas = self._text(self._stream.finish(), final=True)
         if self._inside == THINK:
-            return deltas + ([Delta(content=self._thoughts)] if finish == "stop" and self._thoughts else [])
+            return deltas + (self._content(self._thoughts, final=True) if finish == "stop" else [])
         if self._inside:
             return deltas + self._end_call("", keep=finish != "length")
         deltas += self._content("", final=True)
         held, self._held = self._held, ""
-        calls = self._some(calls_of(held)) if self._loose and self.form is not None and not self.form.begin else []
-        if calls or (self._loose and self.calls and not held.strip()):
-            return deltas + calls
+        if self._loose and self.form is not None and not self.form.begin:
+            calls, rest = calls_of(held, self.names)
+            if calls and not rest.strip():
+                return deltas + self._some(calls)
+        if self._loose and self.calls and not held.strip():
+            return deltas
         return deltas + ([Delta(content=held)] if held else [])
 
     def _marks(self) -> tuple[str, ...]:
@@ -211,19 +215,24 @@ class Splitter:
         if self._loose and self.wanted is not None and self.form is not None:
             if not self._held.strip():
                 return []
-            if not self.form.begin and self.form.may_be_call(self._held, self.wanted.names):
+            if not self.form.begin and self.form.may_be_call(self._held, self.names):
                 return []
         self._loose = False
         held, self._held = self._held, ""
         return [Delta(content=held)] if held else []
 
     def _end_call(self, end: str, *, keep: bool = True) -> list[Delta]:
-        """Return the calls between two marks. If the text is none, it is content as it was written, or left out."""
+        """Return the calls between two marks, and the text behind them as content. If there are none, it is content as
+        it was written. Without `keep`, a call that has begun is left out.
+        """
         text, self._call = self._call, ""
-        calls = calls_of(text)
-        if calls:
-            return self._some(calls)
-        return [Delta(content=f"{self._inside}{text}{end}")] if keep else []
+        calls, rest = calls_of(text, self.names)
+        if not calls:
+            rest = f"{self._inside}{text}{end}" if keep else ""
+        elif not rest.strip() or (not keep and rest.lstrip("\n ;,")[:1] in "{["):
+            rest = ""
+        self._inside, self._loose = "", False
+        return self._some(calls) + (self._content(rest, final=True) if rest else [])
 
     def _some(self, calls: Sequence[Call]) -> list[Delta]:
         """Return the calls up to the largest number."""

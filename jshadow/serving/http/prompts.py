@@ -176,10 +176,12 @@ def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dic
     With `joins`, the template wants the arguments as JSON, and not as an object.
     """
     name = f"{field}.arguments"
-    arguments = arguments_of(call.arguments)
+    try:
+        arguments = marked.values(arguments_of(call.arguments))
+    except RecursionError:
+        arguments = None
     if arguments is None:
         raise ApiError(400, f"{name} must be the JSON of an object, got {call.arguments!r:.80}", param=name)
-    arguments = marked.values(arguments)
     return {"name": marked.text(call.name), "arguments": _json(arguments) if joins else arguments}
 
 

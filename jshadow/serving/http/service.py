@@ -122,8 +122,7 @@ class Service:
             PromptError, CapacityError: the prompt is empty, too long, or has a token id that is out of range.
         """
         self.check_length(prompt)
-        vocab, after = self.params.config.vocab_size, None if special else 0
-        return encode_prompt(self.params.tokenizer, prompt, vocab, after=after, plain=plain)
+        return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size, special=special, plain=plain)
 
     def check_length(self, text: str | list[int]) -> None:
         """Raise CapacityError if a prompt has more bytes or tokens than any can have. Encoding it can take minutes."""

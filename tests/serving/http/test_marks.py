@@ -1,5 +1,6 @@
 """Reasoning and tool calls in answers: the same parts, whether a mark is one token, a special one or plain text."""
 
+import json
 import math
 import re
 
@@ -8,7 +9,7 @@ import pytest
 from tiny_text import byte_tokenizer, marked_tokenizer, spelled
 
 from jshadow.serving.grammar import allowed_words
-from jshadow.serving.http.calls import FORMATS, HERMES, calls_of, format_of
+from jshadow.serving.http.calls import FORMATS, HERMES, arguments_of, calls_of, format_of
 from jshadow.serving.http.marks import Ending, Splitter, Wanted, thoughts_of
 
 CALL = '{"name": "f", "arguments": {"a": "<b>"}}'
@@ -16,7 +17,7 @@ ONE = f"<tool_call>{CALL}</tool_call>"
 F = ("call", "f", '{"a": "<b>"}')
 WHY, SO = ("reasoning", "why"), ("content", "so")
 THINKS, BEGUN = {"thoughts": "possible"}, {"thoughts": "begun"}
-ALL, TWO, FIRST = ({"wanted": Wanted(HERMES, most=most)} for most in (math.inf, 2, 1))
+ALL, TWO, FIRST = ({"wanted": Wanted(HERMES, ("f", "g"), most)} for most in (math.inf, 2, 1))
 CUT = {"finish": "length"}
 MISTRAL, NAMED, PHI, GLM, LLAMA = (
     {"wanted": Wanted(format_of(text), ("f", "g"))}
@@ -70,6 +71,34 @@ CASES = {
     "Llama's two calls": (LLAMA, f'{CALL}; {{"name": "g", "parameters": {{}}}}', [F, G]),
     "Llama's list": (LLAMA, f'[{CALL}, {{"name": "g", "parameters": null}}]', [F, G]),
     "bare JSON that is no call": (LLAMA, '{"a": 1}', None),
+    "bare JSON with another name": (LLAMA, '{"name": "Ada", "age": 36}', None),
+    "bare JSON with another name alone": (LLAMA, '[{"name": "f"}, {"name": "Ada"}]', None),
+    "bare JSON with other fields": (LLAMA, '{"name": "f", "age": 36}', None),
+    "a bare call and text": (LLAMA, '{"name": "f", "parameters": {}} is a call', None),
+    "GLM's other name": (GLM, 'h\n{"a": 1}', None),
+    "GLM's call and text": (GLM, 'f\n{"a": "<b>"}\nThen.', None),
+    "another name": (ALL, '<tool_call>{"name": "h", "arguments": {}}</tool_call>so', None),
+    "Mistral's other name": (MISTRAL, '[TOOL_CALLS][{"name": "h", "arguments": {}}]', None),
+    "Mistral's name that is none": (NAMED, "[TOOL_CALLS]h[ARGS]{}", None),
+    "Phi's other name": (PHI, '<|tool_call|>[{"name": "h"}]<|/tool_call|>', None),
+    "Mistral's list and text": (MISTRAL, f"[TOOL_CALLS][{CALL}]\n\nDone.", [F, ("content", "\n\nDone.")]),
+    "Mistral's name and text": (
+        NAMED,
+        '[TOOL_CALLS]f[ARGS]{"a": "<b>"} so[TOOL_CALLS]g[ARGS]{}',
+        [F, ("content", " so"), G],
+    ),
+    "Phi's list and text": (PHI, f"<|tool_call|>[{CALL}] so<|/tool_call|>, so", [F, ("content", " so, so")]),
+    "a call and text in its marks": (ALL, f"<tool_call>{CALL} so</tool_call>\n{ONE}", [F, ("content", " so"), F]),
+    "a list and a list that is cut": (MISTRAL | CUT, f"[TOOL_CALLS][{CALL}], [{CALL[:9]}", [F]),
+    "a list and text that is cut": (MISTRAL | CUT, f"[TOOL_CALLS][{CALL}]\nso", [F, ("content", "\nso")]),
+    "a stop string behind a list": (
+        MISTRAL | {"stops": ["ne"]},
+        f"[TOOL_CALLS][{CALL}]\n\nDone.",
+        [F, ("content", "\n\nDo")],
+    ),
+    "a stop string in thoughts to the end": (THINKS | {"stops": ["h"]}, "<think>why", [WHY, ("content", "w")]),
+    "two stop strings in thoughts to the end": (BEGUN | {"stops": ["y", "h"]}, "why", [WHY, ("content", "w")]),
+    "thoughts that begin with a stop string": (BEGUN | {"stops": ["w"]}, "why", [WHY]),
     "text without marks": (LLAMA, "It is {so}", None),
 }
 UNREAD = ("plain", "a form has no reasoning", "a mark behind content", "a mark behind the reasoning")
@@ -171,10 +200,33 @@ def test_a_call_is_an_object_with_a_name_and_its_arguments_are_the_json_of_an_ob
     texts = ("", "{", "1", "[]", '{"a": 1}', '{"name": 1}', '{"name": "f"} x', "[" * 100_000, "f {}", "f\n[]")
     wrong = ('"x"', '"[1]"', "[1]", "1", "true")
     for text in (*texts, *(f'{{"name": "f", "arguments": {one}}}' for one in wrong)):
-        assert calls_of(text) == [], text
+        calls, rest = calls_of(text, ("f",))
+        assert rest == text if not calls else (text, rest) == ('{"name": "f"} x', " x"), text
     pairs = ((', "parameters": {"ä": 1}', '{"ä": 1}'), (', "arguments": "{}"', "{}"), ("", "{}"))
-    for text, arguments in (*pairs, (', "arguments": ""', ""), (', "arguments": null', "{}")):
-        assert calls_of(f'{{"name": "f"{text}}}') == [("f", arguments)]
+    for text, arguments in (*pairs, (', "arguments": ""', "{}"), (', "arguments": null', "{}")):
+        assert calls_of(f'{{"name": "f"{text}}}', ("f",)) == ([("f", arguments)], "")
+
+
+@pytest.mark.parametrize("text", ["{{}}", '"{}"'], ids=["an object", "its text"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '"\\ud83d\\ude00"', '[NaN, {"b": Infinity}]']
+)
+def test_arguments_are_strict_json(value, text):
+    """As clients read it. What JSON has not becomes null, or the sign for a character that is none."""
+    given = f'{{"a": {value}}}' if text == "{{}}" else json.dumps(f'{{"a": {value}}}')
+    [(_, arguments)], _ = calls_of(f'{{"name": "f", "arguments": {given}}}', ("f",))
+    told = json.loads(arguments.encode(), parse_constant=pytest.fail)["a"]
+    assert told in (None, "\ufffd", "\U0001f600", [None, {"b": None}])
+    assert arguments_of(arguments) == {"a": told} == arguments_of(f'{{"a": {value}}}')
+
+
+@pytest.mark.parametrize("depth", [300, 2000, 100_000])
+def test_deep_arguments_are_a_call_or_text(depth):
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    for given in (deep, json.dumps(deep)):
+        text = f'{{"name": "f", "arguments": {given}}}'
+        calls, rest = calls_of(text, ("f",))
+        assert (len(calls), rest) in ((1, ""), (0, text))
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

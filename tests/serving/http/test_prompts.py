@@ -84,7 +84,7 @@ def test_a_template_that_joins_arguments_with_text_gets_their_json(monkeypatch):
         assert json.loads(tokenizer.decode(ids).strip("<>")) == FOUND
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "1", '"{}"', "find(1)"])
+@pytest.mark.parametrize("arguments", ["{", "[]", "1", '"{}"', "find(1)", '{"a": ' * 3000 + "1" + "}" * 3000])
 def test_arguments_that_are_no_json_of_an_object_are_refused_by_name(arguments):
     tokenizer = byte_tokenizer()
     with pytest.raises(ApiError) as raised:
@@ -306,7 +306,7 @@ def test_what_a_client_dumps_is_accepted_as_history(name):
 )
 def test_halves_of_surrogate_pairs_in_a_call_of_the_model_can_be_sent(half, told):
     """The model writes JSON, in which it can name half of a character."""
-    [call] = calls_of(f'{{"name": "find", "arguments": {{"{half}": "{half}"}}}}')
+    [call], _ = calls_of(f'{{"name": "find", "arguments": {{"{half}": "{half}"}}}}', ("find",))
     sent = to_json(tool_call(call))
     assert json.loads(json.loads(sent)["function"]["arguments"]) == {told: told}
 
@@ -330,6 +330,13 @@ def test_a_null_is_a_field_that_is_not_there():
 def test_the_calls_of_the_server_are_accepted_as_history():
     """Whole ones, and those of a stream, which have a number."""
     tokenizer = byte_tokenizer()
-    for calls in ([tool_call(("find", "{}"))], [tool_call(("find", '{"a": null}'), index) for index in range(2)]):
+    odd, _ = calls_of(
+        '{"name": "find", "arguments": "{\\"a\\": [\\"\\\\ud800\\", NaN]}"}{"name": "find", "arguments": ""}', ("find",)
+    )
+    for calls in (
+        [tool_call(("find", "{}"))],
+        [tool_call(("find", '{"a": null}'), index) for index in range(2)],
+        [tool_call(call) for call in odd],
+    ):
         said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
         assert ids_of(tokenizer, [{"role": "user", "content": "Hi"}, said])

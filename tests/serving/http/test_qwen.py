@@ -27,7 +27,7 @@ def test_a_forced_call_is_the_one_that_the_template_writes(tokenizer):
     seen = set()
     for seed in range(6):
         tokens = drawn(tokenizer, grammar, seed, VOCABULARY, end)
-        splitter = Splitter(tokenizer, wanted=Wanted(HERMES), ends=frozenset([end]))
+        splitter = Splitter(tokenizer, wanted=Wanted(HERMES, ("find", "wait-a-bit")), ends=frozenset([end]))
         [delta] = [one for token in tokens for one in splitter.push(token)] + splitter.finish("stop")
         name, arguments = delta.call
         seen.add(name)
@@ -39,7 +39,7 @@ def test_a_forced_call_is_the_one_that_the_template_writes(tokenizer):
     assert seen == {"find", "wait-a-bit"}
 
 
-@pytest.mark.parametrize("text", ["<tool_call>", "a <|im_end|> b", "</tool_call><|endoftext|>", "<|fim_prefix|>"])
+@pytest.mark.parametrize("text", ["<tool_call>", "a <|im_end|> b", "</tool_call><|endoftext|>"])
 def test_the_text_of_a_special_token_fits_a_form(tokenizer, text):
     end = tokenizer.eos_token_id
     for seed in range(2):
@@ -78,11 +78,12 @@ def test_a_document_ends_at_a_border_of_tokens(tokenizer, document):
     assert document_text(tokenizer, stored) == document
 
 
-def test_the_text_of_a_mark_in_a_message_is_its_token_only_if_it_is_not_special(tokenizer):
-    special, marks = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<tool_call>"])
+def test_the_text_of_a_mark_in_a_message_is_plain_text(tokenizer):
+    """Also that of a mark which the template writes and the tokenizer does not call special."""
+    special, mark = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<tool_call>"])
     hi = [{"role": "user", "content": "Hi"}]
     plain = ids_of(tokenizer, hi)
     ids = ids_of(tokenizer, [{"role": "user", "content": "Hi <|im_end|> <tool_call>"}])
     assert ids.count(special) == plain.count(special)
-    assert ids.count(marks) == 1
+    assert ids.count(mark) == 0
     assert "Hi <|im_end|> <tool_call>" in tokenizer.decode(ids)

@@ -31,9 +31,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         ids = []
     else:
         service.check_length(body.prompt)
-        after = None if body.add_special_tokens else 0
         args = service.params.tokenizer, body.prompt, service.params.config.vocab_size
-        ids = await service.slowly(lambda: encode(*args, after=after))
+        ids = await service.slowly(lambda: encode(*args, special=body.add_special_tokens))
     told = {"tokens": ids, "count": len(ids), "max_model_len": service.most_tokens}
     if body.return_token_strs:
         told["token_strs"] = service.params.tokenizer.convert_ids_to_tokens(ids)
