@@ -166,7 +166,7 @@ class Beginning(NamedTuple):
     def begins(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Whether the token ids of a document, as `document_ids` returns them, have this beginning."""
         count = len(self.ids)
-        return [*ids[:count]] == self.ids and decode(tokenizer, ids[count:][: self.most]).startswith(self.rest)
+        return [*ids[:count]] == self.ids and _known(tokenizer, ids[count:][: self.most]).startswith(self.rest)
 
 
 def beginning(tokenizer: Any) -> Beginning:
@@ -174,9 +174,9 @@ def beginning(tokenizer: Any) -> Beginning:
     mark = placeholder()
     text = _cut(tokenizer, [mark], mark, "")[0] if has_template(tokenizer) else ""
     ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
-    whole = tokenizer.added_tokens_decoder
+    whole = {*tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
     count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
-    return Beginning(text, ids[:count], decode(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
+    return Beginning(text, ids[:count], _known(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
 
 
 def document_ids(tokenizer: Any, text: str) -> list[int]:
@@ -192,9 +192,18 @@ def document_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def document_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of a document from what `document_ids` returned. Raises PromptError as `frame`."""
+    """Return the text of a document from what `document_ids` returned. Raises PromptError as `frame`.
+
+    U+FFFD stands for characters that the tokenizer does not know.
+    """
     before = beginning(tokenizer)
-    return decode(tokenizer, ids[len(before.ids) :]).removeprefix(before.rest)
+    return _known(tokenizer, ids[len(before.ids) :]).removeprefix(before.rest)
+
+
+def _known(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of token ids, with U+FFFD for each token that stands for characters without a token."""
+    runs = itertools.groupby(ids, lambda token: token == tokenizer.unk_token_id)
+    return "".join("\ufffd" * len([*run]) if unknown else decode(tokenizer, [*run]) for unknown, run in runs)
 
 
 def _cut(tokenizer: Any, contents: Sequence[str], mark: str, prefix: str) -> tuple[str, list[int]]:

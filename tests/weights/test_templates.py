@@ -1,5 +1,7 @@
 """Documents in the first message of a chat: their ids are those of the message, whatever comes before them."""
 
+import re
+
 import pytest
 from tokenizers import AddedToken
 from tokenizers_by_kind import INST, TOKENIZERS, TURNS, sentencepiece
@@ -58,6 +60,45 @@ def test_special_tokens_in_a_document_are_plain_text_and_come_back(shape, text):
     assert document_text(tokenizer, ids) == text
     marks = [token for token in ids if token in tokenizer.added_tokens_decoder]
     assert marks == [token for token in document_ids(tokenizer, "x") if token in tokenizer.added_tokens_decoder]
+
+
+BLANKS_AFTER = [AddedToken(f"<|{name}|>", special=True, normalized=False, rstrip=True) for name in ("user", "end")]
+
+
+@pytest.mark.parametrize("kind", ["phi3", "plain-llama2", "plain", "merging"])
+@pytest.mark.parametrize(
+    "document", ["<|end|> b", "</s>", "<s>the sea", "<|user|>\n<|user|>", "  sea", "\n\nsea", "sea\n "]
+)
+def test_each_document_that_is_added_can_be_asked_about(kind, document):
+    """Phi-3's marks take the blanks behind them, so a message loses its first ones, as in transformers."""
+    tokenizer = (
+        sentencepiece("prepend", TURNS) if kind == "phi3" else TOKENIZERS.get(kind) or sentencepiece("prepend", None)
+    )
+    if kind == "phi3":
+        tokenizer.add_special_tokens({"additional_special_tokens": BLANKS_AFTER})
+    ids = document_ids(tokenizer, document)
+    assert beginning(tokenizer).begins(tokenizer, ids)
+    assert document_text(tokenizer, ids) == (document.lstrip() if kind == "phi3" else document)
+    if kind == "phi3" and "<" not in document:
+        chat = [{"role": "user", "content": f"{document}\n\nso?"}]
+        whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert ids + frame(tokenizer, "so?")[1] == whole
+
+
+@pytest.mark.parametrize("blank", ["prepend", "first", "never"])
+@pytest.mark.parametrize("template", [INST, TURNS, None], ids=["inst", "turns", "none"])
+@pytest.mark.parametrize("document", ["sea \u4e2d\u6587 calm\n", "\U0001f600", "sea\u4e2d", "\u4e2d sea", "the sea"])
+def test_characters_that_the_tokenizer_does_not_know_stay_unknown(blank, template, document):
+    """Their text comes back as U+FFFD, whose ids are those of the document."""
+    tokenizer = sentencepiece(blank, template, size=300)
+    ids = document_ids(tokenizer, document)
+    text = document_text(tokenizer, ids)
+    assert document_ids(tokenizer, text) == ids
+    assert beginning(tokenizer).begins(tokenizer, ids)
+    merged = template == TURNS and document[0] > "z"  # with the line break before them, which is unknown too
+    assert text == "".join(
+        "\ufffd" if run[0] > "z" or run == "\n" else run for run in re.split("([^ -z]+)", document)[merged * 2 :] if run
+    )
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nothing"])
