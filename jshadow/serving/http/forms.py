@@ -1,7 +1,6 @@
 """The form of an answer: a grammar for `response_format` and for tools that must be called."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from jshadow.serving.http.calls import HERMES, Format, format_mark, format_of
@@ -12,9 +11,6 @@ from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, T
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
 WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Limits of the schemas of one request: the names in all their objects, and the levels that references may reach.
-MOST = {"properties": 5000, "required": 5000, "patternProperties": 100, "levels": 600}
-NAMES = {"levels": "levels, which are those of the schema times the number of its references"}
 OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
@@ -69,30 +65,7 @@ def answer_rule(form: ResponseFormat) -> str | None:
     if form.json_schema is None:
         name = "response_format.json_schema"
         raise ApiError(400, f"{name} must be given for the type json_schema", param=name)
-    bounded([form.json_schema.schema_], "response_format")
     return f"answer: {json_rule(form.json_schema.schema_)}"
-
-
-def bounded(schemas: Sequence[dict[str, Any] | bool], field: str) -> None:
-    """Raise ApiError if llguidance would need minutes for the schemas of a request, or more stack than a thread has."""
-    counts = dict.fromkeys(MOST, 0)
-    for schema in schemas:
-        left: list[tuple[Any, int]] = [(schema, 1)]
-        references, deepest = set(), 0
-        while left:
-            value, depth = left.pop()
-            deepest = max(deepest, depth)
-            if isinstance(value, dict):
-                references.add(str(value.get("$ref", "#")))
-                for name in counts:
-                    counts[name] += len(value[name]) if isinstance(value.get(name), dict | list) else 0
-            if isinstance(value, dict | list):
-                left += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
-        counts["levels"] = max(counts["levels"], (len(references) - 1) * deepest)
-    for name, count in counts.items():
-        if count > MOST[name]:
-            told = f"{field} must have at most {MOST[name]} {NAMES.get(name, name)}, got {count}"
-            raise ApiError(400, told, code="invalid_schema", param=field)
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
@@ -125,8 +98,7 @@ def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
 
 
 def call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
-    """Return the rules of the call of one of the tools. Raises ApiError as `bounded`."""
-    bounded([tool.function.parameters for tool in tools], "tools")
+    """Return the rules of the call of one of the tools."""
     names = " | ".join(f"call{index}" for index in range(len(tools)))
     rules = [f"call: {text_rule(tokenizer, calls.begin)} ({names}) {text_rule(tokenizer, calls.end)}"]
     for index, tool in enumerate(tools):

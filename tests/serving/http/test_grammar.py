@@ -184,53 +184,6 @@ UNREAD = {
 }
 
 
-def chain(count, between=lambda inner: inner):
-    """A schema whose parts refer to each other in a row."""
-    parts = {f"a{place}": between({"$ref": f"#/$defs/a{place + 1}"}) for place in range(count)}
-    return {"$ref": "#/$defs/a0", "$defs": parts | {f"a{count}": {"type": "null"}}}
-
-
-def named(count, key="properties"):
-    return {"type": "object", key: {f"^a{place}$": {} for place in range(count)}}
-
-
-TOO_LARGE = {
-    "references": (chain(4000), "levels"),
-    "references in objects": (chain(1000, lambda inner: {"type": "object", "properties": {"x": inner}}), "levels"),
-    "references in lists": (chain(300, lambda inner: {"type": "array", "items": {"anyOf": [inner]}}), "levels"),
-    "properties": (named(30_000), "properties"),
-    "objects": ({"anyOf": [named(600) for _ in range(10)]}, "properties"),
-    "required names": ({"type": "object", "required": [f"a{place}" for place in range(6000)]}, "required"),
-    "patterns": (named(1000, "patternProperties"), "patternProperties"),
-    "patterns of objects": ({"anyOf": [named(11, "patternProperties") for _ in range(10)]}, "patternProperties"),
-}
-
-
-@pytest.mark.parametrize("name", TOO_LARGE)
-def test_a_schema_that_would_need_minutes_or_the_whole_stack_is_refused(name):
-    """llguidance has no limit for them. A chain of references ended the process."""
-    schema, said = TOO_LARGE[name]
-    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
-    bodies = {"response_format": {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}}
-    bodies["tools"] = {"tools": [tool], "tool_choice": "required"}
-    for field, body in bodies.items():
-        with pytest.raises(ApiError, match=f"{field} must have at most .* {said}") as raised:
-            form(byte_tokenizer(), **body)
-        assert (raised.value.status, raised.value.param) == (400, field)
-
-
-def test_the_limits_of_schemas_count_all_tools_and_leave_room_for_large_ones():
-    tool = {"name": "find", "parameters": named(11, "patternProperties")}
-    tools = [{"type": "function", "function": tool | {"name": f"find{place}"}} for place in range(10)]
-    with pytest.raises(ApiError, match="got 110"):
-        form(byte_tokenizer(), tools=tools, tool_choice="required")
-    assert form(byte_tokenizer(), tools=tools[:9], tool_choice="required")
-    between = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    large = chain(60, lambda inner: between | {"properties": {f"x{place}": inner for place in range(50)}})
-    for schema in (large, named(5000), chain(100), {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}):
-        assert form(byte_tokenizer(), response_format={"type": "json_schema", "json_schema": {"schema": schema}})
-
-
 def test_tools_in_a_format_that_is_not_known_are_refused_by_name():
     """The model would write them in a way that the server cannot read. A forced call is written as the server says."""
     tokenizer = TOKENIZERS["token"]
