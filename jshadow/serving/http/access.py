@@ -107,7 +107,7 @@ class Access:
             return ApiError(403, message, code="host_not_allowed")
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
         opened = scope["path"] == "/" and headers.get(b"sec-fetch-mode") == "navigate"  # a link to the page
-        if (site not in ("same-origin", "none") and not opened) or (origin and urlsplit(origin).netloc != host):
+        if (site not in ("same-origin", "none") and not opened) or (origin and place_of(origin) != host.lower()):
             sent = origin or f"a page of another site ({site})"
             return ApiError(
                 403, f"a browser must ask from the page of this server, got {sent!r:.80}", code="cross_site"
@@ -199,6 +199,14 @@ class Refused(BaseException):
 def client_of(request: Request) -> str:
     """Return who asks, for fair turns: the digest of the key if keys are asked for, else the address."""
     return str(request.scope[CLIENT])
+
+
+def place_of(origin: str) -> str:
+    """Return the host and the port of an Origin in small letters, or "" if it is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def host_name(host: str) -> str:

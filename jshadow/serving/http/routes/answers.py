@@ -16,7 +16,6 @@ from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.chat import Chat, with_stops
 from jshadow.serving.http.completion import Completion
 from jshadow.serving.http.errors import ApiError, client_left, too_late
-from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
 from jshadow.serving.http.marks import thoughts_of
 from jshadow.serving.http.prompts import chat_ids, prompts_of
@@ -44,7 +43,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     top = (body.top_logprobs or 0) if body.logprobs else None
     template = template_of(service.params.tokenizer, tools=bool(tools))
     calls = format_of(template)
-    grammar = await service.slowly(form_of, body, service.params.tokenizer, template)
+    grammar = await unless_gone(request, service.form(body, template), service.options.seconds)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
@@ -62,7 +61,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or each of several texts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    grammar = await service.slowly(form_of, body, service.params.tokenizer)
+    grammar = await unless_gone(request, service.form(body), service.options.seconds)
     requests, prompts = [], prompts_of(body.prompt)
     encode = functools.partial(service.encode, special=body.add_special_tokens, plain=body.split_special_tokens)
     if len(prompts) * (body.n or 1) > MOST_ANSWERS:
