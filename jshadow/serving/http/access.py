@@ -100,7 +100,7 @@ class Access:
         if scope["path"] in PROBES:
             return None
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, allowed = headers.get(b"host", ""), self.options.allowed_hosts
+        host, allowed = headers.get(b"host", ""), map(host_name, self.options.allowed_hosts)
         name = host_name(host)
         if not is_loopback(name) and not {name, ANY_HOST} & set(allowed):
             message = f"the header Host must name this machine or an --allowed-host, got {host!r:.80}"

@@ -83,7 +83,7 @@ SITES = [
 
 
 def test_a_web_page_of_another_site_cannot_ask_a_server_without_keys(service, monkeypatch):
-    monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=("box.lan",)))
+    monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=("Box.lan",)))
     with client_of(service) as client:
         for path, host, headers, expected in SITES:
             answer = client.get(path, headers={"host": host} | headers)
