@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import itertools
-import sys
 import threading
 
 import numpy as np
@@ -285,22 +283,26 @@ def test_threads_that_load_one_state(opened, text, pool):
         assert all(equal(state, expected) for state in pool.map(opened(limits=limits).load, [key] * 6)), limits
 
 
-def test_a_search_while_other_threads_begin_to_write(opened, text, pool):
-    """Both go through the table of what is being written. Without one lock for both, Python raises an error here."""
-    library = opened()
-    entry, ids, ended = Entry(np.int32(text(1))), np.int32(text(2)), threading.Event()
+def test_a_search_while_other_threads_begin_to_write(opened, text, monkeypatch):
+    """Both go through the table of what is being written. Without one lock for both, Python raises an error here.
 
-    def begin_to_write():
-        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
-            library.catalog.begin_writing(f"key {number}", entry)
-            if number >= 50:
-                library.catalog.unwritten(f"key {number - 50}", entry)
+    Another thread begins to write in the middle of the search, and waits for it.
+    """
+    library, others = opened(), []
+    entry, catalog, tier_of = Entry(np.int32(text(1))), library.catalog, library.catalog.tier_of
 
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(sys.setswitchinterval, sys.getswitchinterval())
-        at_end.callback(ended.set)
-        sys.setswitchinterval(1e-6)
-        writer = pool.submit(begin_to_write)
-        assert {library.longest(ids) for _ in range(500)} == {None}
-    writer.result(WAIT)
-    library.catalog.writing.clear()
+    def begun_meanwhile(key):
+        others.append(threading.Thread(target=catalog.begin_writing, args=(f"new {len(others)}", entry)))
+        others[-1].start()
+        others[-1].join(0.05)  # it ends only if nothing keeps it from the table
+        return tier_of(key)
+
+    for key in ("first", "second"):
+        catalog.begin_writing(key, entry)
+    monkeypatch.setattr(catalog, "tier_of", begun_meanwhile)
+    assert library.longest(np.int32(text(2))) is None
+    assert len(others) == 2
+    for thread in others:
+        thread.join(WAIT)
+    assert catalog.writing.keys() == {"first", "second", "new 0", "new 1"}
+    catalog.writing.clear()

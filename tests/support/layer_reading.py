@@ -20,11 +20,11 @@ def read_layer(plan: LayerPlan, given: Given, x: jax.Array, lengths: tuple[int, 
     return work.x, prompt_read(plan, work)
 
 
-def memory_of_a_piece(config: ModelConfig, tokens: int, plan: LayerPlan, learned=None):
+def memory_of_a_piece(config: ModelConfig, tokens: int, plan: LayerPlan):
     """memory_analysis of the compiled program of a later piece: float32, one row."""
     weights = jax.eval_shape(lambda: init_params(config).weights["layer_0"])
     x = jax.ShapeDtypeStruct((1, tokens, config.model_dim), jnp.float32)
-    given = Given(weights, jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32), learned)
+    given = Given(weights, jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32), None)
     prompt = jax.eval_shape(lambda: plan.empty_prompt(jnp.zeros(1, jnp.int32), tokens, jnp.float32))
     aux = q = None
     if plan.attention is not None:

@@ -100,14 +100,14 @@ class Access:
         if scope["path"] in PROBES:
             return None
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, allowed = headers.get(b"host", ""), self.options.allowed_hosts
+        host, allowed = headers.get(b"host", ""), map(host_name, self.options.allowed_hosts)
         name = host_name(host)
         if not is_loopback(name) and not {name, ANY_HOST} & set(allowed):
             message = f"the header Host must name this machine or an --allowed-host, got {host!r:.80}"
             return ApiError(403, message, code="host_not_allowed")
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
         opened = scope["path"] == "/" and headers.get(b"sec-fetch-mode") == "navigate"  # a link to the page
-        if (site not in ("same-origin", "none") and not opened) or (origin and urlsplit(origin).netloc != host):
+        if (site not in ("same-origin", "none") and not opened) or (origin and place_of(origin) != host.lower()):
             sent = origin or f"a page of another site ({site})"
             return ApiError(
                 403, f"a browser must ask from the page of this server, got {sent!r:.80}", code="cross_site"
@@ -199,6 +199,14 @@ class Refused(BaseException):
 def client_of(request: Request) -> str:
     """Return who asks, for fair turns: the digest of the key if keys are asked for, else the address."""
     return str(request.scope[CLIENT])
+
+
+def place_of(origin: str) -> str:
+    """Return the host and the port of an Origin in small letters, or "" if it is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def host_name(host: str) -> str:

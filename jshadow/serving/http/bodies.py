@@ -56,8 +56,11 @@ async def _apart[Result](request: Request, function: Callable[[bytes], Result], 
 def check_values(data: bytes) -> None:
     """Raise ApiError if a JSON text has more values, or more lists and objects, than a body may have.
 
-    What is in a string does not count, so a long text with many commas is one value. The JSON need not be valid.
+    What is in a string does not count, so a long text with many commas is one value. The JSON need not be valid, but in
+    UTF-8 (RFC 8259, section 8.1). The parser also reads UTF-16 and UTF-32, whose values are not counted here.
     """
+    if not json.detect_encoding(data).startswith("utf-8"):
+        raise ApiError(400, "the body must be JSON in UTF-8, got another encoding")
     place = values = nested = 0
     while place < len(data):
         quote = data.find(b'"', place)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jshadow.serving.http.calls import HERMES, Format, format_mark, format_of
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.grammar import Grammars, reason_of
+from jshadow.serving.http.grammar import problem, reason_of
 from jshadow.serving.http.marks import mark_id
 from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
@@ -69,8 +69,15 @@ def answer_rule(form: ResponseFormat) -> str | None:
 
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return what a rule has for a JSON schema. References in the schema begin at its own root."""
-    return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': WHITESPACE})}"
+    """Return what a rule has for a JSON schema. References in the schema begin at its own root.
+
+    Raises:
+        ApiError: it is nested too deeply to be written.
+    """
+    try:
+        return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': WHITESPACE})}"
+    except RecursionError as error:
+        raise ApiError(400, "a JSON schema must not be nested so deeply", code="invalid_schema") from error
 
 
 def regex_rule(expression: str) -> str:
@@ -131,8 +138,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 def checked(names: list[str], rules: list[str], field: str) -> str:
     """Return a grammar that begins with one of the rules `names`. Raises ApiError if llguidance refuses it."""
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules, ""])
-    problem = Grammars.problem(grammar)
-    if problem:
-        message = f"{field} is refused: {reason_of(problem):.300}"
+    if found := problem(grammar):
+        message = f"{field} is refused: {reason_of(found):.300}"
         raise ApiError(400, message, code="invalid_schema", param=field)
     return grammar

@@ -18,6 +18,7 @@ from jshadow.serving.http.connection import HEAD_SECONDS, Connection
 from jshadow.serving.http.service import Service
 
 SWITCH_SECONDS = 0.001  # after which a thread lets another one run. An answer of the event loop takes several turns.
+THREAD_STACK = 2**23  # twice that of the process that checks grammars
 MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
 
 
@@ -110,6 +111,7 @@ def serve(
             failed.append(error)
             server.should_exit = True
 
+    threading.stack_size(THREAD_STACK)
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
     broken = service.engine.failure is not None

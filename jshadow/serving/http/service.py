@@ -20,6 +20,7 @@ from jshadow.library.sources import text_ids
 from jshadow.serving import Answer, Engine, Request
 from jshadow.serving.http.drawing import settings_of
 from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.metrics import Metrics
 from jshadow.serving.http.options import ServerOptions
@@ -61,7 +62,7 @@ class Service:
         self.warm = 0.0, 0
         self._reading: dict[str, Turn] = {}  # by the key of the document
         self._files = anyio.CapacityLimiter(READ_AT_ONCE)
-        self.parsing = anyio.CapacityLimiter(1)
+        self.parsing, self._forms = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
 
     def begin(self) -> None:
         """Take requests from now on. The time of the engine until now, in which it compiled, does not count."""
@@ -97,6 +98,7 @@ class Service:
             ConfigError, ApiError: a value is out of range.
         """
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        first = None if grammar is None else self.grammars.matcher(grammar)
         return [
             Request(
                 ids,
@@ -105,7 +107,7 @@ class Service:
                 client=client,
                 stop=stop or None,
                 logprobs=logprobs,
-                allowed=None if grammar is None else self.grammars.matcher(grammar),
+                allowed=first and first.copy(),
             )
             for choice in range(body.n or 1)
         ]
@@ -151,6 +153,11 @@ class Service:
     async def slowly(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function that reads files or encodes texts in another thread."""
         return await run_in_threadpool(function, *args)
+
+    async def form(self, body: Drawing, template: str = "") -> str | None:
+        """Return what `form_of` returns. Only others that check a grammar wait meanwhile."""
+        args = body, self.params.tokenizer, template
+        return await anyio.to_thread.run_sync(form_of, *args, limiter=self._forms, abandon_on_cancel=True)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""

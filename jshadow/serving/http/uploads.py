@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import logging
+import unicodedata
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library.pdf import Begun
@@ -12,6 +13,9 @@ from jshadow.weights.convert.files import private_folder
 
 LOG = logging.getLogger(__name__)
 MOST_NAME = 200
+HIDDEN = frozenset(
+    "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)  # they would change the order in which a name is shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +34,15 @@ class Upload:
 def plain_name(name: str | None) -> str:
     """Return the last part of a name, for display. Raises ApiError if nothing is left, or it is too long."""
     last = (name or "").replace("\\", "/").rpartition("/")[2].strip()
-    if not last or last in (".", "..") or not last.isprintable() or len(last) > MOST_NAME:
+    if not last or last in (".", "..") or len(last) > MOST_NAME or not HIDDEN.isdisjoint(last) or has_controls(last):
         message = f"filename must have 1 to {MOST_NAME} printable characters, got {name!r:.80}"
         raise ApiError(400, message, code="invalid_file", param="filename")
     return last
+
+
+def has_controls(name: str) -> bool:
+    """Return whether a name has control characters, ends of lines or halves of surrogate pairs."""
+    return any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
 
 def text_of(upload: Upload, begun: Begun | None = None) -> str:

@@ -62,7 +62,9 @@ def test_a_key_is_one_client_however_it_is_sent():
 HERE = "localhost:8000"
 SAME = {"origin": "http://localhost:8000", "sec-fetch-site": "same-origin"}
 LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-OTHERS = [{"origin": origin} for origin in ("http://evil.example", "http://localhost:3000", "null")]
+OTHERS = [
+    {"origin": origin} for origin in ("http://evil.example", "http://localhost:3000", "null", "http://[evil", "//")
+]
 OTHERS += [{"sec-fetch-site": site} for site in ("cross-site", "same-site")]
 REBOUND = ("evil.example:8000", "localhost.evil.example", "")  # by DNS
 SITES = [
@@ -71,6 +73,7 @@ SITES = [
         for host in (HERE, "LocalHost", "[::1]:8000", "a.localhost:1", "127.0.0.2:8000", "box.lan:8000")
     ),
     *((MODELS, HERE, headers, 200) for headers in (SAME, {"sec-fetch-site": "none"})),
+    *((MODELS, host, SAME, 200) for host in ("LOCALHOST:8000", "LocalHost:8000")),
     *((MODELS, host, {}, "host_not_allowed") for host in REBOUND),
     *((MODELS, HERE, headers, "cross_site") for headers in (*OTHERS, LINK)),
     ("/metrics", "evil.example", {}, "host_not_allowed"),
@@ -80,7 +83,7 @@ SITES = [
 
 
 def test_a_web_page_of_another_site_cannot_ask_a_server_without_keys(service, monkeypatch):
-    monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=("box.lan",)))
+    monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=("Box.lan",)))
     with client_of(service) as client:
         for path, host, headers, expected in SITES:
             answer = client.get(path, headers={"host": host} | headers)

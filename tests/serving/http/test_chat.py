@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from server_cases import (
     CHAT,
+    FILES,
+    NAME,
     about,
     assert_drawn,
     chat_tokens,
     client_of,
+    error_of,
     events_of,
     log_softmax,
     logits_along,
@@ -24,6 +27,7 @@ from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.library.sources import text_ids
 from jshadow.serving import Request
+from jshadow.serving.http import prompts
 
 MESSAGES = [{"role": "user", "content": "Where is it?"}]
 PROMPT = "<user>Where is it?\n<assistant>"
@@ -283,3 +287,19 @@ def test_named_templates_mark_reasoning_too(client, monkeypatch):
         assert (message["content"], bool(message["reasoning_content"])) == ("", True)
         history = [*MESSAGES, message | {"function_call": None, "tool_calls": None}, *MESSAGES]
         assert chat(client, **body | {"messages": history})["usage"]["prompt_tokens"] > 60
+
+
+@pytest.mark.parametrize("kind", ["file_id", "file_data"])
+def test_one_document_in_many_parts_is_refused_before_it_is_encoded(client, monkeypatch, kind):
+    """The parts of a body of a few kilobytes stand for millions of tokens."""
+    text = "The sea is calm. " * 4
+    made = client.post(FILES, files={"file": ("a.txt", text.encode())}).json()
+    data = {"filename": "a.txt", "file_data": base64.b64encode(text.encode()).decode()}
+    file = {"file_id": made["id"]} if kind == "file_id" else data
+    parts = [{"type": "file", "file": file}] * 300
+    with monkeypatch.context() as never:
+        never.setattr(prompts, "encode_parts", lambda *_, **__: pytest.fail("it must not be encoded"))
+        answer = client.post(
+            CHAT, json={"model": NAME, "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        )
+    assert error_of(answer) == (400, "context_length_exceeded")

@@ -3,9 +3,10 @@
 import json
 import re
 
+import numpy as np
 import pytest
-from chat_cases import HI, TOOLS, drawn, form, ids_of, params_of
-from server_cases import CHAT, END, PARAMS, posted
+from chat_cases import HI, TOOLS, drawn, form, grammars_of, ids_of, params_of
+from server_cases import CHAT, END, NAME, PARAMS, error_of, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
 
@@ -197,3 +198,50 @@ def test_tools_in_a_format_that_is_not_known_are_refused_by_name():
     forced = {"type": "function", "function": {"name": "find"}}
     for more in ({"tool_choice": "required"}, {"tool_choice": forced}, {"response_format": {"type": "json_object"}}):
         assert "<[257]>" in form(tokenizer, "", tools=TOOLS, **more)
+
+
+def chain(count):
+    """A schema whose reference leads to a reference, and so on."""
+    links = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{count}": {}}}
+
+
+HEAVY = {
+    "references": chain(30_000),
+    "properties": {"type": "object", "properties": {f"a{number}": {} for number in range(30_000)}},
+    "patterns": {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(800)}},
+}
+
+
+@pytest.mark.parametrize("name", ["references", *(pytest.param(name, marks=pytest.mark.slow) for name in [*HEAVY][1:])])
+@pytest.mark.parametrize("field", ["response_format", "tools"])
+def test_a_schema_that_takes_the_stack_or_minutes_is_refused(client, name, field):
+    """It ended the server, or kept a thread. The next schema is followed as ever."""
+    schema = HEAVY[name]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "x", "parameters": schema}}
+    body = {"response_format": form} if field == "response_format" else {"tools": [tool], "tool_choice": "required"}
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    answer = client.post(CHAT, json=asked | body)
+    assert error_of(answer) == (400, "invalid_schema")
+    assert "too much time or memory" in answer.json()["error"]["message"]
+    assert client.post(CHAT, json=asked | {"response_format": {"type": "json_object"}}).status_code == 200
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(client):
+    deep = '{"type":"object","properties":{"a":' * 3000 + "{}" + "}}" * 3000
+    form = '{"type":"json_schema","json_schema":{"name":"x","schema":' + deep + "}}"
+    body = f'{{"model":"{NAME}","messages":[{{"role":"user","content":"Hi"}}],"response_format":{form}}}'
+    answer = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_copies_of_a_matcher_go_their_own_ways():
+    grammars = grammars_of(byte_tokenizer(), 257, END)
+    first = grammars.matcher("start: /a[bc]+d/")
+    other = first.copy()
+    ids = {letter: byte_tokenizer().encode(letter)[0] for letter in "abcd"}
+    masks = first([ids["a"]]), other([])
+    found = [np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")) for mask in masks]
+    assert [set(allowed) for allowed in found] == [{ids["b"], ids["c"]}, {ids["a"]}]

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic_core import to_json
 
+from jshadow.errors import CapacityError
 from jshadow.serving import Answer
 from jshadow.serving.http.access import client_of
 from jshadow.serving.http.bodies import JsonRoute
@@ -16,7 +17,6 @@ from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.chat import Chat, with_stops
 from jshadow.serving.http.completion import Completion
 from jshadow.serving.http.errors import ApiError, client_left, too_late
-from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.lengths import most_new
 from jshadow.serving.http.marks import thoughts_of
 from jshadow.serving.http.prompts import chat_ids, prompts_of
@@ -44,7 +44,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     top = (body.top_logprobs or 0) if body.logprobs else None
     template = template_of(service.params.tokenizer, tools=bool(tools))
     calls = format_of(template)
-    grammar = await service.slowly(form_of, body, service.params.tokenizer, template)
+    grammar = await unless_gone(request, service.form(body, template), service.options.seconds)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
@@ -62,7 +62,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or each of several texts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    grammar = await service.slowly(form_of, body, service.params.tokenizer)
+    grammar = await unless_gone(request, service.form(body), service.options.seconds)
     requests, prompts = [], prompts_of(body.prompt)
     encode = functools.partial(service.encode, special=body.add_special_tokens, plain=body.split_special_tokens)
     if len(prompts) * (body.n or 1) > MOST_ANSWERS:
@@ -87,23 +87,34 @@ async def sent_files(service: Service, body: ChatRequest) -> list[list[int]]:
     """Return the token ids of the files that are in a chat itself, in their order. Raises as `Service.text_tokens`."""
     contents = [message.content for message in body.messages if isinstance(message.content, list)]
     files = [part.file for content in contents for part in content if isinstance(part, FileContent)]
-    return [
-        await service.text_tokens(Upload(plain_name(file.filename or "file.txt"), decoded(file.file_data)))
-        for file in files
-        if file.file_id is None and file.file_data is not None
-    ]
+    found: list[list[int]] = []
+    for file in files:
+        if file.file_id is None and file.file_data is not None:
+            upload = Upload(plain_name(file.filename or "file.txt"), decoded(file.file_data))
+            found.append(await service.text_tokens(upload))
+            check_files(service, sum(map(len, found)))
+    return found
+
+
+def check_files(service: Service, tokens: int) -> None:
+    """Raise CapacityError if the files of a chat cannot fit. Each also has the tokens that begin a chat."""
+    if tokens > 2 * service.most_tokens:
+        raise CapacityError(f"the files must have at most {service.most_tokens} tokens together, got more")
 
 
 def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list[list[int]]) -> list[int]:
     """Return the token ids of a chat. `sent` is what `sent_files` returned. Raises ApiError or CheckpointError."""
-    left_files = iter(sent)
+    left_files, stored = iter(sent), functools.cache(service.file_tokens)
+    tokens = 0
 
     def file_ids(part: FilePart) -> list[int]:
-        if part.file_id is not None:
-            return service.file_tokens(part.file_id)
-        if part.file_data is None:
+        nonlocal tokens
+        if part.file_id is None and part.file_data is None:
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
-        return next(left_files)
+        ids = next(left_files) if part.file_id is None else stored(part.file_id)
+        tokens += len(ids)
+        check_files(service, tokens)
+        return ids
 
     args = body.messages, file_ids, tools or None, service.check_length, body.chat_template_kwargs
     return chat_ids(service.params.tokenizer, *args)
