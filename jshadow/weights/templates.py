@@ -1,12 +1,12 @@
 """Chats as texts: the chat template of a tokenizer, and a document with a question in the first message of a chat."""
 
+import contextlib
 import datetime
-import functools
 import itertools
 import string
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where
 # The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
 CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
 END = "x"  # the end of a text of which the tokens before a document are taken
-MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template, and time, for a chat of three messages
+MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template for each message and tool, and time
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -33,7 +33,7 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
         tools: whether the chat has tools.
 
     Raises:
-        PromptError: there is no template, none of several is the default, or the template does not come to an end.
+        PromptError: there is no template, or none of several is the default.
     """
     if not has_template(tokenizer):
         raise PromptError("the tokenizer has no chat template, so the prompt must be text or token ids")
@@ -45,8 +45,6 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
             told = f"{sorted(found)!r:.200}"
             raise PromptError(f"one of the tokenizer's chat templates must be named 'default', got {told}")
         found = found[name]
-    if not _ends(tokenizer, found):
-        raise PromptError("the chat template does not come to an end, so the prompt must be text or token ids")
     return str(found)
 
 
@@ -71,12 +69,16 @@ def rendered(
         told: what else the template is told.
 
     Raises:
-        PromptError: as `template_of`, or the template refuses the chat.
+        PromptError: as `template_of`, or the template refuses the chat or does not come to an end.
     """
     template = template_of(tokenizer, tools=bool(tools))
     options = {"chat_template": _dated(template) if fixed_date else template, "tokenize": False} | told
     try:
-        text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options)
+        with _bounded(MOST_STEPS * (1 + len(messages) + len(tools or ()))):
+            text = tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt=answer, **options)
+    except _EndlessError:
+        problem = "the chat template does not come to an end, so the prompt must be text or token ids"
+        raise PromptError(problem) from None
     except Exception as error:  # a template is a program of the checkpoint and may raise anything
         raise PromptError(f"the chat template refuses the chat: {error or type(error).__name__}"[:500]) from error
     return str(text)
@@ -244,23 +246,16 @@ class _EndlessError(Exception):
     """A template takes too long."""
 
 
-@functools.lru_cache(maxsize=32)
-def _ends(tokenizer: Any, template: str) -> bool:
-    """Return whether a template renders short chats, with tools and without, within `MOST_STEPS` and `MOST_SECONDS`.
+@contextlib.contextmanager
+def _bounded(most: int) -> Iterator[None]:
+    """Raise _EndlessError in this thread after `most` lines of a template, or after `MOST_SECONDS`.
 
-    A loop in a template cannot be ended from outside. So each template is tried once, and its steps are counted.
+    A loop in a template cannot be ended from outside. So its steps are counted.
     """
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-    chats = [(count, tools) for tools in (None, [tool]) for count in (1, 3)]
-    return all(_tried(tokenizer, template, _alternating("?" * count), tools) for count, tools in chats)
-
-
-def _tried(tokenizer: Any, template: str, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None) -> bool:
-    """Return whether a template ends. An error is an end."""
     steps, ends = itertools.count(1), time.monotonic() + MOST_SECONDS
 
     def step(_: FrameType, event: str, __: Any) -> Any:
-        if event == "line" and (next(steps) > MOST_STEPS or time.monotonic() > ends):
+        if event == "line" and (next(steps) > most or time.monotonic() > ends):
             raise _EndlessError
         return step
 
@@ -270,13 +265,6 @@ def _tried(tokenizer: Any, template: str, messages: list[dict[str, str]], tools:
     before = sys.gettrace()
     sys.settrace(call)
     try:
-        tokenizer.apply_chat_template(
-            messages, tools, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
-    except _EndlessError:
-        return False
-    except Exception:  # it may refuse the chat
-        return True
+        yield
     finally:
         sys.settrace(before)
-    return True

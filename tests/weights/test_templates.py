@@ -1,13 +1,14 @@
 """Documents in the first message of a chat: their ids are those of the message, whatever comes before them."""
 
 import re
+import time
 
 import pytest
 from tokenizers import AddedToken
 from tokenizers_by_kind import INST, TOKENIZERS, TURNS, sentencepiece
 
 from jshadow.errors import PromptError
-from jshadow.weights.templates import beginning, document_ids, document_text, end_tokens, frame, template_of
+from jshadow.weights.templates import beginning, document_ids, document_text, end_tokens, frame, rendered, template_of
 
 # What a template has before a document: nothing, a token, a blank behind a text or behind a token, and a line break.
 BARE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -107,6 +108,36 @@ def test_ids_that_begin_in_another_way_are_seen(shape):
     other = shaped("a line break" if shape == "a blank" else "a blank", "first")
     for ids in (document_ids(other, "the sea"), [], [5, 6], document_ids(tokenizer, "the sea")[1:]):
         assert not beginning(tokenizer).begins(tokenizer, ids)
+
+
+LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+TURN = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("condition", "chat", "tools"),
+    [
+        ("messages[0].role == 'system'", [{"role": "system", "content": "Be brief."}, TURN], None),
+        ("messages | length > 3", [TURN] * 4, None),
+        ("tools", [TURN], [{"type": "function", "function": {"name": "f"}}]),
+        ("messages[-1].content != 'Hi'", [TURN, {"role": "user", "content": "go"}], None),
+    ],
+)
+def test_a_template_that_loops_for_some_chats_is_ended_for_them(condition, chat, tools):
+    tokenizer = sentencepiece("never", f"{{% if {condition} %}}{LOOP}{{% endif %}}{BARE}")
+    begin = time.monotonic()
+    with pytest.raises(PromptError, match="does not come to an end"):
+        rendered(tokenizer, chat, tools=tools)
+    assert time.monotonic() - begin < 5
+    assert rendered(tokenizer, [TURN]) == "<s>Hi<|assistant|>"
+    assert rendered(tokenizer, [TURN] * 3) == "<s>HiHiHi<|assistant|>"
+
+
+def test_a_long_chat_comes_to_an_end():
+    tokenizer = sentencepiece(
+        "never", TURNS + "{% for m in messages %}{% for b in range(500) %}{% endfor %}{% endfor %}"
+    )
+    assert rendered(tokenizer, [TURN] * 500).count("Hi") == 500
 
 
 @pytest.mark.parametrize("change", ["lower", "upper", "title", "trim", "capitalize", "default('')", "string"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from jshadow.engine.text import split_stops
 from jshadow.serving import Answer, Piece, Request
+from jshadow.serving.grammar import Allowed
 from jshadow.serving.http.calls import HERMES, Format, tool_call
 from jshadow.serving.http.choices import Ended, followed, reports_of
 from jshadow.serving.http.logprobs import chat_logprobs
@@ -32,18 +33,19 @@ def splitter_of(service: Service, body: ChatRequest, calls: Format | None, thoug
 def with_stops(
     service: Service, body: ChatRequest, requests: Sequence[Request], calls: Format | None, thoughts: Thoughts
 ) -> list[Request]:
-    """Return the requests of a chat, so that stop strings do not count in the reasoning."""
+    """Return the requests of a chat, so that stop strings count in the content alone."""
     texts, stop_ids = split_stops(body.stop, service.params.tokenizer)
     config = service.params.config
-    if thoughts == "none" or not texts or not config.eos_ids:
+    tools = body.tools and body.tool_choice != "none"
+    if (thoughts == "none" and not tools) or not texts or not config.eos_ids:
         return list(requests)
+
+    def ending(allowed: Allowed | None) -> Ending:
+        splitter = splitter_of(service, body, calls, thoughts)
+        return Ending(splitter, config.vocab_size, sorted(config.eos_ids), allowed)
+
     return [
-        dataclasses.replace(
-            request,
-            stop=stop_ids or None,
-            allowed=Ending(splitter_of(service, body, calls, thoughts), config.vocab_size, sorted(config.eos_ids)),
-        )
-        for request in requests
+        dataclasses.replace(request, stop=stop_ids or None, allowed=ending(request.allowed)) for request in requests
     ]
 
 
@@ -71,7 +73,10 @@ class Chat:
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         splitter = self.splitters[index]
-        deltas = [delta for piece in pieces for delta in splitter.push(piece.token)]
+        deltas, said = [], []
+        for piece in pieces:
+            said += [] if splitter.stopped else [piece]
+            deltas += splitter.push(piece.token)
         deltas += splitter.finish(self.answers[index].result(0).report.finish)
         content = "".join(delta.content for delta in deltas)
         reasoning = "".join(delta.reasoning for delta in deltas)
@@ -85,7 +90,7 @@ class Chat:
         return {
             "index": index,
             "message": message,
-            "logprobs": chat_logprobs(self.tokenizer, pieces) if self.body.logprobs else None,
+            "logprobs": chat_logprobs(self.tokenizer, said) if self.body.logprobs else None,
             "finish_reason": self._finish(index),
         }
 
@@ -110,7 +115,8 @@ class Chat:
                     yield self._chunk(index, delta, usage=with_usage)
                 yield self._chunk(index, {}, finish=self._finish(index), usage=with_usage)
                 continue
-            logprobs = chat_logprobs(self.tokenizer, [item]) if self.body.logprobs else None
+            wants = self.body.logprobs and not splitter.stopped
+            logprobs = chat_logprobs(self.tokenizer, [item]) if wants else None
             deltas = self._deltas(index, splitter.push(item.token))
             for delta in deltas or ([{"content": ""}] if logprobs else []):
                 yield self._chunk(index, delta, logprobs=logprobs, usage=with_usage)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jshadow.engine.rows.sampling import pack_mask
 from jshadow.engine.text import TextStream, overlap
+from jshadow.serving.grammar import Allowed
 from jshadow.serving.http.calls import Call, Format, calls_of
 from jshadow.weights.tokenizer import special_tokens
 
@@ -245,18 +246,19 @@ class Splitter:
 class Ending:
     """The function `Request.allowed` of an answer whose stop strings count in its content alone.
 
-    All tokens may follow until one of the stop strings is there. Then only end tokens may.
+    When one of the stop strings is there, only end tokens may follow.
     """
 
-    def __init__(self, splitter: Splitter, size: int, ends: Sequence[int]) -> None:
+    def __init__(self, splitter: Splitter, size: int, ends: Sequence[int], allowed: Allowed | None = None) -> None:
         """Begin an answer.
 
         Args:
             splitter: splits this answer. It is used for nothing else.
             size: number of tokens in the vocabulary.
             ends: the end tokens of the model.
+            allowed: tells the tokens that may follow before a stop string. None: all may.
         """
-        self.splitter, self.taken = splitter, 0
+        self.splitter, self.taken, self.allowed = splitter, 0, allowed
         self.all, self.ends = pack_mask(np.ones(size, bool)), pack_mask(np.isin(np.arange(size), ends))
 
     def __call__(self, drawn: Sequence[int]) -> np.ndarray:
@@ -264,4 +266,6 @@ class Ending:
         for token in drawn[self.taken :]:
             self.splitter.push(token)
         self.taken = len(drawn)
-        return self.ends if self.splitter.stopped else self.all
+        if self.splitter.stopped:
+            return self.ends
+        return self.all if self.allowed is None else self.allowed(drawn)

@@ -207,7 +207,6 @@ BAD_TEMPLATES = {
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "loops": (LOOP.replace("BODY", ""), "does not come to an end"),
     "loops and writes": (LOOP.replace("BODY", "x"), "does not come to an end"),
-    "loops with tools": ("{% if tools %}" + LOOP + "{% endif %}", "does not come to an end"),
     "has no default": ({"rag": TEMPLATE, "sql": TEMPLATE}, "must be named 'default', got ['rag', 'sql']"),
     "is not there": (None, "has no chat template"),
 }

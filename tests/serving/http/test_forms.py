@@ -159,6 +159,26 @@ def test_a_tool_that_must_be_called_is_called(client, choice, names):
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stop", ["{", ['"', "\n"], ["a", "e", "i", "t"], "find_place"])
+def test_stop_strings_do_not_count_in_a_call(client, stop):
+    body = {"tools": [FIND], "tool_choice": "required", "seed": 3}
+    want, answer = choice_of(client, **body), choice_of(client, **body, stop=stop, logprobs=True)
+    assert answer["finish_reason"] == "tool_calls"
+    [call], [told] = answer["message"]["tool_calls"], want["message"]["tool_calls"]
+    assert call["function"] == told["function"]
+    form = {"type": "regex", "regex": "[xyz]{2}[!;]abc"}
+    answers = [
+        choice_of(client, tools=[FIND], response_format=form, stop=["!", ";"], logprobs=True, seed=seed)
+        for seed in range(8)
+    ]
+    contents = [answer["message"]["content"] for answer in answers if answer["message"]["content"]]
+    assert contents
+    assert all(re.fullmatch("[xyz]{2}", content) for content in contents)
+    for answer in answers:
+        said = "".join(entry["token"] for entry in answer["logprobs"]["content"])
+        assert "tool_calls" in answer["message"] or said[:-1] == answer["message"]["content"]
+
+
 def test_with_tools_and_a_form_the_answer_is_a_call_or_has_the_form(client):
     form, kinds = {"type": "regex", "regex": "[xyz]{4}"}, set()
     for seed in range(12):
