@@ -28,7 +28,7 @@ from jshadow.serving.http.pieces import pieces
 from jshadow.serving.http.schemas import Drawing
 from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
-from jshadow.weights.templates import beginning, document_ids, document_text
+from jshadow.weights.templates import beginning, document_ids, document_text, frame
 
 T = TypeVar("T")
 FILE = "file-"
@@ -293,12 +293,17 @@ class Service:
         Raises:
             CheckpointError: the file has no text that can be read.
             CapacityError: the document exceeds the capacity of the library.
-            ApiError: the state cannot be stored, such as on a full disk.
+            ApiError: no question fits behind the document, or the state cannot be stored, such as on a full disk.
         """
         library = self.shelf()
         text = await self.text_of(upload)
         self.check_length(text)
         ids = await self.slowly(text_ids, text, self.params)
+        asked = len((await self.slowly(frame, self.params.tokenizer, "?"))[1])
+        most = max(plan.row_class.prompt for plan in self.engine.plans) - asked
+        if len(ids) > most:
+            message = f"the file must have at most {most} tokens, so that a question fits behind it, got {len(ids)}"
+            raise ApiError(400, message, code="context_length_exceeded", param="file")
         key = library.identity.key(ids)
         turn = self._reading.setdefault(key, Turn())
         turn.waiting += 1

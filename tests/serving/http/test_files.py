@@ -35,6 +35,7 @@ from jshadow.library import Library
 from jshadow.serving.drawn import DrawnToken
 from jshadow.serving.http import uploads
 from jshadow.serving.http.uploads import Upload
+from jshadow.weights.templates import document_ids, frame
 
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "
 
@@ -70,6 +71,23 @@ def test_a_file_is_added_listed_read_asked_and_removed(client):
     assert client.delete(path).json() == {"id": made["id"], "object": "file", "deleted": True}
     assert client.get(path).status_code == 404
     assert listed(client) == []
+
+
+@pytest.mark.parametrize("less", [-300, -1, 0, 1])
+def test_a_file_that_is_added_can_be_asked_about(client, service, less):
+    """The shortest question fits behind it. A longer file is refused before it is read."""
+    tokenizer, longest = service.params.tokenizer, max(plan.row_class.prompt for plan in service.engine.plans)
+    most = longest - len(frame(tokenizer, "?")[1])
+    text = "x" * (most - len(document_ids(tokenizer, "x")) + 1 - less)
+    status, made = put(client, text.encode())
+    if less < 0:
+        assert (status, made["error"]["code"], made["error"]["param"]) == (400, "context_length_exceeded", "file")
+        assert f"at most {most} tokens" in made["error"]["message"]
+        assert listed(client) == []
+        return
+    assert (status, made["tokens"]) == (200, most - less)
+    usage = posted(client, CHAT, messages=about({"file_id": made["id"]}, "?"), max_tokens=1)["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (longest - less, most - less)
 
 
 DATED = (
