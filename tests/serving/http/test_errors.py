@@ -157,7 +157,12 @@ LIMITS = [
     ("binary upload", upload(b"\xff\x00\x80"), 400, ["a.txt", "UTF-8"]),
     ("encrypted upload", upload(pdf(password="secret"), "a.pdf"), 400, ["a.pdf", "encrypted"]),
     ("damaged PDF", upload(b"%PDF-1.7\nno more", "a.pdf"), 400, ["a.pdf", "PDF"]),
-    ("long document", upload(b"x" * 1000), 400, ["1006", f"at most {CLASSES[-1].prompt - 15} tokens", LENGTH, "param=file"]),
+    (
+        "long document",
+        upload(b"x" * 1000),
+        400,
+        ["1006", f"at most {CLASSES[-1].prompt - 15} tokens", LENGTH, "param=file"],
+    ),
     ("oversized upload", upload(b"x" * (UPLOAD + 1)), 413, ["file", str(UPLOAD)]),
     ("purpose", upload(b"The sea", purpose="fine-tune"), 400, ["purpose", "fine-tune"]),
     ("no name", upload(b"The sea", ".."), 400, ["filename"]),
