@@ -52,6 +52,12 @@ def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
     return checked(["answer", "call"], [form, *call_rules(tools, tokenizer, calls or HERMES)], "tools")
 
 
+def has_form(body: Drawing) -> bool:
+    """Return whether the answer must have a form or be a call. Only then has it a grammar."""
+    formed = body.response_format is not None and body.response_format.type != "text"
+    return formed or (isinstance(body, ChatRequest) and body.tool_choice not in (None, "none", "auto"))
+
+
 def answer_rule(form: ResponseFormat) -> str | None:
     """Return the rule of a form, or None for free text. Raises ApiError if its field is missing."""
     if form.type == "text":

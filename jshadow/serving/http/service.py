@@ -20,7 +20,7 @@ from jshadow.library.sources import text_ids
 from jshadow.serving import Answer, Engine, Request
 from jshadow.serving.http.drawing import settings_of
 from jshadow.serving.http.errors import ApiError
-from jshadow.serving.http.forms import form_of
+from jshadow.serving.http.forms import form_of, has_form
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.metrics import Metrics
 from jshadow.serving.http.options import ServerOptions
@@ -155,9 +155,9 @@ class Service:
         return await run_in_threadpool(function, *args)
 
     async def form(self, body: Drawing, template: str = "") -> str | None:
-        """Return what `form_of` returns. Only others that check a grammar wait meanwhile."""
-        args = body, self.params.tokenizer, template
-        return await anyio.to_thread.run_sync(form_of, *args, limiter=self._forms, abandon_on_cancel=True)
+        """Return what `form_of` returns. Only requests with a grammar wait for the check of another grammar."""
+        args, limiter = (body, self.params.tokenizer, template), self._forms if has_form(body) else None
+        return await anyio.to_thread.run_sync(form_of, *args, limiter=limiter, abandon_on_cancel=True)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""

@@ -1,17 +1,20 @@
 """Answers in a form, drawn at random among the tokens that may follow: marks are tokens, and texts never are."""
 
+import concurrent.futures
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
 from chat_cases import HI, TOOLS, drawn, form, grammars_of, ids_of, params_of
-from server_cases import CHAT, END, NAME, PARAMS, error_of, posted
+from server_cases import CHAT, COMPLETION, END, NAME, PARAMS, error_of, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
 
 from jshadow.engine.rows.sampling import WORD
 from jshadow.errors import ConfigError
+from jshadow.serving.http import forms
 from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.grammar import Grammars
@@ -31,6 +34,8 @@ CALLS = {
     "GLM": "<|observation|>",
     "Llama": "<|python_tag|>",
 }
+
+PLAIN = {"model": NAME, "prompt": "Hi", "max_tokens": 1}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -245,3 +250,18 @@ def test_copies_of_a_matcher_go_their_own_ways():
     masks = first([ids["a"]]), other([])
     found = [np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")) for mask in masks]
     assert [set(allowed) for allowed in found] == [{ids["b"], ids["c"]}, {ids["a"]}]
+
+
+def test_a_free_answer_does_not_wait_for_the_check_of_a_schema(client, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(forms, "problem", lambda _: begun.set() or ("" if go_on.wait(30) else "late"))
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    formed = asked | {"response_format": {"type": "json_object"}}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(client.post, CHAT, json=formed) for _ in range(2)]
+        assert begun.wait(30)
+        for path, body in ((CHAT, asked), (CHAT, asked | {"response_format": {"type": "text"}}), (COMPLETION, PLAIN)):
+            assert client.post(path, json=body).status_code == 200
+        assert not any(one.done() for one in waiting)
+        go_on.set()
+        assert [one.result(30).status_code for one in waiting] == [200, 200]
