@@ -233,8 +233,7 @@ def gpus_of(args: argparse.Namespace) -> list[Gpu]:
 def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
     """Print the plans of the GPUs that the options name, at one context length, and return 0."""
     from jshadow.cli.plan_tables import notes, parts_table, plan_table
-    from jshadow.planner.gpu import capacity_plan
-    from jshadow.planner.gpu_plan import Serving
+    from jshadow.planner.gpu import Serving, capacity_plan
 
     gpus = gpus_of(args)
     config = config_of(args.model)

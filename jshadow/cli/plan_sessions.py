@@ -12,8 +12,7 @@ from jshadow.cli.plan_tables import gib
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, Gpu
-from jshadow.planner.session_records import ClassPlan, MemoryLimits, SessionClass, SessionPlan, total
-from jshadow.planner.sessions import session_plan
+from jshadow.planner.sessions import ClassPlan, MemoryLimits, SessionClass, SessionPlan, session_plan, total
 from jshadow.policies import Full, Policy
 
 NOTES = (

@@ -12,7 +12,7 @@ from jshadow.planner.gpu_specs import GIB, Gpu
 
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
-    from jshadow.planner.gpu_plan import Serving
+    from jshadow.planner.gpu import Serving
     from jshadow.policies import Policy
 
 SELF = "self"

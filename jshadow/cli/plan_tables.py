@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from jshadow.cache.host_memory import POOL_VARIABLE, pool_gib
-from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan
+from jshadow.planner.gpu import CapacityPlan, PolicyPlan
 from jshadow.planner.gpu_specs import GIB
 from jshadow.planner.prefill_time import PREFILL_SHARE
 

@@ -19,7 +19,7 @@ from jshadow.engine.turn import Turn, chunk_for
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
-from jshadow.planner.turn_pieces import turn_tokens
+from jshadow.planner.pieces import turn_tokens
 
 
 def step(

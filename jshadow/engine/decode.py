@@ -43,7 +43,7 @@ from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLo
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
-from jshadow.planner.turn_pieces import EXTEND_CHUNK, turn_tokens
+from jshadow.planner.pieces import EXTEND_CHUNK, turn_tokens
 from jshadow.policies import Policy
 from jshadow.weights.params import Params
 

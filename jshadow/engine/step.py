@@ -27,7 +27,7 @@ from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
-from jshadow.planner.turn_pieces import turn_piece
+from jshadow.planner.pieces import turn_piece
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, Streams, capability
 

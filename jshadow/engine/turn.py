@@ -29,7 +29,7 @@ from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
 from jshadow.ops.prefix_attention import add_rows, attend_prefixes
-from jshadow.planner.turn_pieces import EXTEND_CHUNK, block_tokens, split_of
+from jshadow.planner.pieces import EXTEND_CHUNK, block_tokens, split_of
 from jshadow.policies.capabilities import SplitsTurns
 
 LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once

@@ -24,7 +24,7 @@ from jshadow.engine.step import COMPILER_OPTIONS, AllLayers, LayerWork, step_lay
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
-from jshadow.planner.turn_pieces import turn_piece
+from jshadow.planner.pieces import turn_piece
 from jshadow.weights.digest import host_array
 from jshadow.weights.params import Params
 

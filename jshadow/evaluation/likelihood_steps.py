@@ -12,7 +12,7 @@ from jshadow.engine.sampling import Sampler, sample
 from jshadow.models.config import ModelConfig
 from jshadow.ops.buckets import round_up
 from jshadow.ops.layout import fit_tokens
-from jshadow.planner.turn_pieces import turn_piece
+from jshadow.planner.pieces import turn_piece
 
 
 def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax
@@ -16,17 +17,10 @@ from jshadow.cache.state import Counters, KVState, of_layer
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.prefill_pieces import (
-    most_rows,
-    pieces_of,
-    second_pass_bytes,
-    tile_numbers,
-    token_numbers,
-    whole_or_pieces,
-)
+from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
-from jshadow.policies.costs import costs_of
+from jshadow.policies.costs import costs_of, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.sliding_window import SlidingWindow
 
@@ -310,4 +304,26 @@ def prefill_peak(
         "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),
+    }
+
+
+def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheSpec]) -> dict[str, int]:
+    """Return an upper bound, by part, on the device bytes of a decode step without weights and state.
+
+    Layers run one after the other, so only the largest layer counts. Logits count twice, because a copy is made in
+    which the logits of a bad row are NaN. The residual stream, the projections and the two halves of the MLP count with
+    their float32 copies. On a mesh, a device has its part of the logits and all of them.
+
+    Args:
+        config: the model.
+        policy: the resolved policy.
+        specs: the spec of each layer on one device, for the rows of the step.
+    """
+    c, spec, rows = config, specs[0], specs[0].batch * rows_of(policy)
+    tp = 1 if spec.shards is None else spec.shards.tp
+    token = 6 * c.model_dim - 3 * (-c.ffn_dim // tp) + 3 * (spec.q_heads + 2 * spec.kv_heads) * c.head_dim
+    return {
+        "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
+        "activations": 4 * rows * token,
+        "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in specs),
     }

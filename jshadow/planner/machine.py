@@ -12,8 +12,7 @@ from jshadow.cache.shards import Shards
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, prefill_peak
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads
-from jshadow.planner.gpu import PAPERS_REPEATS, Planner
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import PAPERS_REPEATS, Planner, Serving
 from jshadow.planner.gpu_specs import GIB, GPUS, Gpu, gpu_of_device
 from jshadow.planner.mesh import ONE_GPU, MeshSizes, share_of
 from jshadow.policies import Policy

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.gpu import Planner, checked
-from jshadow.planner.gpu_plan import PolicyPlan, Serving
+from jshadow.planner.gpu import Planner, PolicyPlan, Serving, checked
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.planner.mesh import ONE_GPU, share_of
 from jshadow.policies import Full, Policy

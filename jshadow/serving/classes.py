@@ -15,8 +15,7 @@ from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.machine import Batch
-from jshadow.planner.session_records import SessionClass
-from jshadow.planner.sessions import class_plan, class_specs
+from jshadow.planner.sessions import SessionClass, class_plan, class_specs
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full

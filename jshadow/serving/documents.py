@@ -15,11 +15,9 @@ from jshadow.cache.state import KVState
 from jshadow.engine.placement import commit
 from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.library.shelf import DOCUMENT
-from jshadow.planner.bytes import abstract_of
-from jshadow.planner.session_records import total
-from jshadow.planner.sessions import halves
-from jshadow.planner.step_temporaries import step_temporaries
-from jshadow.planner.turn_pieces import extend_peak
+from jshadow.planner.bytes import abstract_of, step_temporaries
+from jshadow.planner.pieces import extend_peak
+from jshadow.planner.sessions import halves, total
 from jshadow.policies import Policy
 from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
 from jshadow.serving.failures import typed

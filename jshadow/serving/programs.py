@@ -16,7 +16,7 @@ from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begi
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import draw_rows, likely_tokens, row_logits
-from jshadow.planner.prefill_pieces import pieces_of
+from jshadow.planner.pieces import pieces_of
 from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params
 

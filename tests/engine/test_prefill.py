@@ -39,7 +39,7 @@ from jshadow.ops.attention import Piece, attend, causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.ops.whole_attention import cudnn_attends
 from jshadow.planner.bytes import abstract_state, cache_specs, prefill_peak
-from jshadow.planner.prefill_pieces import pieces_of, rows_at_once
+from jshadow.planner.pieces import pieces_of, rows_at_once
 from jshadow.policies import H2O, Full, InfLLM, ShadowKV, ShadowKVPlus
 from jshadow.weights.params import init_params
 

@@ -22,9 +22,9 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.verify import resident_twin
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner import turn_pieces
+from jshadow.planner import pieces
 from jshadow.planner.bytes import abstract_state, footprint, step_footprint
-from jshadow.planner.turn_pieces import block_tokens, extend_peak, split_of, turn_tokens
+from jshadow.planner.pieces import block_tokens, extend_peak, split_of, turn_tokens
 from jshadow.policies import DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Quirks
@@ -497,7 +497,7 @@ def test_large_pieces_give_the_same_as_small_ones(policy, dtype, tolerance, monk
     state = after_prompt(policy, dtype, random_tokens(2, 40, seed=7), [40, 13])
     if policy == SHADOW:
         spec = state.specs[0]
-        monkeypatch.setattr(turn_pieces, "BLOCK_BYTES", 33 * spec.policy.query_temporaries(spec))
+        monkeypatch.setattr(pieces, "BLOCK_BYTES", 33 * spec.policy.query_temporaries(spec))
         assert block_tokens(spec, 80) == 32
     want, small = decode.extend(params, turn, counts, state.fork(), logits="all", extend_chunk=1)
     got, large = decode.extend(params, turn, counts, state.fork(), logits="all", extend_chunk=160)

@@ -14,12 +14,10 @@ from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 from jshadow.engine.step import step_writes
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, footprint, prefill_peak
-from jshadow.planner.gpu import Planner, capacity_plan, checked
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Planner, Serving, capacity_plan, checked
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
-from jshadow.planner.prefill_operations import attention_operations, layer_operations
-from jshadow.planner.prefill_pieces import rows_at_once
-from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE
+from jshadow.planner.pieces import rows_at_once
+from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE, attention_operations, layer_operations
 from jshadow.policies import H2O, POLICIES, Full, ShadowKV
 from jshadow.policies.shadowkv.costs import SECTOR, beside
 

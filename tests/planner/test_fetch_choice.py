@@ -21,8 +21,7 @@ from jshadow.models.partition import AXES
 from jshadow.planner import machine
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
-from jshadow.planner.gpu import capacity_plan
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Serving, capacity_plan
 from jshadow.planner.gpu_specs import GIB, GPUS, gpu_of_device
 from jshadow.policies import Full, Quest, ShadowKV
 from jshadow.policies.settings import with_settings

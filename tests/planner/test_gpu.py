@@ -18,8 +18,7 @@ from jshadow.cache.accounting import state_nbytes
 from jshadow.cli.main import main
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
-from jshadow.planner.gpu import capacity_plan
-from jshadow.planner.gpu_plan import Serving, step_bound
+from jshadow.planner.gpu import Serving, capacity_plan, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, custom_gpu, gpu_named
 from jshadow.planner.mesh import MeshSizes
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM

@@ -16,8 +16,7 @@ from mesh_measured import CAPACITY, CONFIG, EXCHANGED, LENGTHS, MESHES, POLICIES
 from jshadow.cli.main import main
 from jshadow.models.published import published_config
 from jshadow.models.registry import family_of
-from jshadow.planner.gpu import Planner, capacity_plan
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Planner, Serving, capacity_plan
 from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.mesh import MeshSizes, share_of
 from jshadow.policies import Full, ShadowKV

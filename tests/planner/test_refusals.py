@@ -9,8 +9,7 @@ from real_shapes import LLAMA_31_8B
 from jshadow.cli.main import main
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.planner.bytes import footprint
-from jshadow.planner.gpu import capacity_plan
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Serving, capacity_plan
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu, gpu_named
 from jshadow.planner.mesh import MeshSizes
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan

@@ -7,8 +7,7 @@ import pytest
 from jshadow.cli.main import main
 from jshadow.models.published import published_config
 from jshadow.models.registry import family_of
-from jshadow.planner.gpu import capacity_plan
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Serving, capacity_plan
 from jshadow.planner.gpu_specs import gpu_named
 from jshadow.planner.speculation import Drafting, speculation_plan
 from jshadow.policies import Full, Offloaded, Quest, ShadowKV

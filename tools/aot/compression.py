@@ -26,7 +26,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.planner.gpu_specs import GPUS
-from jshadow.planner.prefill_operations import layer_operations
+from jshadow.planner.prefill_time import layer_operations
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of
 from jshadow.policies.shadowkv.key_codecs.basis import COLUMNS_A_LAUNCH

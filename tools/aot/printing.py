@@ -4,7 +4,7 @@ from aot import programs
 from aot.compression import TOKENS, Work
 from aot.prefill_kernel import KernelTable
 from aot.step_table import StepTable
-from jshadow.planner.prefill_operations import layer_operations
+from jshadow.planner.prefill_time import layer_operations
 
 
 def print_row(made: dict) -> None:

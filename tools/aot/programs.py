@@ -22,7 +22,7 @@ from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
 from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_backend, prefill_peak
-from jshadow.planner.prefill_pieces import pieces_of, rows_at_once
+from jshadow.planner.pieces import pieces_of, rows_at_once
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values

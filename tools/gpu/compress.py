@@ -18,7 +18,7 @@ from gpu.timing import build, series
 from jshadow.engine.prefill.layer_run import put
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.whole_attention import whole_attention
-from jshadow.planner.prefill_pieces import pieces_of
+from jshadow.planner.pieces import pieces_of
 from jshadow.policies.shadowkv.key_codecs.lowrank import key_factors
 
 PIECE = 2048  # tokens of a piece of a prompt, as in `prefill`

@@ -8,8 +8,7 @@ import jax
 from gpu.environment import GIB
 from gpu.sizes import Sizes
 from jshadow.planner.bytes import footprint
-from jshadow.planner.gpu import capacity_plan
-from jshadow.planner.gpu_plan import Serving, StepBound
+from jshadow.planner.gpu import Serving, StepBound, capacity_plan
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
 

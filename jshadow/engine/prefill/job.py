@@ -22,7 +22,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.whole_attention import capability_here
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch
-from jshadow.planner.prefill_pieces import attends_whole, rows_at_once
+from jshadow.planner.pieces import attends_whole, rows_at_once
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of

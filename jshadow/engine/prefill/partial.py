@@ -28,7 +28,7 @@ from jshadow.engine.prefill.units import LayerWork, prompt_read, run_unit
 from jshadow.engine.types import PrefillKeywords, Tokens, WholeLogits
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.prefill_pieces import pieces_of
+from jshadow.planner.pieces import pieces_of
 from jshadow.policies import Policy
 from jshadow.policies.checks import reads_fitted
 from jshadow.policies.costs import costs_of

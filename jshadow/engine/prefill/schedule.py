@@ -6,7 +6,7 @@ import itertools
 
 from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.prefill.units import Unit, units_of
-from jshadow.planner import prefill_operations
+from jshadow.planner import prefill_time
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class Schedule:
         plan = self.plans[layer]
         config, size, first = plan.config, plan.size, unit.piece * plan.size
         rows = (plan.rows or self.batch) if plan.whole else self.batch
-        project = prefill_operations.projection_operations(config, size)
-        rest = prefill_operations.rest_operations(config, size)
+        project = prefill_time.projection_operations(config, size)
+        rest = prefill_time.rest_operations(config, size)
 
         def attention(first: int, tokens: int) -> int:
-            return prefill_operations.attention_operations(config, plan.kind.window, first, tokens)
+            return prefill_time.attention_operations(config, plan.kind.window, first, tokens)
 
         if unit.work == "compress":
             return self.compressions[layer]
@@ -60,7 +60,7 @@ class Schedule:
             return rows * attention(0, self.pieces * size)
         if unit.work == "repeat":
             tokens, end = self.requests[1], self.pieces * size
-            return self.batch * prefill_operations.request_operations(config, plan.kind.window, end, tokens)
+            return self.batch * prefill_time.request_operations(config, plan.kind.window, end, tokens)
         if unit.work == "piece":
             return rows * (project + attention(first, size) + rest)
         return rows * (rest if unit.work == "finish" else project)

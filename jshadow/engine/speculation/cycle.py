@@ -29,7 +29,7 @@ from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Target
 from jshadow.engine.step import COMPILER_OPTIONS
 from jshadow.engine.turn import Turn
 from jshadow.models.config import ModelConfig
-from jshadow.planner.turn_pieces import takes_blocks, turn_piece
+from jshadow.planner.pieces import takes_blocks, turn_piece
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.evaluation.speed.peers import CACHES, answer_transformers
 from jshadow.evaluation.speed.request import Answer, Request
 from jshadow.models.config import ModelConfig
-from jshadow.planner.gpu import Planner
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Planner, Serving
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import Policy

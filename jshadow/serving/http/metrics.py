@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from jshadow.planner.gpu import Planner
-from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu import Planner, Serving
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
 from jshadow.serving import AnswerReport
