@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from jshadow.library import Library as Library
     from jshadow.models.config import ModelConfig as ModelConfig
     from jshadow.models.transformer import abstract_weights as abstract_weights
-    from jshadow.planner.bytes import abstract_state as abstract_state
-    from jshadow.planner.bytes import footprint as footprint
-    from jshadow.planner.bytes import prefill_peak as prefill_peak
+    from jshadow.planner.machine import abstract_state as abstract_state
+    from jshadow.planner.machine import footprint as footprint
+    from jshadow.planner.machine import prefill_peak as prefill_peak
     from jshadow.policies import H2O as H2O
     from jshadow.policies import KIVI as KIVI
     from jshadow.policies import LESS as LESS
@@ -121,7 +121,7 @@ FACE = {
     "library": ("Library",),
     "models.config": ("ModelConfig",),
     "models.transformer": ("abstract_weights",),
-    "planner.bytes": (
+    "planner.machine": (
         "abstract_state",
         "footprint",
         "prefill_peak",

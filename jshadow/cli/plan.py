@@ -189,7 +189,7 @@ def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
     from rich.table import Table
 
     from jshadow.cli.plan_tables import bytes_text
-    from jshadow.planner.bytes import footprint
+    from jshadow.planner.machine import footprint
 
     text = LENGTHS if args.lengths is None else args.lengths
     if not all(part.strip().isdigit() for part in text.split(",")):
@@ -233,7 +233,8 @@ def gpus_of(args: argparse.Namespace) -> list[Gpu]:
 def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
     """Print the plans of the GPUs that the options name, at one context length, and return 0."""
     from jshadow.cli.plan_tables import notes, parts_table, plan_table
-    from jshadow.planner.gpu import Serving, capacity_plan
+    from jshadow.planner.bytes import Workload
+    from jshadow.planner.gpu import capacity_plan
 
     gpus = gpus_of(args)
     config = config_of(args.model)
@@ -245,21 +246,22 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         from jshadow.cli.plan_sessions import print_sessions
 
         return print_sessions(args, gpus, config, {"": policy} | beside)
-    serving = Serving(
+    limit = None if args.host_gib is None else int(args.host_gib * GIB)
+    gather = HOST_GATHER if args.gather is None else args.gather * 1e9
+    gpus = [dataclasses.replace(gpu, host_limit=limit, gather_bytes_per_second=gather) for gpu in gpus]
+    workload = Workload(
         args.context,
-        max_new_tokens=args.max_new_tokens,
-        batch=args.batch,
-        dtype=args.dtype,
-        fetch=args.fetch,
+        args.max_new_tokens,
+        args.batch,
+        args.dtype,
+        args.fetch,
         repeat_share=args.repeat_share,
-        host_limit=None if args.host_gib is None else int(args.host_gib * GIB),
-        gather_bytes_per_second=HOST_GATHER if args.gather is None else args.gather * 1e9,
         room=args.room,
-        mesh=mesh_of(args),
+        shards=mesh_of(args),
     )
     if args.speculate is not None:
-        return print_speculation(args, gpus, config, serving, policy)
-    plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
+        return print_speculation(args, gpus, config, workload, policy)
+    plans = [capacity_plan(config, policy, gpu, workload, beside=beside) for gpu in gpus]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
         return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jshadow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jshadow.planner.mesh import MeshSizes
+    from jshadow.cache.shards import Shards
 
 
 def add_mesh_options(add: argparse.ArgumentParser) -> None:
@@ -27,9 +27,9 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {f"--{name}": getattr(args, name) for name in names}
 
 
-def mesh_of(args: argparse.Namespace) -> "MeshSizes":
-    """Return the mesh that the options describe. Raises ConfigError if --count comes with --tp or --left."""
-    from jshadow.planner.mesh import MeshSizes
+def mesh_of(args: argparse.Namespace) -> "Shards | None":
+    """Return the mesh of the options, or None for one GPU. Raises ConfigError if --count comes with --tp or --left."""
+    from jshadow.planner.mesh import mesh_shards
 
     sizes: dict[str, Any] = {"tp": args.tp, "left": args.left}
     if args.count is not None:
@@ -39,4 +39,4 @@ def mesh_of(args: argparse.Namespace) -> "MeshSizes":
         if args.count < 1:
             raise ConfigError(f"--count must be at least 1, got {args.count}")
         sizes |= {"tp": args.count, "left": "everywhere"}
-    return MeshSizes(**{name: value for name, value in sizes.items() if value is not None})
+    return mesh_shards(**{name: value for name, value in sizes.items() if value is not None})

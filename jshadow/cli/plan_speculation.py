@@ -12,7 +12,7 @@ from jshadow.planner.gpu_specs import GIB, Gpu
 
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
-    from jshadow.planner.gpu import Serving
+    from jshadow.planner.bytes import Workload
     from jshadow.policies import Policy
 
 SELF = "self"
@@ -38,7 +38,7 @@ def check_given(args: argparse.Namespace) -> None:
 
 
 def print_speculation(
-    args: argparse.Namespace, gpus: Sequence[Gpu], config: "ModelConfig", serving: "Serving", policy: "Policy"
+    args: argparse.Namespace, gpus: Sequence[Gpu], config: "ModelConfig", workload: "Workload", policy: "Policy"
 ) -> int:
     """Print the plans of exact attention with speculation on the GPUs, and return 0.
 
@@ -47,7 +47,7 @@ def print_speculation(
     from rich.table import Table
 
     from jshadow.engine.speculation import CompressedDraft, PromptLookup, SelfDraft, parse_drafter
-    from jshadow.planner.bytes import abstract_state
+    from jshadow.planner.machine import abstract_state
     from jshadow.planner.speculation import Drafting, speculation_plan
     from jshadow.policies import Full, Offloaded
     from jshadow.policies.base import innermost
@@ -59,15 +59,15 @@ def print_speculation(
     if not isinstance(drafter, SelfDraft | CompressedDraft | PromptLookup):
         raise ConfigError(f"--drafter must be self, compressed or prompt_lookup, got {args.drafter!r}")
     drafter = dataclasses.replace(drafter, tokens=args.speculate)
-    shape: dict[str, Any] = {"batch": 1, "capacity": serving.capacity, "prompt": serving.context}
-    drafter.check_target(config, abstract_state(config, target, **shape, dtype=serving.dtype, fetch="resident"))
+    shape: dict[str, Any] = {"batch": 1, "capacity": workload.capacity, "prompt": workload.context}
+    drafter.check_target(config, abstract_state(config, target, **shape, dtype=workload.dtype, fetch="resident"))
     own = drafter.policy if isinstance(drafter, SelfDraft | CompressedDraft) else None
     drafting = Drafting(args.speculate, args.acceptance, own, isinstance(drafter, CompressedDraft))
-    plans = [speculation_plan(config, gpu, serving, drafting, target) for gpu in gpus]
+    plans = [speculation_plan(config, gpu, workload, drafting, target) for gpu in gpus]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
         return 0
-    table = Table(f"{target.name}, {args.speculate} drafts of {drafter.name}, {serving.context:,} tokens")
+    table = Table(f"{target.name}, {args.speculate} drafts of {drafter.name}, {workload.context:,} tokens")
     for plan in plans:
         table.add_column(plan.gpu, justify="right")
     for label, cells in (

@@ -9,9 +9,8 @@ from rich.table import Table
 from jshadow.cache.host_memory import POOL_VARIABLE, pool_gib
 from jshadow.planner.gpu import CapacityPlan, PolicyPlan
 from jshadow.planner.gpu_specs import GIB
+from jshadow.planner.machine import XLA_SHARE
 from jshadow.planner.prefill_time import PREFILL_SHARE
-
-XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
 def bytes_text(device: int, host: int) -> str:
@@ -30,7 +29,7 @@ def parts_table(plan: CapacityPlan) -> Table:
     """Return the table of the bytes of one request by part. These bytes do not depend on the GPU."""
     where = "" if plan.count == 1 else f", on one of {plan.count} GPUs"
     sides = sides_of(plan)
-    table = Table(f"bytes of one request of {plan.context:,} tokens{where}", *sides)
+    table = Table(f"bytes of one request of {plan.workload.context:,} tokens{where}", *sides)
     for part in dict.fromkeys(part for side in sides.values() for part in side.row_parts):
         sizes = (side.row_parts.get(part) for side in sides.values())
         table.add_row(part, *("" if size is None else bytes_text(*size) for size in sizes))
@@ -96,7 +95,8 @@ def plan_table(plan: CapacityPlan) -> Table:
 
 def mesh_text(plan: CapacityPlan) -> str:
     """Return the sizes of a mesh as text: "tp=4, left=split"."""
-    return f"tp={plan.mesh.tp}, left={plan.mesh.left}"
+    shards = plan.workload.shards
+    return "" if shards is None else f"tp={shards.tp}, left={shards.left}"
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -133,7 +133,7 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
     for plan in plans:
         sides = {name.replace("\n", " "): side for name, side in sides_of(plan).items()}
         lines += [f"{plan.gpu.name}, {name}, {side.fetch_reason}." for name, side in sides.items() if side.fetch_reason]
-        gather, link = plan.gather_bytes_per_second, plan.gpu.pcie_bytes_per_second
+        gather, link = plan.gpu.gather_bytes_per_second, plan.gpu.pcie_bytes_per_second
         if gather < link and any(side.step and side.step.gather_seconds for side in sides.values()):
             lines.append(
                 f"device_put cannot reach PCIe on {plan.gpu.name}: the host gathers {gather / 1e9:g} GB/s (--gather), "

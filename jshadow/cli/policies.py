@@ -144,7 +144,7 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
         context: number of tokens of the prompt, which is also the capacity.
         dtype: dtype of keys and values.
     """
-    from jshadow.planner.bytes import footprint, step_footprint
+    from jshadow.planner.machine import footprint, step_footprint
     from jshadow.policies import parse_policy, split_policy
 
     name, settings = split_policy(text)

@@ -42,7 +42,7 @@ from jshadow.engine.turn import Turn, chunk_for, in_pieces
 from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import abstract_state as abstract_state
+from jshadow.planner.machine import abstract_state as abstract_state
 from jshadow.planner.pieces import EXTEND_CHUNK, turn_tokens
 from jshadow.policies import Policy
 from jshadow.weights.params import Params

@@ -3,23 +3,24 @@
 import dataclasses
 
 from jshadow.engine.placement import shards_of
+from jshadow.planner.bytes import Workload
 from jshadow.planner.fetch_choice import FetchChoice
-from jshadow.planner.machine import Batch, fetch_here
+from jshadow.planner.machine import fetch_here
 from jshadow.policies import Policy
 from jshadow.weights.params import Params
 
 
-def fetch_for(fetch: str, params: Params, policy: Policy, batch: Batch) -> FetchChoice:
-    """Return the fetch mode of a setting, and why it was chosen if the setting is "auto".
+def fetch_for(params: Params, policy: Policy, workload: Workload, *, states: int = 1) -> FetchChoice:
+    """Return the fetch mode of a workload, and why it was chosen if its setting is "auto".
 
     Args:
-        fetch: "auto" or a fetch mode.
         params: the model, whose weights lie on the devices already.
         policy: the resolved policy.
-        batch: the requests.
+        workload: the requests.
+        states: number of states of this size that the call makes.
 
     Raises:
-        ConfigError: `fetch` is neither "auto" nor a fetch mode.
+        ConfigError: the setting is neither "auto" nor a fetch mode.
     """
-    batch = dataclasses.replace(batch, shards=shards_of(params, batch.rows))
-    return fetch_here(fetch, params.config, policy, batch)
+    shards = shards_of(params, workload.batch or 1)
+    return fetch_here(params.config, policy, dataclasses.replace(workload, shards=shards), states=states)

@@ -13,7 +13,7 @@ from jshadow.engine import decode, token_steps
 from jshadow.engine.checks import check_policy, check_room, check_state
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.mesh.agree import run_together
-from jshadow.engine.options import GenerateOptions, batch_of
+from jshadow.engine.options import GenerateOptions, workload_of
 from jshadow.engine.prefill.job import own_attention, prepared_attention
 from jshadow.engine.report import PhaseClock, reports_of
 from jshadow.engine.result import FinalStates, Generation
@@ -99,8 +99,9 @@ class GenerationLoop:
         prepared_attention([self.policy], options.prefill, config)  # raises before anything runs
         attention = own_attention([self.policy], options.prefill)
         self.prefill_label = "exact" if attention is None else attention.label(longest)
-        self.batch = batch_of(list(map(len, self.prompts)), self.capacity, str(self.params.dtype))
-        self.fetch, self.fetch_reason = fetch_for(self.fetch, self.params, self.policy, self.batch)
+        lengths = list(map(len, self.prompts))
+        self.workload = workload_of(lengths, self.capacity, str(self.params.dtype)).with_fetch(self.fetch)
+        self.fetch, self.fetch_reason = fetch_for(self.params, self.policy, self.workload)
         if options.speculate is not None:
             self._check_drafter(empty(config, self.policy, self.capacity, len(self.prompts)))
 
@@ -122,7 +123,7 @@ class GenerationLoop:
     def _start(self) -> Array:
         """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
-        width = self.batch.width if self.state is None else round_up(int(lengths.max()), 16)
+        width = self.workload.prompt_width if self.state is None else round_up(int(lengths.max()), 16)
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, one in enumerate(self.prompts):
             tokens[row, : len(one)] = one
@@ -148,7 +149,7 @@ class GenerationLoop:
             capacity=self.capacity,
             fetch=modes,
             fitted=None if self.fallback else options.fitted,
-            shortest=self.batch.shortest,
+            shortest=self.workload.context,
             progress=options.progress,
             attention=options.prefill,
         )

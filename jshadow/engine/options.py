@@ -12,7 +12,7 @@ from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Fitted, Progress
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.ops.buckets import round_up, step_of
-from jshadow.planner.machine import Batch
+from jshadow.planner.bytes import Workload
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
@@ -23,7 +23,7 @@ def length_step(tokens: int) -> int:
     return step_of(tokens, share=32, least=64)
 
 
-def batch_of(lengths: Sequence[int], capacity: int, dtype: str) -> Batch:
+def workload_of(lengths: Sequence[int], capacity: int, dtype: str) -> Workload:
     """Return the sizes of a batch of prompts. Lengths are rounded, so that similar prompts share compiled programs.
 
     Args:
@@ -33,7 +33,8 @@ def batch_of(lengths: Sequence[int], capacity: int, dtype: str) -> Batch:
     """
     shortest, longest = min(lengths), max(lengths)
     width = round_up(longest, length_step(longest), capacity)
-    return Batch(len(lengths), capacity, shortest - shortest % length_step(shortest), width, dtype)
+    floor = shortest - shortest % length_step(shortest)
+    return Workload(floor, capacity - floor, len(lengths), dtype, width=width)
 
 
 class GenerateKeywords(TypedDict, total=False):

@@ -11,7 +11,7 @@ from jshadow.evaluation.results import label
 from jshadow.evaluation.settings import Entry, EvalSettings, Setup, TaskPlan
 from jshadow.evaluation.tasks import ruler, sample_of
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import footprint
+from jshadow.planner.machine import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import Sized

@@ -7,7 +7,7 @@ from jshadow.evaluation import results
 from jshadow.evaluation.plan import SERVED
 from jshadow.evaluation.settings import Entry, Setup, TaskPlan
 from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, PHASES
-from jshadow.planner.bytes import footprint, step_footprint
+from jshadow.planner.machine import footprint, step_footprint
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.settings import policy_settings

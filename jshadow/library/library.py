@@ -10,7 +10,7 @@ from jax import Array
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity
 from jshadow.engine.decode import extend
-from jshadow.engine.options import batch_of
+from jshadow.engine.options import workload_of
 from jshadow.engine.prefill.whole import prefill_many
 from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
@@ -155,7 +155,7 @@ class Library(StateStore):
 
     def _read_whole(self, ids: np.ndarray, progress: Progress | None) -> KVState:
         """Read all `ids`, int32 [n]."""
-        width = batch_of([len(ids)], self.capacity, str(self.params.dtype)).width
+        width = workload_of([len(ids)], self.capacity, str(self.params.dtype)).prompt_width
         tokens = np.pad(ids, (0, width - len(ids)))[None]
         [(logits, state)] = prefill_many(
             self.params,

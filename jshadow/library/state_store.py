@@ -23,7 +23,7 @@ from jshadow.library.memory import size_of, to_host
 from jshadow.library.shelf import Entry, Stored
 from jshadow.library.tiers import DEVICE, DISK, HOST, MemoryTiers, TierLimits
 from jshadow.library.writing import Writer
-from jshadow.planner.machine import Batch
+from jshadow.planner.bytes import Workload
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
@@ -68,8 +68,7 @@ class StateStore:
         check_fitted(policy, params.config, fitted)
         self.params, self.capacity, self.fitted, self.limits = params, capacity, fitted, limits
         self.policy, _ = or_full(policy.resolve(params.config, capacity), params.config, capacity)
-        sizes = Batch(1, capacity, capacity, capacity, str(params.dtype))
-        self.fetch = fetch_for(fetch, params, self.policy, sizes).fetch
+        self.fetch = fetch_for(params, self.policy, Workload(capacity, 0, 1, str(params.dtype), fetch)).fetch
         self.identity = Identity.of(params, self.policy, fitted, capacity, self.fetch)
         self.files = Files(place, Maker(params, self.policy, self.identity), limits)
         self.tiers = MemoryTiers[KVState](limits, to_host, self._leave)

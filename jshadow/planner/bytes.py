@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.row_room import with_room
+from jshadow.cache.shards import Shards, local_spec
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState, of_layer
-from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
@@ -23,6 +23,69 @@ from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.sliding_window import SlidingWindow
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests of one size, and how their states are held.
+
+    Attributes:
+        context: number of tokens in each prompt, or in the shortest one. Windows are sized by it.
+        max_new_tokens: number of tokens that each request may hold beyond these.
+        batch: number of requests. None: as many as fit.
+        dtype: dtype of weights, keys and values.
+        fetch: fetch mode. "auto" stands for the mode with the most predicted tokens per second, for each policy.
+        repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. It
+            counts where a kernel fetches with "zero_copy" or "resident"; every other fetch moves all units. None: 0.6,
+            as in the ShadowKV paper.
+        room: number of tokens that a request may take after its prompt, by which windows are sized as in `prefill`.
+            None: windows are sized for the capacity.
+        width: number of tokens to which the prompts are padded. None: `context`.
+        shards: the mesh over which model and states are split, or None for one device.
+    """
+
+    context: int
+    max_new_tokens: int = 64
+    batch: int | None = None
+    dtype: str = "bfloat16"
+    fetch: str = "device_put"
+    repeat_share: float | None = None
+    room: int | None = None
+    width: int | None = None
+    shards: Shards | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that each request may hold."""
+        return self.context + self.max_new_tokens
+
+    @property
+    def tp(self) -> int:
+        """Number of devices over which the model is split."""
+        return 1 if self.shards is None else self.shards.tp
+
+    @property
+    def prompt_width(self) -> int:
+        """Number of tokens to which the prompts are padded."""
+        return self.width or self.context
+
+    def with_batch(self, batch: int) -> "Workload":
+        """Return the workload with another number of requests."""
+        return dataclasses.replace(self, batch=batch)
+
+    def with_fetch(self, fetch: str) -> "Workload":
+        """Return the workload with another fetch mode."""
+        return dataclasses.replace(self, fetch=fetch)
+
+    def specs(self, config: ModelConfig, policy: Policy) -> tuple[CacheSpec, ...]:
+        """Return the spec of each layer on one device. `policy` is resolved. Without `batch`, they are for a request.
+
+        Raises:
+            CapacityError: room is not an integer of at least 0.
+        """
+        sizes = (self.batch or 1, self.capacity, self.context, self.dtype, self.fetch)
+        specs = with_room(cache_specs(config, policy, *sizes), self.room)
+        return tuple(local_spec(spec, self.shards) for spec in specs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,35 +135,6 @@ def on_backend(specs: tuple[CacheSpec, ...], backend: str) -> tuple[CacheSpec, .
     return tuple(dataclasses.replace(spec, keep=offload.keeps(spec.fetch, backend)) for spec in specs)
 
 
-def abstract_state(
-    config: ModelConfig,
-    policy: Policy,
-    *,
-    batch: int,
-    capacity: int,
-    prompt: int,
-    dtype: str = "bfloat16",
-    fetch: str = "auto",
-    room: int | None = None,
-) -> KVState:
-    """Return the state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
-
-    The other arguments are those of `footprint`.
-
-    Raises:
-        CapacityError: room is not an integer of at least 0.
-        ConfigError: a setting or the fetch mode is out of range.
-    """
-    policy = policy.resolve(config, capacity)
-    mode = offload.resolve_fetch(fetch)
-    if mode == "auto":
-        from jshadow.planner.machine import Batch, fetch_here  # this module is imported there
-
-        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype, room=room)).fetch
-    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, mode)
-    return abstract_of(with_room(specs, room), policy)
-
-
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
     """Return the state that the specs describe, with ShapeDtypeStructs in place of arrays.
 
@@ -131,6 +165,11 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
+def weight_numbers(config: ModelConfig) -> int:
+    """Return how many numbers the weights of a model have."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config)))
+
+
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Return the KV bytes of one row of full attention at this capacity. `itemsize` is the bytes of one number.
 
@@ -143,142 +182,22 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     return 2 * sum(slots) * config.key_columns * itemsize
 
 
-class Footprint(TypedDict):
-    """The bytes of one row's KV state.
-
-    Attributes:
-        parts: for each part of the state, its bytes on the device and in host memory.
-        device_bytes: sum over the parts on the device.
-        host_bytes: sum over the parts in host memory.
-        full_bytes: bytes of full attention's cache at the same capacity.
-    """
-
-    parts: dict[str, tuple[int, int]]
-    device_bytes: int
-    host_bytes: int
-    full_bytes: int
-
-
-def footprint(
+def prefill_parts(
     config: ModelConfig,
     policy: Policy,
+    workload: Workload,
     *,
-    capacity: int,
-    prompt: int,
-    dtype: str = "bfloat16",
-    fetch: str = "auto",
-    room: int | None = None,
-) -> Footprint:
-    """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
-
-    Args:
-        config: the model.
-        policy: the policy. Settings that are None are resolved for this capacity.
-        capacity: maximum number of tokens that the row can hold.
-        prompt: number of tokens in its prompt.
-        dtype: name of the dtype of keys and values.
-        fetch: fetch mode.
-        room: number of tokens that the row may take after its prompt, as in `prefill`. None: it may grow to the
-            capacity.
-
-    Raises:
-        CapacityError: the prompt has no token, or more tokens than the capacity; or room is not an integer of at least
-            0.
-        ConfigError: a setting or the fetch mode is out of range.
-    """
-    check_prompt(prompt, capacity)
-    state = abstract_state(
-        config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch, room=room
-    )
-    parts = state_nbytes(state)
-    return {
-        "parts": parts,
-        "device_bytes": sum(device for device, _ in parts.values()),
-        "host_bytes": sum(host for _, host in parts.values()),
-        "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
-    }
-
-
-def check_prompt(prompt: int, capacity: int) -> None:
-    """Raise CapacityError unless the prompt fits into the capacity."""
-    if not 1 <= prompt <= capacity:
-        raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
-
-
-def step_footprint(
-    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, **options: Any
-) -> dict[str, int]:
-    """Return the bytes that one decode step of one row moves from the host, and those that it reads on the device.
-
-    The bytes of all layers are added. The arguments are those of `footprint`; `options` are dtype, fetch and room.
-
-    Returns:
-        {"bytes_moved", "bytes_read"}. Bytes from the host count only in the first.
-
-    Raises:
-        CapacityError, ConfigError: as in `footprint`.
-    """
-    check_prompt(prompt, capacity)
-    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
-    layers = zip(state.specs, state.layers, strict=True)
-    steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]
-    moved = sum(host for step in steps for _, host in step.values())
-    return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
-
-
-def prefill_peak(
-    config: ModelConfig,
-    policy: Policy,
-    *,
-    batch: int,
-    tokens: int,
-    capacity: int,
     prefill_chunk: int = 2048,
-    shortest: int | None = None,
-    dtype: str = "bfloat16",
-    fetch: str = "auto",
     attention: PrefillAttention | None = None,
     backend: str | None = None,
-    room: int | None = None,
 ) -> dict[str, int]:
-    """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
-
-    Only "weights" and "state" grow with the number of layers. Only "piece" grows with prefill_chunk, and on an NVIDIA
-    GPU "attention" too if several short prompts fit into a piece. The bound leaves out the logits, and the copies of
-    weights that exist while they are loaded. It also leaves out the workspace of cuDNN.
-
-    Args:
-        config: the model.
-        policy: the policy. Settings that are None are resolved for this capacity.
-        batch: number of rows.
-        tokens: width of the right-padded prompts.
-        capacity: maximum number of tokens that a row can hold.
-        prefill_chunk: number of tokens that go through a layer at once.
-        shortest: number of tokens in the shortest prompt, which decides the windows. None: all have `tokens` tokens.
-        dtype: name of the dtype of weights, keys and values.
-        fetch: fetch mode.
-        attention: the sparse attention of the prompt. None: the policy's own attention, or exact attention.
-        backend: "gpu" for an NVIDIA GPU, or the name of another backend. None: that of this process.
-        room: number of tokens that a row may take after its prompt, as in `prefill`. None: up to the capacity.
-
-    Raises:
-        ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
-
-    Returns:
-        {"weights", "hidden", "keys_values", "attention", "piece", "second_pass", "compress", "in_flight", "state"}. The
-        peak is their sum. "attention" has the queries and the output of whole prompts, where one call computes their
-        attention. For a sparse attention that needs all keys first, it has the queries.
-    """
-    for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    prompt = tokens if shortest is None else shortest
+    """Return `prefill_peak` of a workload with a fetch mode other than "auto", for a resolved policy on one device."""
+    batch, dtype, tokens = workload.batch or 1, workload.dtype, workload.prompt_width
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    sparse_attention = attention or attention_of(policy.resolve(config, capacity))
+    sparse_attention = attention or attention_of(policy)
     sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
     count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
-    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch, "room": room}
-    state = abstract_state(config, policy, batch=batch, **sizes)
+    state = abstract_of(workload.specs(config, policy), policy)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
     token, tile = token_numbers(config), tile_numbers(config)  # attention in pieces has a tile
@@ -295,14 +214,14 @@ def prefill_peak(
         whole = max(whole, batch * count * size * queries * item)
     second = {spec.policy.reads.second_pass for spec in state.specs} - {None}
     return {
-        "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
+        "weights": weight_numbers(config) * item,
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
         "attention": whole,
         "piece": max(in_pieces, rows * size * token * 4),
         "second_pass": max((second_pass_bytes(config, one, batch, count * size, item) for one in second), default=0),
         "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
-        "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
+        "in_flight": batch * workload.capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),
     }
 

@@ -6,6 +6,7 @@ of the data sheet. Several GPUs also exchange data. A real step is slower, becau
 reach these rates.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,13 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
-from jshadow.cache.shards import local_spec
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak, step_temporaries
+from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
-from jshadow.planner.gpu_specs import CONTEXT_RESERVE, HOST_GATHER, Gpu
-from jshadow.planner.mesh import ONE_GPU, MeshSizes, device_weights, model_links, share_of
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
+from jshadow.planner.mesh import device_weights, model_links, share_of
 from jshadow.planner.pieces import most_rows, pieces_of
 from jshadow.planner.prefill_time import PrefillTime, prefill_time
 from jshadow.policies import Full, Policy
@@ -33,43 +32,6 @@ from jshadow.policies.costs import costs_of, rows_of
 from jshadow.policies.links import Links
 from jshadow.policies.mesh_checks import check_split
 from jshadow.policies.settings import policy_settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Serving:
-    """The requests to be served by one GPU, or by several GPUs that share one model.
-
-    Attributes:
-        context: number of tokens in each prompt.
-        max_new_tokens: number of tokens that each request may hold beyond its prompt.
-        batch: number of requests. None: as many as fit.
-        dtype: dtype of weights, keys and values.
-        fetch: fetch mode. "auto" stands for the mode with the most predicted tokens per second, for each policy.
-        repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. It
-            counts where a kernel fetches with "zero_copy" or "resident"; every other fetch moves all units. None: 0.6,
-            as in the ShadowKV paper.
-        host_limit: bytes of host memory that all requests together may take in one process. None: no limit.
-        gather_bytes_per_second: rate at which the host gathers rows of one GPU for "device_put".
-        room: number of tokens that a request may take after its prompt, by which windows are sized as in `prefill`.
-            None: windows are sized for `context` and `max_new_tokens`.
-        mesh: the GPUs that share the model.
-    """
-
-    context: int
-    max_new_tokens: int = 64
-    batch: int | None = None
-    dtype: str = "bfloat16"
-    fetch: str = "device_put"
-    repeat_share: float | None = None
-    host_limit: int | None = None
-    gather_bytes_per_second: float = HOST_GATHER
-    room: int | None = None
-    mesh: MeshSizes = ONE_GPU
-
-    @property
-    def capacity(self) -> int:
-        """Number of tokens that each request may hold: its prompt and its new tokens."""
-        return self.context + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,30 +163,18 @@ class CapacityPlan:
 
     Attributes:
         gpu: the figures of each GPU.
-        mesh: the GPUs that share the model.
-        dtype: dtype of weights, keys and values.
-        fetch: the requested fetch mode, which may be "auto". Each PolicyPlan has its own mode.
-        context: number of tokens in each prompt.
-        capacity: number of tokens that each request may hold.
-        gather_bytes_per_second: rate at which the host gathers rows for "device_put".
+        workload: the requests. Its fetch mode may be "auto". Each PolicyPlan has its own mode.
         weights_bytes: bytes of the weights on one GPU.
         reserve_bytes: bytes on one GPU for memory outside of arrays.
-        host_limit: bytes of host memory that all requests together may take in one process. None: no limit.
         chosen: the plan of the requested policy.
         beside: the plans of the other policies, by name.
         full: the plan of full attention. Its batch is at most the requested one, and not more than fits.
     """
 
     gpu: Gpu
-    mesh: MeshSizes
-    dtype: str
-    fetch: str
-    context: int
-    capacity: int
-    gather_bytes_per_second: float
+    workload: Workload
     weights_bytes: int
     reserve_bytes: int
-    host_limit: int | None
     chosen: PolicyPlan
     beside: dict[str, PolicyPlan]
     full: PolicyPlan
@@ -232,7 +182,7 @@ class CapacityPlan:
     @property
     def count(self) -> int:
         """Number of GPUs that share the model."""
-        return self.mesh.tp
+        return self.workload.tp
 
     @property
     def ratio(self) -> float | None:
@@ -246,51 +196,37 @@ class CapacityPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON, with each policy as its name and settings."""
-        values = dataclasses.asdict(self)
+        plain = dataclasses.replace(self.workload, shards=None)  # a mesh has no plain values
+        values = dataclasses.asdict(dataclasses.replace(self, workload=plain))
+        host = {name: values["gpu"].pop(name) for name in ("gather_bytes_per_second", "host_limit")}
+        shards, sizes = self.workload.shards, values.pop("workload")
+        values |= {"mesh": {"tp": self.count, "left": "split" if shards is None else shards.left}, **host}
+        values |= {"capacity": self.workload.capacity, **{name: sizes[name] for name in ("dtype", "fetch", "context")}}
         sides = [(values, "chosen", self.chosen), (values, "full", self.full)]
         for place, name, side in sides + [(values["beside"], name, side) for name, side in self.beside.items()]:
-            device, host = side.row_bytes
+            device, offloaded = side.row_bytes
             settings = policy_settings(side.policy)
             place[name] |= {
                 "policy": {"name": side.policy.name, **settings},
                 "row_device_bytes": device,
-                "row_host_bytes": host,
+                "row_host_bytes": offloaded,
                 "ratio": self.ratio_of(side),
             }
         return values | {"count": self.count, "ratio": self.ratio}
 
 
-PREFILL_CHUNK = 2048  # the default of `prefill`
+_PREFILL_CHUNK = 2048  # the default of `prefill`
 
 
-def largest_prefill(config: ModelConfig, policy: Policy, serving: Serving, room: int) -> int:
-    """Return how many rows can be prefilled in one call on an NVIDIA GPU, or 0.
-
-    Args:
-        config: the model.
-        policy: the resolved policy.
-        serving: the requests.
-        room: number of device bytes that the prefill may take.
-    """
+def _largest_prefill(config: ModelConfig, policy: Policy, workload: Workload, room: int) -> int:
+    """Return how many rows can be prefilled in one call on an NVIDIA GPU in `room` device bytes, or 0."""
 
     def peak(rows: int) -> int:
-        parts = prefill_peak(
-            config,
-            policy,
-            batch=rows,
-            tokens=serving.context,
-            capacity=serving.capacity,
-            prefill_chunk=PREFILL_CHUNK,
-            dtype=serving.dtype,
-            fetch=serving.fetch,
-            backend="gpu",
-            room=serving.room,
-        )
-        return sum(parts.values())
+        return sum(prefill_parts(config, policy, workload.with_batch(rows), backend="gpu").values())
 
     # Up to `group` rows go through a layer at once. In each of the two ranges, up to `group` rows and above, every
     # further row adds the same number of bytes. So two peaks of a range give all others.
-    group = most_rows(pieces_of(serving.context, PREFILL_CHUNK)[1], PREFILL_CHUNK)
+    group = most_rows(pieces_of(workload.context, _PREFILL_CHUNK)[1], _PREFILL_CHUNK)
     for first, last in ((group + 1, None), (1, group)):
         one, two = peak(first), peak(first + 1)
         if one <= room:
@@ -303,7 +239,7 @@ PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected
 
 
 def capacity_plan(
-    config: ModelConfig, policy: Policy, gpu: Gpu, serving: Serving, *, beside: Mapping[str, Policy] | None = None
+    config: ModelConfig, policy: Policy, gpu: Gpu, workload: Workload, *, beside: Mapping[str, Policy] | None = None
 ) -> CapacityPlan:
     """Plan decoding on one GPU, or on several GPUs that share one model.
 
@@ -311,7 +247,7 @@ def capacity_plan(
         config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
         gpu: the figures of each GPU, such as one of `gpu_specs.GPUS`.
-        serving: prompts, requests, mesh, dtype and fetch mode.
+        workload: the requests.
         beside: other policies by name, which are planned in the same way.
 
     Returns:
@@ -321,52 +257,47 @@ def capacity_plan(
         ConfigError: a size, share or setting is out of range, or a policy cannot run on the mesh.
         CapacityError: context and new tokens exceed the model's context.
     """
-    serving = checked(config, serving)
-    planner, batch = Planner(share_of(config, serving.mesh.tp), config, gpu, serving), serving.batch
+    workload = checked(config, workload, gpu)
+    planner, batch = Planner(share_of(config, workload.tp), config, gpu, workload), workload.batch
     others = {name: planner.plan(other, batch, capped=False) for name, other in (beside or {}).items()}
     return CapacityPlan(
         gpu=gpu,
-        mesh=serving.mesh,
-        dtype=serving.dtype,
-        fetch=serving.fetch,
-        context=serving.context,
-        capacity=serving.capacity,
-        gather_bytes_per_second=serving.gather_bytes_per_second,
+        workload=workload,
         weights_bytes=planner.weights_bytes,
         reserve_bytes=CONTEXT_RESERVE,
-        host_limit=serving.host_limit,
         chosen=planner.plan(policy, batch, capped=False),
         beside=others,
         full=planner.plan(Full(), batch, capped=True),
     )
 
 
-def checked(config: ModelConfig, serving: Serving) -> Serving:
-    """Return `serving` with its repeat_share resolved. Raises the errors of `capacity_plan`."""
+def checked(config: ModelConfig, workload: Workload, gpu: Gpu) -> Workload:
+    """Return the workload with its repeat_share resolved. Raises the errors of `capacity_plan`."""
     for name, value, least in (
-        ("context", serving.context, 1),
-        ("max_new_tokens", serving.max_new_tokens, 0),
-        ("batch", 1 if serving.batch is None else serving.batch, 1),
-        ("host_limit", 0 if serving.host_limit is None else serving.host_limit, 0),
+        ("context", workload.context, 1),
+        ("max_new_tokens", workload.max_new_tokens, 0),
+        ("batch", 1 if workload.batch is None else workload.batch, 1),
+        ("host_limit", 0 if gpu.host_limit is None else gpu.host_limit, 0),
     ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    serving.mesh.check(config)
-    if serving.capacity > config.context:
+    if config.kv_heads % workload.tp:
+        raise ConfigError(f"tp must divide the {config.kv_heads} KV heads, got tp={workload.tp}")
+    if workload.capacity > config.context:
         raise CapacityError(
             f"context + max_new_tokens must be at most the model's context={config.context}, "
-            f"got {serving.context} + {serving.max_new_tokens}"
+            f"got {workload.context} + {workload.max_new_tokens}"
         )
-    gather, share = serving.gather_bytes_per_second, serving.repeat_share
+    gather, share = gpu.gather_bytes_per_second, workload.repeat_share
     if not (gather > 0 and math.isfinite(gather)):
         raise ConfigError(f"gather_bytes_per_second must be above 0 and finite, got {gather!r}")
-    offload.check_fetch(serving.fetch)
-    if share and serving.fetch == "device_put":
-        raise ConfigError(f"repeat_share must be 0 with fetch={serving.fetch!r}, which keeps no unit, got {share!r}")
+    offload.check_fetch(workload.fetch)
+    if share and workload.fetch == "device_put":
+        raise ConfigError(f"repeat_share must be 0 with fetch={workload.fetch!r}, which keeps no unit, got {share!r}")
     share = PAPERS_REPEATS if share is None else share
     if not 0 <= share <= 1:
         raise ConfigError(f"repeat_share must lie in [0, 1], got {share!r}")
-    return dataclasses.replace(serving, repeat_share=share)
+    return dataclasses.replace(workload, repeat_share=share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,23 +308,23 @@ class Planner:
         share: the config of the part of the model that this GPU computes.
         whole: the config of the whole model.
         gpu: the figures of the GPU.
-        serving: the requests, with repeat_share resolved.
+        workload: the requests, with repeat_share resolved.
     """
 
     share: ModelConfig
     whole: ModelConfig
     gpu: Gpu
-    serving: Serving
+    workload: Workload
 
     @property
     def item(self) -> int:
         """Bytes of one number in weights, keys and values."""
-        return jnp.dtype(self.serving.dtype).itemsize
+        return jnp.dtype(self.workload.dtype).itemsize
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on this GPU."""
-        return device_weights(self.whole, self.serving.mesh.shards).numbers * self.item
+        return device_weights(self.whole, self.workload.shards).numbers * self.item
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
         """Return the plan of a policy. With "auto", it is the plan in the fetch mode that `choose_fetch` chooses.
@@ -407,8 +338,8 @@ class Planner:
             ConfigError: the policy cannot run on the mesh, or the fetch mode is "zero_copy", and there is no kernel for
                 the policy's settings.
         """
-        policy = policy.resolve(self.whole, self.serving.capacity)
-        if self.serving.fetch != "auto":
+        policy = policy.resolve(self.whole, self.workload.capacity)
+        if self.workload.fetch != "auto":
             return self.plan_mode(policy, batch, capped=capped)
         resident = self.with_fetch("resident")
         specs = resident.specs(policy, 1)
@@ -423,23 +354,23 @@ class Planner:
         }
         figures = [plan.figures for plan in plans.values()]
         figures += [ModeFigures(mode, 0, 0, 0, 0.0, refusal) for mode, refusal in refusals.items()]
-        choice = choose_fetch(figures, self.gpu.memory_bytes, self.serving.host_limit)
+        choice = choose_fetch(figures, self.gpu.memory_bytes, self.gpu.host_limit)
         return dataclasses.replace(plans[choice.fetch], fetch_reason=choice.reason)
 
     def with_fetch(self, fetch: str) -> "Planner":
         """Return this planner with another fetch mode."""
-        return dataclasses.replace(self, serving=dataclasses.replace(self.serving, fetch=fetch))
+        return dataclasses.replace(self, workload=self.workload.with_fetch(fetch))
 
     def plan_mode(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
-        """Return the plan of a resolved policy in the fetch mode of `serving`, which is not "auto".
+        """Return the plan of a resolved policy in the fetch mode of the workload, which is not "auto".
 
         The other arguments and the errors are those of `plan`.
         """
-        serving = self.serving
+        workload = self.workload
         specs = self.specs(policy, 1)
         for spec in specs:
             check_split(spec, gpu=True)
-            if serving.fetch == "zero_copy" and (layout := spec.policy.host_layout(spec)) is not None:
+            if workload.fetch == "zero_copy" and (layout := spec.policy.host_layout(spec)) is not None:
                 layout.check_kernel(spec.policy.name)
         row = abstract_of(specs, policy)
         parts = state_nbytes(row)
@@ -448,19 +379,17 @@ class Planner:
         def needed(rows: int) -> int:
             return self.weights_bytes + rows * device + sum(self.temporaries(policy, rows).values()) + CONTEXT_RESERVE
 
-        largest, above = 0, max(1, self.gpu.memory_bytes // device) + 1
-        if serving.host_limit is not None and host:
-            above = min(above, serving.host_limit // (host * serving.mesh.tp) + 1)
-        while largest + 1 < above:
-            middle = (largest + above) // 2
-            largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
+        most = max(1, self.gpu.memory_bytes // device)
+        if self.gpu.host_limit is not None and host:
+            most = min(most, self.gpu.host_limit // (host * workload.tp))
+        largest = bisect.bisect_right(range(1, most + 1), self.gpu.memory_bytes, key=needed)
         rows = largest if batch is None else min(batch, largest) if capped else batch
         return PolicyPlan(
             policy=policy,
-            fetch=serving.fetch,
+            fetch=workload.fetch,
             fetch_reason=None,
             repeat_share=self.repeats(specs),
-            fallback=why_dense(policy, self.whole, serving.capacity),
+            fallback=why_dense(policy, self.whole, workload.capacity),
             row_parts=parts,
             largest_batch=largest,
             prefill_batch=self.prefill_batch(policy),
@@ -468,24 +397,21 @@ class Planner:
             fits=0 < rows <= largest,
             temporaries=self.temporaries(policy, rows),
             device_bytes=needed(rows),
-            host_bytes=rows * host * serving.mesh.tp,
+            host_bytes=rows * host * workload.tp,
             step=self.step(policy, rows) if rows else None,
             prefill=self.prefill(policy, specs, device),
         )
 
     def prefill(self, policy: Policy, specs: Sequence[CacheSpec], device_bytes: int) -> PrefillTime:
         """Return the times of the prefill of one request, whose state takes `device_bytes` on the GPU."""
-        tokens, mesh, step = self.serving.context, self.serving.mesh, self.step(policy, 1)
+        tokens, step = self.workload.context, self.step(policy, 1)
         time = prefill_time(self.share, specs, self.gpu, tokens, device_bytes, 1 / step.tokens_per_second)
-        sent = model_links(self.whole, mesh.shards, tokens, self.item).get("residual stream", 0)
+        sent = model_links(self.whole, self.workload.shards, tokens, self.item).get("residual stream", 0)
         return dataclasses.replace(time, link_seconds=sent / self.gpu.nvlink_bytes_per_second)
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
         """Return the specs of the caches of all layers on this GPU, for `batch` rows."""
-        serving = self.serving
-        sizes = (serving.capacity, serving.context, serving.dtype, serving.fetch)
-        specs = with_room(cache_specs(self.whole, policy, batch, *sizes), serving.room)
-        return on_backend(tuple(local_spec(spec, serving.mesh.shards) for spec in specs), "gpu")
+        return on_backend(self.workload.with_batch(batch).specs(self.whole, policy), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Return `step_temporaries` of a step of `batch` rows. All are 0 for an empty batch."""
@@ -494,14 +420,14 @@ class Planner:
 
     def prefill_batch(self, policy: Policy) -> int | None:
         """Return how many rows can be prefilled in one call, or None for several GPUs."""
-        if self.serving.mesh.tp > 1:
+        if self.workload.tp > 1:
             return None
-        return largest_prefill(self.whole, policy, self.serving, self.gpu.memory_bytes - CONTEXT_RESERVE)
+        return _largest_prefill(self.whole, policy, self.workload, self.gpu.memory_bytes - CONTEXT_RESERVE)
 
     def repeats(self, specs: Sequence[CacheSpec]) -> float:
         """Return the share of the selected units that are on the device already, in [0, 1]."""
         keeps = any(costs_of(spec.policy).step_kept(spec) for spec in specs)
-        return self.serving.repeat_share or 0.0 if keeps else 0.0
+        return self.workload.repeat_share or 0.0 if keeps else 0.0
 
     def step(self, policy: Policy, batch: int, *, passes: bool = True) -> StepBound:
         """Return the bytes and times of one decode step of `batch` rows.
@@ -512,12 +438,12 @@ class Planner:
             passes: whether to count what the GPU kernels move beyond the state (`Costs.step_passes`).
         """
         state = abstract_of(self.specs(policy, batch), policy)
-        table = device_weights(self.whole, self.serving.mesh.shards).embedding * self.item
+        table = device_weights(self.whole, self.workload.shards).embedding * self.item
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
         hbm: dict[str, float] = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
         flops = 2 * batch * rows_of(policy) * int(hbm["weights"]) // self.item
         share, moved = self.repeats(state.specs), 0.0
-        links = model_links(self.whole, self.serving.mesh.shards, batch * rows_of(policy), self.item)
+        links = model_links(self.whole, self.workload.shards, batch * rows_of(policy), self.item)
         for spec, layer in zip(state.specs, state.layers, strict=True):
             costs = costs_of(spec.policy)
             read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
@@ -531,8 +457,8 @@ class Planner:
             flops += costs.step_flops(spec, layer)
             for part, sent in costs.step_links(spec).items():
                 links[part] = links.get(part, 0) + sent
-        by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
+        by_kernel = self.workload.fetch == "zero_copy" and not kernel_refusal(state.specs)
         whole = any(isinstance(spec.policy, Streams) for spec in state.specs)  # whole blocks need no gathering
-        gather = None if by_kernel or whole else self.serving.gather_bytes_per_second
+        gather = None if by_kernel or whole else self.gpu.gather_bytes_per_second
         read_bytes = {part: round(size) for part, size in hbm.items() if size}
         return step_bound(self.gpu, read_bytes, round(moved), flops, batch, gather, links)

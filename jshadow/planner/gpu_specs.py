@@ -28,6 +28,8 @@ class Gpu:
             of it.
         flops: dense bfloat16 operations per second, with float32 sums.
         nvlink_bytes_per_second: bandwidth to the other GPUs of its host, one way. Without NVLink, it is that of PCIe.
+        gather_bytes_per_second: rate at which the host gathers rows of one GPU for "device_put".
+        host_limit: bytes of host memory that all requests together may take in one process. None: no limit.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Gpu:
     pcie_bytes_per_second: float
     flops: float
     nvlink_bytes_per_second: float
+    gather_bytes_per_second: float = HOST_GATHER
+    host_limit: int | None = None
 
 
 # PCIe x16, one way: half of the nominal 64 and 128 GB/s for both ways, minus the overhead of the 128b/130b code.

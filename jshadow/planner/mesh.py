@@ -29,39 +29,21 @@ from jshadow.policies.links import Links, gathered, reduced
 SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/down)/kernel"  # split weights whose products are summed over tp
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshSizes:
-    """The devices that share one model.
-
-    Attributes:
-        tp: number of parts of the heads.
-        left: where the left rows of ShadowKV's key code lie, as in `load`.
-    """
-
-    tp: int = 1
-    left: str = "split"
-
-    @property
-    def shards(self) -> Shards | None:
-        """How the arrays of a state are split, or None for one device."""
-        return shards_of_sizes(self.tp, self.left) if self.tp > 1 else None
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise ConfigError if a size is out of range, or if tp does not divide the model's KV heads."""
-        if isinstance(self.tp, bool) or not isinstance(self.tp, int) or self.tp < 1:
-            raise ConfigError(f"tp must be an integer of at least 1, got {self.tp!r}")
-        check_left(self.left)
-        if config.kv_heads % self.tp:
-            raise ConfigError(f"tp must divide the {config.kv_heads} KV heads, got tp={self.tp}")
-
-
-ONE_GPU = MeshSizes()
-
-
 @functools.lru_cache(maxsize=256)
-def shards_of_sizes(tp: int, left: str) -> Shards:
-    """Return the shards of a mesh of devices that need not exist."""
-    return Shards(AbstractMesh((1, tp), AXES), left)
+def mesh_shards(tp: int = 1, left: str = "split") -> Shards | None:
+    """Return how states are split over a mesh of devices that need not exist, or None for one device.
+
+    Args:
+        tp: number of devices over which heads, MLP and vocabulary are split.
+        left: where the left rows of ShadowKV's key code lie, as in `load`.
+
+    Raises:
+        ConfigError: tp is not an integer of at least 1, or left is unknown.
+    """
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise ConfigError(f"tp must be an integer of at least 1, got {tp!r}")
+    check_left(left)
+    return Shards(AbstractMesh((1, tp), AXES), left) if tp > 1 else None
 
 
 class DeviceWeights(NamedTuple):

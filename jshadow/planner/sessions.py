@@ -6,7 +6,6 @@ device and once in host memory (`KVState.share`).
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +20,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak, step_temporaries
+from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries, weight_numbers
 from jshadow.planner.fetch_choice import kernel_refusal
 from jshadow.policies.base import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
@@ -297,8 +295,8 @@ def class_specs(
 ) -> tuple[CacheSpec, ...]:
     """Return the spec of each layer for one session of a class, whose room is that of the class."""
     policy = policy.resolve(config, sizes.capacity)
-    specs = cache_specs(config, policy, 1, sizes.capacity, sizes.prompt, dtype, fetch)
-    return on_backend(with_room(specs, sizes.room), backend)
+    workload = Workload(sizes.prompt, sizes.room, 1, dtype, fetch, room=sizes.room)
+    return on_backend(workload.specs(config, policy), backend)
 
 
 def class_plan(
@@ -318,18 +316,14 @@ def class_plan(
     prompt, live = halves(abstract_of(specs, policy))
     document = total(halves(abstract_of(with_room(specs, 0), policy))[1])
     group = tuple(dataclasses.replace(spec, batch=sizes.group_rows) for spec in specs)
-    peak = prefill_peak(
+    room = 0 if sizes.documents else sizes.room
+    peak = prefill_parts(
         config,
         policy,
-        batch=1,
-        tokens=sizes.prompt,
-        capacity=sizes.capacity,
+        Workload(sizes.prompt, sizes.room, 1, specs[0].dtype, specs[0].fetch, room=room),
         prefill_chunk=prefill_chunk,
-        dtype=specs[0].dtype,
-        fetch=specs[0].fetch,
         attention=attention,
         backend="gpu" if specs[0].keep == "gpu" else None,
-        room=0 if sizes.documents else sizes.room,
     )
     held = added(total(prompt), document if sizes.documents else total(live))
     reading = sum(peak.values()) - peak["weights"] - peak["state"] + held[0]
@@ -347,8 +341,8 @@ def class_plan(
 
 def filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimits, dtype: str) -> SessionPlan:
     """Return the plan with as many groups as fit in the class that leaves their number out."""
-    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config)))
-    plan = SessionPlan(tuple(classes), weights * jnp.dtype(dtype).itemsize, limits)
+    weights = weight_numbers(config) * jnp.dtype(dtype).itemsize
+    plan = SessionPlan(tuple(classes), weights, limits)
     for place, free in enumerate(classes):
         if free.sizes.groups is not None:
             continue

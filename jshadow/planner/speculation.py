@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.gpu import Planner, PolicyPlan, Serving, checked
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import Planner, PolicyPlan, checked
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.planner.mesh import ONE_GPU, share_of
+from jshadow.planner.mesh import share_of
 from jshadow.policies import Full, Policy
 from jshadow.policies.capabilities import HasAll
 from jshadow.policies.settings import policy_settings
@@ -109,14 +110,14 @@ class Drafting(NamedTuple):
 
 
 def speculation_plan(
-    config: ModelConfig, gpu: Gpu, serving: Serving, drafting: Drafting, target: Policy | None = None
+    config: ModelConfig, gpu: Gpu, workload: Workload, drafting: Drafting, target: Policy | None = None
 ) -> SpeculationPlan:
     """Predict the speed of exact attention with speculation.
 
     Args:
         config: the model.
         gpu: the figures of the GPU.
-        serving: the requests. With "auto", keys and values of `Offloaded()` are in host memory.
+        workload: the requests. With "auto", keys and values of `Offloaded()` are in host memory.
         drafting: how tokens are drafted.
         target: the policy of the model: `Full()`, the default, or `Offloaded()`.
 
@@ -127,17 +128,17 @@ def speculation_plan(
     target = Full() if target is None else target
     if not isinstance(target, HasAll):
         raise ConfigError(f"policy must be full or offloaded to plan a speculation, got {target.name}")
-    serving = checked(config, serving)
+    workload = checked(config, workload, gpu)
     drafting.check()
-    if serving.mesh != ONE_GPU:
-        raise ConfigError(f"a speculation is planned for one GPU, got {serving.mesh.tp}")
-    planner = Planner(share_of(config, 1), config, gpu, serving)
-    if serving.fetch == "auto" or (isinstance(target, Full) and not drafting.own_cache):
+    if workload.shards is not None:
+        raise ConfigError(f"a speculation is planned for one GPU, got {workload.tp}")
+    planner = Planner(share_of(config, 1), config, gpu, workload)
+    if workload.fetch == "auto" or (isinstance(target, Full) and not drafting.own_cache):
         planner = planner.with_fetch("resident" if isinstance(target, Full) else "device_put")
     exact = planner.plan(target, 1, capped=False)
     sparse = None if drafting.policy is None else planner.plan(drafting.policy, 1, capped=False)
     device, host = drafting.row_bytes(sparse)
-    limit = serving.host_limit
+    limit = gpu.host_limit
 
     def fits(rows: int) -> bool:
         on_device = planner.plan(target, rows, capped=False).device_bytes + rows * device
@@ -145,7 +146,7 @@ def speculation_plan(
         return on_device <= gpu.memory_bytes and (limit is None or in_host <= limit)
 
     largest = bisect.bisect_left(range(1, exact.largest_batch + 1), True, key=lambda rows: not fits(rows))
-    batch = largest if serving.batch is None else serving.batch
+    batch = largest if workload.batch is None else workload.batch
     if not 0 < batch <= largest:
         raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")
     step, draft_seconds = planner.step(exact.policy, batch), 0.0

@@ -14,7 +14,7 @@ from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.machine import Batch
+from jshadow.planner.bytes import Workload
 from jshadow.planner.sessions import SessionClass, class_plan, class_specs
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
@@ -183,7 +183,7 @@ def plan_class(params: Params, policy: Policy | None, row_class: RowClass, optio
     if not fallback:
         check_fitted(resolved, config, options.fitted)
     rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
-    fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
+    fetch = fetch_for(params, resolved, Workload(prompt, room, rows, dtype, options.fetch, room=room)).fetch
     sizes = SessionClass(prompt, room, rows)
     shards = shards_of(params, 1)
     specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())

@@ -19,7 +19,8 @@ from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
+from jshadow.planner.bytes import abstract_of, on_backend
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import ShadowKV
 from jshadow.policies.settings import with_settings
 

@@ -38,7 +38,8 @@ from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.ops.whole_attention import cudnn_attends
-from jshadow.planner.bytes import abstract_state, cache_specs, prefill_peak
+from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import abstract_state, prefill_peak
 from jshadow.planner.pieces import pieces_of, rows_at_once
 from jshadow.policies import H2O, Full, InfLLM, ShadowKV, ShadowKVPlus
 from jshadow.weights.params import init_params

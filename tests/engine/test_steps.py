@@ -23,7 +23,7 @@ from jshadow.engine.verify import resident_twin
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner import pieces
-from jshadow.planner.bytes import abstract_state, footprint, step_footprint
+from jshadow.planner.machine import abstract_state, footprint, step_footprint
 from jshadow.planner.pieces import block_tokens, extend_peak, split_of, turn_tokens
 from jshadow.policies import DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
 from jshadow.policies.settings import with_settings

@@ -16,7 +16,7 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation import cases, html, results, runner
 from jshadow.evaluation import rows as result_rows
 from jshadow.evaluation.settings import Entry
-from jshadow.planner.bytes import footprint
+from jshadow.planner.machine import footprint
 from jshadow.policies import H2O, KIVI, LESS, DenseFirst, Full, InfLLM, Pyramid, Quest, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.settings import policy_settings
 from jshadow.policies.shadowkv import TransformCode

@@ -14,7 +14,7 @@ from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
 from jshadow.models.published import published_config
 from jshadow.models.registry import FAMILIES
-from jshadow.planner.bytes import footprint
+from jshadow.planner.machine import footprint
 from jshadow.policies import POLICIES, parse_policy
 from jshadow.policies.settings import setting_types
 

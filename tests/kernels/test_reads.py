@@ -17,7 +17,7 @@ from random_arrays import array
 from selection_cases import SELECTIONS, selection_inputs, selection_truth
 
 from jshadow.cache.offload import unit_bytes
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.costs import landmark_bytes

@@ -16,7 +16,7 @@ from family_cases import ONE_OF_EACH, family_config
 import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import init_params

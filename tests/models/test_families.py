@@ -20,7 +20,8 @@ from jshadow.models.published import published_config, published_names
 from jshadow.models.registry import FAMILIES, family_of, support_matrix
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.bytes import footprint, full_bytes
+from jshadow.planner.bytes import full_bytes
+from jshadow.planner.machine import footprint
 from jshadow.policies import Full, ShadowKV, StreamingLLM
 from jshadow.policies.base import why_dense
 from jshadow.policies.sizing import at_share

@@ -13,9 +13,10 @@ from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
 from jshadow.engine.step import step_writes
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, footprint, prefill_peak
-from jshadow.planner.gpu import Planner, Serving, capacity_plan, checked
+from jshadow.planner.bytes import Workload, abstract_of
+from jshadow.planner.gpu import Planner, capacity_plan, checked
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
+from jshadow.planner.machine import footprint, prefill_peak
 from jshadow.planner.pieces import rows_at_once
 from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE, attention_operations, layer_operations
 from jshadow.policies import H2O, POLICIES, Full, ShadowKV
@@ -97,7 +98,7 @@ def kernel_bytes(jaxpr: Any) -> dict[str, int]:
 def test_the_planner_counts_what_the_kernels_move(case):
     policy, fetch, absent = CASES[case]
     policy = policy.resolve(ONE_LAYER, 122_880)
-    serving = checked(ONE_LAYER, Serving(122_816, batch=4, fetch=fetch, repeat_share=0.0))
+    serving = checked(ONE_LAYER, Workload(122_816, batch=4, fetch=fetch, repeat_share=0.0), GPUS["h200"])
     planner = Planner(ONE_LAYER, ONE_LAYER, GPUS["h200"], serving)
     state = abstract_of(planner.specs(policy, 4), policy)
     tokens, new = jax.ShapeDtypeStruct((4, 1), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -170,7 +171,7 @@ FITS = [
 def test_one_more_prompt_would_not_fit(context, name, share, fits, fetch):
     gpu = dataclasses.replace(A100, memory_bytes=int(A100.memory_bytes * share))
     policy = POLICIES[name]().resolve(LLAMA_31_8B, context + 64)
-    planner = Planner(LLAMA_31_8B, LLAMA_31_8B, gpu, Serving(context, 64, fetch=fetch))
+    planner = Planner(LLAMA_31_8B, LLAMA_31_8B, gpu, Workload(context, 64, fetch=fetch))
     rows, room = planner.prefill_batch(policy), gpu.memory_bytes - CONTEXT_RESERVE
 
     def peak(batch):
@@ -198,13 +199,13 @@ def test_a_layer_counts_its_weights_once_a_token():
     linear = layer_operations(llama(), None, 1000) - attention_operations(llama(), None, 0, 1000)
     assert linear == 2 * 1000 * matrices
     sliding = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0,))
-    plan = capacity_plan(sliding, Full(), GPUS["l4"], Serving(150, fetch="resident"))
+    plan = capacity_plan(sliding, Full(), GPUS["l4"], Workload(150, fetch="resident"))
     rest = (TINY.num_layers - 1) * layer_operations(TINY, None, 150)
     assert plan.chosen.prefill.flops == layer_operations(TINY, 8, 150) + rest, "sliding layers take less"
 
 
 def test_the_plan_of_a_prefill():
-    plan = capacity_plan(llama(), ShadowKV(), GPUS["h200"], Serving(122_880, fetch="resident"))
+    plan = capacity_plan(llama(), ShadowKV(), GPUS["h200"], Workload(122_880, fetch="resident"))
     time, full = plan.chosen.prefill, plan.full.prefill
     assert time.flops == full.flops == 32 * layer_operations(llama(), None, 122_880)
     assert time.seconds == pytest.approx(time.flops / (PREFILL_SHARE * 989.5e12))

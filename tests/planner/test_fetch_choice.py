@@ -14,15 +14,16 @@ from jshadow.cache import host_memory
 from jshadow.cache.shards import Shards
 from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
-from jshadow.engine.options import batch_of
+from jshadow.engine.options import workload_of
 from jshadow.evaluation.speed.model import mode_of
 from jshadow.evaluation.speed.request import Request
 from jshadow.models.partition import AXES
 from jshadow.planner import machine
-from jshadow.planner.bytes import abstract_state, footprint
+from jshadow.planner.bytes import Workload
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
-from jshadow.planner.gpu import Serving, capacity_plan
+from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import GIB, GPUS, gpu_of_device
+from jshadow.planner.machine import abstract_state, footprint
 from jshadow.policies import Full, Quest, ShadowKV
 from jshadow.policies.settings import with_settings
 
@@ -74,14 +75,15 @@ def test_the_reason_has_the_figures():
     assert "zero_copy needs 70.0 of 69.0 GiB of host memory" in choose_fetch(MODES, 130 * GIB, 69 * GIB).reason
 
 
-def planned(policy, fetch="auto", **settings):
-    return capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], Serving(122_880, fetch=fetch, **settings)).chosen
+def planned(policy, fetch="auto", host=None, **settings):
+    gpu = dataclasses.replace(GPUS["h200"], **host or {})
+    return capacity_plan(LLAMA_31_8B, policy, gpu, Workload(122_880, fetch=fetch, **settings)).chosen
 
 
 def test_a_plan_takes_the_mode_with_the_most_tokens_a_second():
-    small, host = ShadowKV.packed(small=True), 128 * GIB
-    best = planned(small, host_limit=host)
-    given = {mode: planned(small, mode, host_limit=host) for mode in ("resident", "device_put", "zero_copy")}
+    small, host = ShadowKV.packed(small=True), {"host_limit": 128 * GIB}
+    best = planned(small, host=host)
+    given = {mode: planned(small, mode, host) for mode in ("resident", "device_put", "zero_copy")}
     assert best.fetch == max(given, key=lambda mode: given[mode].step.tokens_per_second) == "resident"
     assert dataclasses.replace(best, fetch_reason=None) == given["resident"]
     assert [given[mode].fetch_reason for mode in given] == [None] * 3
@@ -103,7 +105,7 @@ def test_a_plan_takes_the_mode_with_the_most_tokens_a_second():
 
 def test_the_gather_is_a_figure_of_the_caller():
     rates, sizes = (5e9, 5e12), {"fetch": "device_put", "batch": 8}
-    slow, fast = (planned(ShadowKV(), **sizes, gather_bytes_per_second=rate).step for rate in rates)
+    slow, fast = (planned(ShadowKV(), **sizes, host={"gather_bytes_per_second": rate}).step for rate in rates)
     assert slow.gather_seconds == pytest.approx(1000 * fast.gather_seconds)
     assert slow.bound_tokens_per_second == pytest.approx(8 / slow.gather_seconds)
     assert fast.bound_tokens_per_second == pytest.approx(8 / fast.pcie_seconds)
@@ -120,7 +122,7 @@ def gpu(monkeypatch):
     return memory
 
 
-BATCH = batch_of([122_880] * 8, 123_000, "bfloat16")
+BATCH = workload_of([122_880] * 8, 123_000, "bfloat16")
 
 
 def modes(batch=BATCH):
@@ -129,7 +131,7 @@ def modes(batch=BATCH):
 
 
 def chosen(policy=None, fetch="auto", batch=BATCH, **options):
-    return machine.fetch_here(fetch, LLAMA_31_8B, policy or ShadowKV(), batch, **options)
+    return machine.fetch_here(LLAMA_31_8B, policy or ShadowKV(), batch.with_fetch(fetch), **options)
 
 
 def test_sizes_decide_on_a_gpu(gpu, monkeypatch):
@@ -145,11 +147,10 @@ def test_sizes_decide_on_a_gpu(gpu, monkeypatch):
     assert chosen(Full()).fetch == "resident"
     assert chosen(fetch="device_put") == ("device_put", None)
     gpu.free, gpu.host = 2 * sizes["resident"].device_bytes + 1, None
-    pair = dataclasses.replace(BATCH, states=2)
-    assert chosen(batch=pair).fetch == "resident"
-    assert chosen(batch=pair, loading=2).fetch == "zero_copy"
+    assert chosen(states=2).fetch == "resident"
+    assert chosen(states=2, loading=2).fetch == "zero_copy"
     gpu.free -= 2
-    assert chosen(batch=pair).fetch == "zero_copy"
+    assert chosen(states=2).fetch == "zero_copy"
     gpu.free //= 2
     prompt = {"capacity": 123_000, "prompt": 122_880}
     state = abstract_state(LLAMA_31_8B, ShadowKV(), batch=8, dtype="bfloat16", fetch="auto", **prompt)
@@ -164,7 +165,7 @@ def test_sizes_decide_on_a_gpu(gpu, monkeypatch):
 def test_benchmarks_ask_for_their_sizes(gpu):
     """Before the weights of the model are on the device."""
     request = Request("no model", 32_768, dtype="bfloat16")
-    batch = machine.Batch(1, request.capacity, 32_768, 32_768, "bfloat16")
+    batch = Workload(32_768, request.capacity - 32_768, 1)
     gpu.free = modes(batch)["resident"].device_bytes + 2 * 8_030_261_248
     assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "resident"
     gpu.free -= 1
@@ -200,14 +201,14 @@ def test_several_devices_share_a_call(monkeypatch):
     shards = {left: Shards(AbstractMesh((2, 4), AXES), left) for left in ("split", "everywhere")}
     one = modes()
     for left, parts in shards.items():
-        four = modes(dataclasses.replace(BATCH, rows=2 * BATCH.rows, shards=parts))
+        four = modes(dataclasses.replace(BATCH, batch=2 * BATCH.batch, shards=parts))
         assert bool(four["zero_copy"].refusal) == (left == "split")
-        assert four["device_put"].rows == BATCH.rows
+        assert four["device_put"].rows == BATCH.batch
         assert four["resident"].device_bytes < one["resident"].device_bytes
         assert 1 <= four["device_put"].host_bytes / (2 * one["device_put"].host_bytes) < 1.01
     monkeypatch.setattr(fetch_mode, "shards_of", lambda params, rows: shards["split"])
-    monkeypatch.setattr(fetch_mode, "fetch_here", lambda *given: given[3].shards)
-    assert fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
+    monkeypatch.setattr(fetch_mode, "fetch_here", lambda config, policy, workload, states: workload.shards)
+    assert fetch_mode.fetch_for(model(), ShadowKV(), BATCH) == shards["split"]
 
 
 @pytest.mark.slow
@@ -215,10 +216,10 @@ def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch)
     """The choice is asked for the sizes with which the state is made. Full attention has one program in all modes."""
     asked = []
 
-    def choose(fetch, config, policy, batch):
-        asked.append((fetch, policy, batch))
+    def choose(config, policy, workload, states):
+        asked.append((policy, workload))
         auto = machine.FetchChoice("device_put", "device_put: for a test")
-        return auto if fetch == "auto" else machine.FetchChoice(fetch, None)
+        return auto if workload.fetch == "auto" else machine.FetchChoice(workload.fetch, None)
 
     def generated(prompt=tuple(range(100)), **settings):
         sizes = {"policy": Full(), "capacity": 128} if "state" not in settings else {}
@@ -229,8 +230,9 @@ def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch)
         report = generated().report
     assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
     resolved = Full().resolve(TINY, 128)
-    assert asked == [(mode, resolved, batch_of([100], 128, "float32")) for mode in ("auto", "device_put")]
-    assert (asked[0][2].shortest, asked[0][2].width) == (64, 128)
+    workload = workload_of([100], 128, "float32")
+    assert asked == [(resolved, workload.with_fetch(mode)) for mode in ("auto", "device_put")]
+    assert (workload.context, workload.width) == (64, 128)
     out = generated()
     report = out.report
     assert report.fetch == "resident"

@@ -17,10 +17,11 @@ from jshadow.cache import accounting, offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cli.main import main
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
-from jshadow.planner.gpu import Serving, capacity_plan, step_bound
+from jshadow.planner.bytes import Workload, abstract_of, on_backend
+from jshadow.planner.gpu import capacity_plan, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, custom_gpu, gpu_named
-from jshadow.planner.mesh import MeshSizes
+from jshadow.planner.machine import abstract_state
+from jshadow.planner.mesh import mesh_shards
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
 from jshadow.policies.settings import with_settings
@@ -47,7 +48,7 @@ TABLE_4 = {
 @functools.cache
 def planned(name="shadowkv", context=122 * 1024, batch=None, count=1, gpu="a100-80gb"):
     policy = PAPERS if name == "shadowkv" else POLICIES[name]()
-    serving = Serving(context, batch=batch, mesh=MeshSizes(count, left="everywhere"))
+    serving = Workload(context, batch=batch, shards=mesh_shards(count, left="everywhere"))
     return capacity_plan(LLAMA_3_8B_1M, policy, GPUS[gpu], serving)
 
 
@@ -71,8 +72,8 @@ MACHINE_HOST = 128 * 2**30
 @functools.cache
 def packed_beside(gpu, batch=None, host_limit=None):
     beside = {"equal": ShadowKV.packed(), "small": ShadowKV.packed(small=True)}
-    serving = Serving(122_880, batch=batch, host_limit=host_limit)
-    return capacity_plan(LLAMA_3_8B_1M, PAPERS, GPUS[gpu], serving, beside=beside)
+    gpu = dataclasses.replace(GPUS[gpu], host_limit=host_limit)
+    return capacity_plan(LLAMA_3_8B_1M, PAPERS, gpu, Workload(122_880, batch=batch), beside=beside)
 
 
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])
@@ -136,7 +137,7 @@ def test_bytes_are_those_of_the_abstract_state(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_method_is_given_a_fetch_mode(name):
     """Each on a layer of its own kind too: the message that no kernel serves it names the method."""
-    plan = capacity_plan(LLAMA_31_8B, POLICIES[name](), GPUS["h100"], Serving(32_768, fetch="auto")).chosen
+    plan = capacity_plan(LLAMA_31_8B, POLICIES[name](), GPUS["h100"], Workload(32_768, fetch="auto")).chosen
     assert plan.fetch_reason.startswith(("resident: ", "device_put: ", "zero_copy: ")), plan.fetch_reason
 
 
@@ -158,7 +159,7 @@ def test_longer_contexts_hold_fewer_and_go_slower(name):
 def test_bytes_of_a_step_by_hand():
     """Two rows of the tiny model: 2 KV heads of 16, 4 query heads, 3 layers, float32."""
     policy = ShadowKV(rank=12, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
-    step = capacity_plan(TINY, policy, A100, Serving(64, max_new_tokens=8, batch=2, dtype="float32")).chosen.step
+    step = capacity_plan(TINY, policy, A100, Workload(64, max_new_tokens=8, batch=2, dtype="float32")).chosen.step
     chunks, window, selected = 72 // 4 - 2, 72 - 4 * (64 // 4 - 2), 16 // 4
     layer = {
         "left": 2 * selected * 4 * 12 * 4,  # each of the two heads reads its own chunks
@@ -229,7 +230,7 @@ for name, case in POLICY_CASES.items():
 def test_temporaries_bound_the_compiled_step(name):
     """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
     sizes = {"batch": BATCH, "dtype": "float32", "fetch": "resident"}
-    plan = capacity_plan(MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, **sizes))
+    plan = capacity_plan(MIDDLE, MIDDLE_POLICIES[name], A100, Workload(4096, **sizes))
     state = abstract_state(MIDDLE, plan.chosen.policy, capacity=4160, prompt=4096, **sizes)
     weights = abstract_weights(MIDDLE)
     arguments, temporaries = step_memory(MIDDLE, weights, abstract_of(on_backend(state.specs, "gpu"), state.policy))
@@ -271,7 +272,7 @@ def test_repeats_move_nothing_where_they_are_kept():
     policy = ShadowKV(rank=8, budget=32, outlier_chunks=2)
 
     def step(**settings):
-        return capacity_plan(TINY, policy, A100, Serving(200, max_new_tokens=8, batch=2, **settings)).chosen.step
+        return capacity_plan(TINY, policy, A100, Workload(200, max_new_tokens=8, batch=2, **settings)).chosen.step
 
     moved = step().pcie_bytes
     assert moved > 0
@@ -287,7 +288,7 @@ def test_repeats_move_nothing_where_they_are_kept():
 @pytest.mark.parametrize(("small", "fetch", "rows"), [(True, "resident", 37), (False, "zero_copy", 47)])
 def test_more_than_2_gib_of_packed_values_in_a_layer_are_planned(small, fetch, rows):
     """The bytes of values have no limit but the memory: the batches of `tools/aot/step_table.py` are the largest."""
-    policy, serving = ShadowKV.packed(small=small), Serving(122_816, fetch=fetch)
+    policy, serving = ShadowKV.packed(small=small), Workload(122_816, fetch=fetch)
     side = capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], serving).chosen
     assert side.largest_batch == side.batch == rows
     assert sum(side.row_parts["host rows"]) == 32 * 8 * 15_356 * 544

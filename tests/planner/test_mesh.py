@@ -16,9 +16,10 @@ from mesh_measured import CAPACITY, CONFIG, EXCHANGED, LENGTHS, MESHES, POLICIES
 from jshadow.cli.main import main
 from jshadow.models.published import published_config
 from jshadow.models.registry import family_of
-from jshadow.planner.gpu import Planner, Serving, capacity_plan
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import Planner, capacity_plan
 from jshadow.planner.gpu_specs import GPUS
-from jshadow.planner.mesh import MeshSizes, share_of
+from jshadow.planner.mesh import mesh_shards, share_of
 from jshadow.policies import Full, ShadowKV
 
 H200 = GPUS["h200"]
@@ -27,8 +28,9 @@ H200 = GPUS["h200"]
 @functools.cache
 def million(name="llama-3-8b-1m", host_limit=None, **mesh):
     hf = published_config(name)
-    serving = Serving(1_000_000, max_new_tokens=1024, room=1024, host_limit=host_limit, mesh=MeshSizes(**mesh))
-    return capacity_plan(family_of(hf).config_from_hf(hf), ShadowKV(), H200, serving)
+    workload = Workload(1_000_000, max_new_tokens=1024, room=1024, shards=mesh_shards(**mesh))
+    gpu = dataclasses.replace(H200, host_limit=host_limit)
+    return capacity_plan(family_of(hf).config_from_hf(hf), ShadowKV(), gpu, workload)
 
 
 MODELS = [("llama-3-8b-1m", 50, 13, 8), pytest.param("llama-3-70b-1m", 18, 4, 3, marks=pytest.mark.slow)]
@@ -60,7 +62,7 @@ def test_bytes_over_links_by_hand():
     policy, sizes = POLICIES["shadowkv"], {"dtype": "float32", "batch": 2, "max_new_tokens": 71}
 
     def step(**mesh):
-        return capacity_plan(CONFIG, policy, H200, Serving(41, **sizes, mesh=MeshSizes(**mesh))).chosen.step
+        return capacity_plan(CONFIG, policy, H200, Workload(41, **sizes, shards=mesh_shards(**mesh))).chosen.step
 
     residual, rows = 2 * CONFIG.model_dim * 4, 2 * 4 * 4
     over_tp = {
@@ -80,7 +82,9 @@ def test_bytes_over_links_by_hand():
 def test_a_weight_that_cannot_be_split_lies_on_every_device():
     odd = dataclasses.replace(CONFIG, vocab_size=97)
     even, uneven = (
-        capacity_plan(config, Full(), H200, Serving(41, batch=1, dtype="float32", mesh=MeshSizes(tp=2))).chosen.step
+        capacity_plan(
+            config, Full(), H200, Workload(41, batch=1, dtype="float32", shards=mesh_shards(tp=2))
+        ).chosen.step
         for config in (CONFIG, odd)
     )
     assert uneven.link_bytes["logits"] == 0
@@ -89,7 +93,7 @@ def test_a_weight_that_cannot_be_split_lies_on_every_device():
 
 def test_zero_copy_needs_all_left_rows():
     for left, refused in (("split", True), ("everywhere", False)):
-        serving = Serving(64, fetch="auto", batch=2, mesh=MeshSizes(2, left=left))
+        serving = Workload(64, fetch="auto", batch=2, shards=mesh_shards(2, left=left))
         reason = capacity_plan(TINY, POLICIES["shadowkv"], H200, serving).chosen.fetch_reason
         assert ("zero_copy has no kernel" in reason) == refused
 
@@ -129,7 +133,7 @@ def called(name):
 def planner_of(name):
     (_, tp), left = MESHES[name]
     sizes = {"max_new_tokens": CAPACITY - min(LENGTHS), "dtype": "float32", "fetch": "device_put"}
-    serving = Serving(min(LENGTHS), **sizes, mesh=MeshSizes(tp, left))
+    serving = Workload(min(LENGTHS), **sizes, shards=mesh_shards(tp, left))
     return Planner(share_of(CONFIG, tp), CONFIG, H200, serving)
 
 
@@ -188,7 +192,7 @@ def test_a_compiled_step_sends_what_is_planned(mesh, method):
 def test_a_compiled_step_takes_what_is_planned(method):
     """Its arguments to the byte, and temporaries within the bound, on each of four devices."""
     sizes = {"max_new_tokens": four.NEW, "batch": four.BATCH, "dtype": "float32", "fetch": "resident"}
-    serving = Serving(four.CONTEXT, **sizes, mesh=MeshSizes(four.TP))
+    serving = Workload(four.CONTEXT, **sizes, shards=mesh_shards(four.TP))
     side = capacity_plan(four.MIDDLE, four.MIDDLE_POLICIES[method], H200, serving)
     arguments, temporaries = called("compile_all")[method]
     assert 0 < temporaries <= sum(side.chosen.temporaries.values())

@@ -1,5 +1,6 @@
 """What cannot be planned is refused: a row has a call, its error and the words of its message."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -8,10 +9,11 @@ from real_shapes import LLAMA_31_8B
 
 from jshadow.cli.main import main
 from jshadow.errors import CapacityError, ConfigError
-from jshadow.planner.bytes import footprint
-from jshadow.planner.gpu import Serving, capacity_plan
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu, gpu_named
-from jshadow.planner.mesh import MeshSizes
+from jshadow.planner.machine import footprint
+from jshadow.planner.mesh import mesh_shards
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
 from jshadow.planner.speculation import Drafting, speculation_plan
 from jshadow.policies import Full, InfLLM, ShadowKV, SnapKV, StreamingLLM
@@ -24,9 +26,9 @@ LIMITS = MemoryLimits(H200.memory_bytes, 128 * GIB, CONTEXT_RESERVE)
 NO_KERNEL = "fetch must be 'device_put' or 'resident' for shadowkv "
 
 
-def plan(policy=None, mesh=None, **serving):
-    sizes = {"context": 64} | serving | ({"mesh": MeshSizes(**mesh)} if mesh else {})
-    capacity_plan(TINY, policy or Full(), H200, Serving(**sizes))
+def plan(policy=None, mesh=None, host=None, **sizes):
+    workload = Workload(**{"context": 64} | sizes | ({"shards": mesh_shards(**mesh)} if mesh else {}))
+    capacity_plan(TINY, policy or Full(), dataclasses.replace(H200, **host or {}), workload)
 
 
 def sessions(*classes, policy=None, limits=None, **options):
@@ -34,7 +36,7 @@ def sessions(*classes, policy=None, limits=None, **options):
 
 
 def speculation(serving=None, drafting=None, **target):
-    speculation_plan(LLAMA_31_8B, H200, serving or Serving(122_880, batch=7), drafting or Drafting(8, 0.9), **target)
+    speculation_plan(LLAMA_31_8B, H200, serving or Workload(122_880, batch=7), drafting or Drafting(8, 0.9), **target)
 
 
 def figures(**given):
@@ -47,13 +49,17 @@ REFUSED = [
     (partial(plan, context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
     (partial(plan, max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
     (partial(plan, batch=0), ConfigError, "batch must be at least 1, got 0"),
-    (partial(plan, host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
+    (partial(plan, host={"host_limit": -1}), ConfigError, "host_limit must be at least 0, got -1"),
     (partial(plan, fetch="mail"), ConfigError, "fetch must be"),
     (partial(plan, repeat_share=0.5), ConfigError, "repeat_share must be 0 with fetch='device_put'"),
     (partial(plan, SMALL, fetch="zero_copy", repeat_share=1.5), ConfigError, r"share must lie in \[0, 1\], got 1.5"),
     (partial(plan, EXACT, fetch="zero_copy"), ConfigError, f"{NO_KERNEL}with keys='exact'"),
     *(
-        (partial(plan, ShadowKV(), gather_bytes_per_second=rate), ConfigError, "second must be above 0 and finite")
+        (
+            partial(plan, ShadowKV(), host={"gather_bytes_per_second": rate}),
+            ConfigError,
+            "second must be above 0 and finite",
+        )
         for rate in (0, -1.0, float("inf"), float("nan"))
     ),
     *(
@@ -83,8 +89,8 @@ REFUSED = [
     (partial(speculation, drafting=Drafting(0, 0.9)), ConfigError, "drafts must be an integer of at least 1, got 0"),
     (partial(speculation, drafting=Drafting(8, 1.5)), ConfigError, r"acceptance must lie in \[0, 1\], got 1.5"),
     (partial(speculation, target=SnapKV()), ConfigError, "policy must be full or offloaded to plan a speculation, got"),
-    (partial(speculation, Serving(122_880, batch=70)), ConfigError, "batch must be at least 1 and at most 8 on"),
-    (partial(speculation, Serving(4096, mesh=MeshSizes(tp=2))), ConfigError, "is planned for one GPU, got 2"),
+    (partial(speculation, Workload(122_880, batch=70)), ConfigError, "batch must be at least 1 and at most 8 on"),
+    (partial(speculation, Workload(4096, shards=mesh_shards(tp=2))), ConfigError, "is planned for one GPU, got 2"),
     # GPUs by their figures
     (partial(figures, link=5), ConfigError, "got none for --gpu-gib, --bandwidth, --tflops"),
     (partial(figures, gib=16, bandwidth=0, link=1, tflops=1), ConfigError, "--bandwidth must be above 0 and finite, g"),

@@ -1,5 +1,6 @@
 """The predicted speed of full attention with speculation: `jshadow plan --speculate`."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from jshadow.cli.main import main
 from jshadow.models.published import published_config
 from jshadow.models.registry import family_of
-from jshadow.planner.gpu import Serving, capacity_plan
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import gpu_named
 from jshadow.planner.speculation import Drafting, speculation_plan
 from jshadow.policies import Full, Offloaded, Quest, ShadowKV
@@ -16,14 +18,14 @@ H200 = gpu_named("h200")
 HF = published_config("llama-3.1-8b")
 LLAMA = family_of(HF).config_from_hf(HF)
 LONG = family_of(published_config("llama-3-8b-1m")).config_from_hf(published_config("llama-3-8b-1m"))
-SERVING = Serving(122_880, batch=7)
+SERVING = Workload(122_880, batch=7)
 
 
 def test_a_cycle_is_its_drafts_and_its_check():
     policy = Quest(budget=512, unit=16, recent=64, dense_layers=0)
     plan = speculation_plan(LLAMA, H200, SERVING, Drafting(8, 0.93, policy))
     full = capacity_plan(LLAMA, Full(), H200, SERVING).full.step
-    sparse = capacity_plan(LLAMA, policy, H200, Serving(122_880, batch=7, fetch="resident")).chosen.step
+    sparse = capacity_plan(LLAMA, policy, H200, Workload(122_880, batch=7, fetch="resident")).chosen.step
     assert plan.batch == 7
     assert plan.tokens_a_cycle == pytest.approx((1 - 0.93**9) / 0.07)
     assert plan.step_seconds == pytest.approx(7 / full.tokens_per_second)
@@ -33,7 +35,7 @@ def test_a_cycle_is_its_drafts_and_its_check():
     cycle = plan.check_seconds + plan.draft_seconds
     assert plan.tokens_per_second == pytest.approx(7 * plan.tokens_a_cycle / cycle)
     # two rows of 128 numbers in 16 bits for each unit, 8 heads and 32 layers, beside 32 rows of keys and values
-    assert speculation_plan(LLAMA, H200, Serving(122_880), Drafting(8, 0.9, policy)).batch == 7  # 8 without them
+    assert speculation_plan(LLAMA, H200, Workload(122_880), Drafting(8, 0.9, policy)).batch == 7  # 8 without them
     units = -(-(122_880 + 64) // 16)
     assert 0.9 < plan.draft_bytes[0] / (7 * units * 2 * 128 * 2 * 8 * 32) < 1.1
     assert plan.ratio > 1
@@ -49,9 +51,9 @@ def test_drafts_that_take_no_time():
 
 def test_keys_and_values_in_host_memory():
     """A million tokens: each pass over the link checks many tokens, and drafts take little beside it."""
-    serving, drafting = Serving(1_000_000), Drafting(32, 0.93, ShadowKV(budget=2048), own_cache=True)
+    serving, drafting = Workload(1_000_000), Drafting(32, 0.93, ShadowKV(budget=2048), own_cache=True)
     plan = speculation_plan(LONG, H200, serving, drafting, Offloaded())
-    step = capacity_plan(LONG, Offloaded(), H200, Serving(1_000_000, batch=plan.batch)).chosen.step
+    step = capacity_plan(LONG, Offloaded(), H200, Workload(1_000_000, batch=plan.batch)).chosen.step
     rows = plan.batch * 1_000_000 * 2 * 8 * 128 * 2 * 32
     assert 1 <= step.pcie_bytes / rows < 1.01
     assert step.gather_seconds == 0  # whole blocks are copied
@@ -62,9 +64,9 @@ def test_keys_and_values_in_host_memory():
     assert plan.ratio == pytest.approx(
         plan.tokens_a_cycle * plan.step_seconds / (plan.check_seconds + plan.draft_seconds)
     )
-    least = capacity_plan(LONG, Offloaded(), H200, Serving(1_000_000, batch=1)).chosen.host_bytes
-    small = Serving(1_000_000, host_limit=int(1.6 * least))
-    assert speculation_plan(LONG, H200, small, drafting, Offloaded()).batch == 1
+    least = capacity_plan(LONG, Offloaded(), H200, Workload(1_000_000, batch=1)).chosen.host_bytes
+    small = dataclasses.replace(H200, host_limit=int(1.6 * least))
+    assert speculation_plan(LONG, small, Workload(1_000_000), drafting, Offloaded()).batch == 1
 
 
 def test_the_command(capsys):

@@ -19,7 +19,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus, StreamingLLM
 
 TABLE = Path(__file__).with_name("step_costs.json")

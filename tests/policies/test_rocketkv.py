@@ -17,7 +17,8 @@ from jshadow.engine import decode
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.bytes import abstract_state, cache_specs
+from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Quest, RocketKV
 
 MODELS = {"group2": TINY, "group5": dataclasses.replace(TINY, q_heads=5, kv_heads=1, head_dim=8)}

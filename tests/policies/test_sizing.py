@@ -10,7 +10,8 @@ from policy_inputs import llama
 
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import cache_specs, footprint
+from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import footprint
 from jshadow.policies import POLICIES, ShadowKV
 from jshadow.policies.sizing import at_share
 

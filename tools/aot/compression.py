@@ -24,8 +24,9 @@ from aot.targets import TARGETS
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill.layer import compress_layer
-from jshadow.planner.bytes import abstract_state, on_backend
+from jshadow.planner.bytes import on_backend
 from jshadow.planner.gpu_specs import GPUS
+from jshadow.planner.machine import abstract_state
 from jshadow.planner.prefill_time import layer_operations
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of

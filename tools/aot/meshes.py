@@ -26,7 +26,8 @@ from jshadow.cache.state import KVState
 from jshadow.cache.state_splits import layer_splits
 from jshadow.engine.step import step_writes
 from jshadow.models.partition import check_mesh, sharding_of
-from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
+from jshadow.planner.bytes import abstract_of, on_backend
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Policy, ShadowKV
 
 DEVICES, ROWS, CAPACITY, ROOM = 2, 2, 131_072, 1024

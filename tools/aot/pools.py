@@ -11,7 +11,8 @@ from aot.compiler import place
 from aot.models import ONE_LAYER
 from aot.programs import Task, size
 from jshadow.cache.rows import insert_into, taken_from
-from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
+from jshadow.planner.bytes import abstract_of, on_backend
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Policy, ShadowKV
 
 ROWS, CAPACITY = 8, 131_072

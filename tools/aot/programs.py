@@ -21,7 +21,8 @@ from jshadow.engine.step import step_writes
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
-from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_backend, prefill_peak
+from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
+from jshadow.planner.machine import abstract_state, prefill_peak
 from jshadow.planner.pieces import pieces_of, rows_at_once
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings

@@ -14,7 +14,8 @@ from aot.models import ONE_LAYER
 from aot.programs import Task, weights_of
 from jshadow.cache.state import Reads
 from jshadow.engine.step import step_writes
-from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
+from jshadow.planner.bytes import abstract_of, on_backend
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Policy, ShadowKV
 
 ROWS, CAPACITY, ROOM = 8, 131_072, 1024

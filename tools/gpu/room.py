@@ -7,9 +7,10 @@ import jax
 
 from gpu.environment import GIB
 from gpu.sizes import Sizes
-from jshadow.planner.bytes import footprint
-from jshadow.planner.gpu import Serving, StepBound, capacity_plan
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import StepBound, capacity_plan
 from jshadow.planner.gpu_specs import Gpu
+from jshadow.planner.machine import footprint
 from jshadow.policies import Policy
 
 SPARE = GIB  # device memory that the allocator may lose between large arrays
@@ -41,7 +42,7 @@ class Room:
     def plan(self, policy: Policy, capacity: int, batch: int | None, fetch: str, share: float | None) -> Any:
         """Return the planner's result for a policy with prompts that fill all but 64 tokens of the capacity."""
         prompt = self.sizes.prompt(capacity)
-        serving = Serving(prompt, max_new_tokens=capacity - prompt, batch=batch, fetch=fetch, repeat_share=share)
+        serving = Workload(prompt, max_new_tokens=capacity - prompt, batch=batch, fetch=fetch, repeat_share=share)
         return capacity_plan(self.sizes.config, policy, self.gpu(), serving).chosen
 
     def largest(self, policy: Policy, capacity: int, fetch: str) -> int:

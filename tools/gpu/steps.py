@@ -20,7 +20,7 @@ from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, Policy
 
 FULL = "full"  # the code of full attention

@@ -23,7 +23,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.shadowkv.state import fields_of
 

@@ -38,7 +38,8 @@ from gpu.synthetic import drawn, free, on_device
 from gpu.timing import series, side_by_side
 from jshadow.cache.records import PromptKV
 from jshadow.engine.prefill.layer import compress_layer
-from jshadow.planner.bytes import abstract_state, on_backend
+from jshadow.planner.bytes import on_backend
+from jshadow.planner.machine import abstract_state
 from jshadow.policies.shadowkv import landmarks
 from jshadow.policies.shadowkv.key_codecs import basis, lowrank, transform
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache import host_memory
-from jshadow.cache.row_room import check_room_size, with_room
-from jshadow.cache.shards import Shards, local_spec
+from jshadow.cache.row_room import check_room_size
+from jshadow.cache.shards import Shards
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
@@ -20,8 +20,7 @@ from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.whole_attention import capability_here
-from jshadow.planner.bytes import cache_specs
-from jshadow.planner.machine import Batch
+from jshadow.planner.bytes import Workload
 from jshadow.planner.pieces import attends_whole, rows_at_once
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
@@ -125,14 +124,12 @@ def check_job(
     resolved = [policy.resolve(config, capacity) for policy in chosen]
     shortest = int(row_lengths.min())
     floor = shortest if options.shortest is None else min(options.shortest, shortest)
-    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved), options.room)
-    sizes = (batch.rows, capacity, floor, dtype)
-    plans = [
-        with_room(cache_specs(config, policy, *sizes, fetch_for(mode, params, policy, batch).fetch), options.room)
-        for policy, mode in zip(resolved, modes, strict=True)
-    ]
-    shards = shards_of(params, batch.rows)
-    plans = [tuple(local_spec(spec, shards) for spec in plan) for plan in plans]
+    shards = shards_of(params, len(row_lengths))
+    workload = Workload(floor, capacity - floor, len(row_lengths), dtype, room=options.room, width=token_ids.shape[1])
+    plans = []
+    for policy, mode in zip(resolved, modes, strict=True):
+        fetch = fetch_for(params, policy, workload.with_fetch(mode), states=len(resolved)).fetch
+        plans.append(dataclasses.replace(workload, fetch=fetch, shards=shards).specs(config, policy))
     check_shards(plans)
     readers = [policy for policy in resolved if reads_fitted(policy)]
     for policy in readers or resolved[:1]:

@@ -16,7 +16,8 @@ from jshadow.engine.placement import shards_of
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import abstract_of, abstract_state
+from jshadow.planner.bytes import abstract_of
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import POLICIES, Policy
 from jshadow.weights.params import Params
 

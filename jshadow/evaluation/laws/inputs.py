@@ -11,7 +11,8 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.laws.law import Case, Subject, paths_of
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import abstract_state, cache_specs
+from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import abstract_state
 from jshadow.policies.base import Policy
 from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.policies.settings import with_settings

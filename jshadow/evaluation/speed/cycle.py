@@ -19,7 +19,7 @@ from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.layer import LEFT, QUERIES, Shape, layer_state, random_step
 from jshadow.evaluation.speed.timing import compiled
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full
 from jshadow.policies.full import FullLive
 

@@ -20,8 +20,8 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.timing import compiled, measure
 from jshadow.models.config import ModelConfig
 from jshadow.ops.rope import cos_sin, inverse_frequencies
-from jshadow.planner.bytes import cache_specs
-from jshadow.planner.machine import Batch, fetch_here
+from jshadow.planner.bytes import Workload
+from jshadow.planner.machine import fetch_here
 from jshadow.policies import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.costs import costs_of, query_rows
@@ -124,9 +124,8 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
     """
     config = shape.config()
     policy = policy.resolve(config, shape.context + LEFT)
-    sizes = (shape.batch, shape.context + LEFT, shape.context)
-    mode = fetch_here(fetch, config, policy, Batch(*sizes, shape.context, shape.dtype)).fetch
-    spec = cache_specs(config, policy, *sizes, shape.dtype, mode)[0]
+    workload = Workload(shape.context, LEFT, shape.batch, shape.dtype, fetch)
+    spec = workload.with_fetch(fetch_here(config, policy, workload).fetch).specs(config, policy)[0]
     state, write = compress_layer(random_prompt(shape, spec.policy), None, spec=dataclasses.replace(spec, layer=None))
     return spec, state.replace(host=place.place(spec.policy.host_layout(spec), spec, write))
 

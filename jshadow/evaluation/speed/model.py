@@ -18,9 +18,10 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.evaluation.speed.peers import CACHES, answer_transformers
 from jshadow.evaluation.speed.request import Answer, Request
 from jshadow.models.config import ModelConfig
-from jshadow.planner.gpu import Planner, Serving
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.planner.machine import Batch, fetch_here
+from jshadow.planner.machine import fetch_here
 from jshadow.policies import Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.convert.huggingface import locate, read_config
@@ -109,15 +110,16 @@ def label(row: dict[str, Any]) -> str:
 
 def mode_of(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> str:
     """Return the fetch mode that a setting stands for on this machine, before the weights are loaded."""
-    batch = Batch(request.batch, request.capacity, request.tokens, request.tokens, request.dtype)
-    weights = Planner(config, config, ANY_GPU, Serving(request.tokens, dtype=request.dtype)).weights_bytes
-    return fetch_here(fetch, config, policy, batch, loading=weights).fetch
+    new = request.capacity - request.tokens
+    workload = Workload(request.tokens, new, request.batch, request.dtype, fetch)
+    weights = Planner(config, config, ANY_GPU, workload).weights_bytes
+    return fetch_here(config, policy, workload, loading=weights).fetch
 
 
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:
     """Return the entries of a row that are known before the run: names, bytes and operations."""
     new = request.capacity - request.tokens
-    serving = Serving(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
+    serving = Workload(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
     planner = Planner(config, config, ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)

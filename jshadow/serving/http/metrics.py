@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from jshadow.planner.gpu import Planner, Serving
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
 from jshadow.serving import AnswerReport
@@ -116,8 +117,8 @@ class Metrics:
 def fetched_a_token(service: "Service", policy: Policy, fetch: str) -> int:
     """Return the bytes that a step of one row moves from the host, at most."""
     params = service.params
-    serving = Serving(service.most_tokens - 1, 1, dtype=str(params.dtype), fetch=fetch, repeat_share=0.0)
-    planner = Planner(params.config, params.config, ANY_GPU, serving)
+    workload = Workload(service.most_tokens - 1, 1, dtype=str(params.dtype), fetch=fetch, repeat_share=0.0)
+    planner = Planner(params.config, params.config, ANY_GPU, workload)
     return int(planner.step(policy, 1, passes=False).pcie_bytes)
 
 

@@ -14,7 +14,7 @@ from random_arrays import normal, wide
 
 from jshadow.ops import packing
 from jshadow.ops.packing import ROW_BITS
-from jshadow.planner.bytes import footprint, step_footprint
+from jshadow.planner.machine import footprint, step_footprint
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Choice, Landmarks, landmarks, selection
 from jshadow.policies.shadowkv.landmark_levels import GROUP, mean_kind, store_levels

@@ -12,7 +12,7 @@ from jshadow.cache.offload import FETCH_MODES
 from jshadow.engine import decode
 from jshadow.evaluation import metrics
 from jshadow.models.config import RopeConfig
-from jshadow.planner.bytes import abstract_state
+from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import ExactKeys, Landmarks, Values
 

@@ -14,7 +14,7 @@ from jshadow import load_state, save_state
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, Infeasible, StateMismatch
 from jshadow.models.config import ModelConfig, RopeConfig
-from jshadow.planner.bytes import abstract_state, footprint
+from jshadow.planner.machine import abstract_state, footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
 from jshadow.policies.shadowkv import (

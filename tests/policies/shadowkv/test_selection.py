@@ -17,7 +17,8 @@ from jshadow.cache.records import LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine import decode
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.bytes import abstract_state, cache_specs, footprint, step_footprint
+from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import abstract_state, footprint, step_footprint
 from jshadow.policies import Policy, ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice, Landmarks
