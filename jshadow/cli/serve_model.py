@@ -14,7 +14,7 @@ from jshadow.engine.saved.fitted import load_fitted
 from jshadow.errors import ConfigError, PromptError
 from jshadow.library import Library, TierLimits
 from jshadow.serving import Engine, EngineOptions, Limits, RowClass
-from jshadow.serving.classes import plan_classes
+from jshadow.serving.admission import plan_classes
 from jshadow.serving.http.service import Service
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jshadow.policies.settings import changed_settings
-from jshadow.serving.classes import PlannedClass
+from jshadow.serving.admission import PlannedClass
 
 if TYPE_CHECKING:
     from jshadow.serving.http.service import Service

@@ -1,15 +1,244 @@
-"""Which groups of rows may exist at once: the planner's bytes against the limits of the engine."""
+"""The classes of rows of an engine, the bytes of their groups, and which groups may exist at once."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
 from jshadow.cache.host_memory import available_memory, least_limit
-from jshadow.errors import CapacityError
+from jshadow.cache.shards import local_spec
+from jshadow.cache.spec import CacheSpec
+from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.placement import shards_of
+from jshadow.engine.rows.sampling import row_of
+from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.types import Fitted
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import Workload
 from jshadow.planner.machine import device_here
-from jshadow.serving.classes import PlannedClass
+from jshadow.planner.sessions import SessionClass, class_plan, class_specs
+from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.checks import check_fitted
+from jshadow.policies.full import or_full
+from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.serving.requests import check_integer
+from jshadow.weights.params import Params
+
+LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class RowClass:
+    """The size of the rows of a class. All requests of a class share their compiled programs.
+
+    Attributes:
+        prompt: maximum number of tokens in a prompt.
+        room: maximum number of new tokens.
+        rows: number of rows in a group. The rows of a group are stepped by one call.
+
+    Raises:
+        ConfigError: a value is not an integer of at least 1.
+    """
+
+    prompt: int
+    room: int
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "room", "rows"):
+            check_integer(f"row_class.{name}", getattr(self, name), least=1)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.prompt + self.room
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine that all its requests share.
+
+    Attributes:
+        fetch: "auto", "resident", "device_put" or "zero_copy".
+        fitted: arrays that the policy learned, or None.
+        prefill: the sparse attention of prompts, or None for exact attention.
+        prefill_chunk: number of tokens of a prompt that are taken through a layer between two steps, or as many
+            operations in other units. At least one unit runs.
+        turn_chunk: number of tokens of a stored document's continuation that are fed between two steps.
+        penalties: whether requests may have penalties, as in `RowParts`.
+        bias_limit: the largest number of biased tokens of a request.
+        grammar: whether requests may have a grammar (`Request.allowed`).
+        logprobs: whether requests may have log-probabilities (`Request.logprobs`).
+        threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
+
+    Raises:
+        ConfigError: prefill_chunk or turn_chunk is not an integer of at least 1.
+    """
+
+    fetch: str = "auto"
+    fitted: Fitted | None = None
+    prefill: PrefillAttention | None = None
+    prefill_chunk: int = 2048
+    turn_chunk: int = 64
+    penalties: bool = False
+    bias_limit: int = 0
+    grammar: bool = False
+    logprobs: bool = False
+    threaded: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("prefill_chunk", self.prefill_chunk, least=1)
+        check_integer("turn_chunk", self.turn_chunk, least=1)
+
+    def piece(self, row_class: RowClass) -> int:
+        """Return the maximum number of tokens of a unit: an eighth of the longest prompt, but at least LEAST_PIECE.
+
+        The last piece of a prompt is padded, so a class of short prompts has short pieces.
+        """
+        return min(self.prefill_chunk, max(LEAST_PIECE, row_class.prompt // 8))
+
+    def parts(self, params: Params) -> RowParts:
+        """Return which arrays the sampling settings of rows have."""
+        return RowParts(params.config.vocab_size, self.penalties, self.bias_limit, self.grammar)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupBytes:
+    """The bytes that a group needs.
+
+    Attributes:
+        device: bytes of its rows in device memory, with their sampling settings.
+        host: bytes of its rows in host memory.
+        step: an upper bound on the device bytes of a step beside weights and rows.
+        reading: an upper bound on the device bytes of the reading of one prompt, beside the weights.
+        reading_host: bytes in host memory of the row that is being read.
+        shared_device, shared_host: bytes of the prompt half of the document that the rows share.
+    """
+
+    device: int
+    host: int = 0
+    step: int = 0
+    reading: int = 0
+    reading_host: int = 0
+    shared_device: int = 0
+    shared_host: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedClass:
+    """A class with all that follows from the model and the policy.
+
+    Attributes:
+        row_class: the class.
+        policy: the resolved policy. It is Full if the engine's policy has no effect at this capacity.
+        fallback: the reason why Full replaces the engine's policy, or None.
+        fetch: the fetch mode.
+        bytes: the bytes of a group.
+        document: the key of the stored document that the rows of the group share, or None.
+        specs: the specs of one row on that document, or None.
+    """
+
+    row_class: RowClass
+    policy: Policy
+    fallback: str | None
+    fetch: str
+    bytes: GroupBytes
+    document: str | None = None
+    specs: tuple[CacheSpec, ...] | None = None
+
+    @property
+    def key(self) -> tuple[str | None, RowClass]:
+        """What tells which jobs can use a row."""
+        return self.document, self.row_class
+
+
+def plan_classes(
+    params: Params, policy: Policy | None, classes: Sequence[RowClass], options: EngineOptions
+) -> tuple[PlannedClass, ...]:
+    """Return the plans of the classes, by capacity.
+
+    Raises:
+        ConfigError: there is no class, an item is not a RowClass, or a setting is out of range.
+        CapacityError: a class has more tokens than the model's context.
+    """
+    if not classes or not all(isinstance(one, RowClass) for one in classes):
+        raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
+    ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
+    return tuple(plan_class(params, policy, one, options) for one in ordered)
+
+
+def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:
+    """Return the resolved policy of rows of this capacity, and the reason why Full replaces `policy`, or None."""
+    return or_full((policy or ShadowKV()).resolve(config, capacity), config, capacity)
+
+
+def plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
+    """Return the plan of a class. Raises the errors of `plan_classes`."""
+    config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
+    if capacity > config.context:
+        raise CapacityError(
+            f"row_class must have at most the model's context={config.context} tokens, got prompt={row_class.prompt} + "
+            f"room={row_class.room}"
+        )
+    resolved, fallback = effective_policy(config, policy, capacity)
+    if not fallback:
+        check_fitted(resolved, config, options.fitted)
+    rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
+    fetch = fetch_for(params, resolved, Workload(prompt, room, rows, dtype, options.fetch, room=room)).fetch
+    sizes = SessionClass(prompt, room, rows)
+    shards = shards_of(params, 1)
+    specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
+    specs = tuple(local_spec(spec, shards) for spec in specs)
+    piece = options.piece(row_class)
+    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=piece, attention=options.prefill)
+    device, host = plan.group_bytes
+    reading, reading_host = plan.prefill
+    needed = GroupBytes(
+        device + rows_bytes(options.parts(params), rows), host, sum(plan.temporaries.values()), reading, reading_host
+    )
+    return PlannedClass(row_class, resolved, fallback, fetch, needed)
+
+
+def rows_bytes(parts: RowParts, rows: int) -> int:
+    """Return the bytes of the sampling settings of rows."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows
+
+
+def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
+    """Return the plans whose rows can hold a prompt of `prompt` tokens and `room` new ones, by capacity.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    classes = [plan.row_class for plan in plans]
+    found = [plan for plan in plans if plan.row_class.prompt >= prompt and plan.row_class.room >= room]
+    if not found:
+        sizes = ", ".join(f"prompt={one.prompt} + room={one.room}" for one in classes)
+        raise CapacityError(
+            f"prompt + max_new_tokens must fit a class of the engine ({sizes}), got {prompt} + {room} tokens"
+        )
+    return found
+
+
+def storable(plans: Sequence[PlannedClass], capacity: int, fetch: str) -> list[PlannedClass]:
+    """Return the plans whose rows a library of this capacity and fetch mode can store.
+
+    Raises:
+        CapacityError: there is none of this capacity.
+        ConfigError: those of this capacity have another fetch mode.
+    """
+    found = [plan for plan in plans if plan.row_class.capacity == capacity]
+    if not found:
+        classes = [plan.row_class for plan in plans]
+        sizes = ", ".join(f"{one.capacity} (prompt={one.prompt} + room={one.room})" for one in classes)
+        raise CapacityError(
+            f"store needs a class with the capacity of the library, {capacity}, got a request for the capacity {sizes}"
+        )
+    same = [plan for plan in found if plan.fetch == fetch]
+    if not same:
+        raise ConfigError(f"store needs a class with the fetch mode of the library, {fetch!r}, got {found[0].fetch!r}")
+    return same
 
 
 @dataclasses.dataclass(frozen=True)

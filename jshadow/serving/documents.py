@@ -19,10 +19,9 @@ from jshadow.planner.bytes import abstract_of, step_temporaries
 from jshadow.planner.pieces import extend_peak
 from jshadow.planner.sessions import halves, total
 from jshadow.policies import Policy
-from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
-from jshadow.serving.failures import typed
-from jshadow.serving.jobs import Job
-from jshadow.serving.programs import Programs
+from jshadow.serving.admission import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
+from jshadow.serving.groups import Programs
+from jshadow.serving.jobs import Job, typed
 
 
 def check_library(library: Any, programs: Programs, policy: Policy | None) -> None:

@@ -16,13 +16,21 @@ from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import ConfigError, JshadowError, QueueFull, ServingError
 from jshadow.policies import Policy
-from jshadow.serving.admission import Admission, Limits, held_bytes
-from jshadow.serving.classes import EngineOptions, PlannedClass, RowClass, fitting, plan_classes, storable
+from jshadow.serving.admission import (
+    Admission,
+    EngineOptions,
+    Limits,
+    PlannedClass,
+    RowClass,
+    fitting,
+    held_bytes,
+    plan_classes,
+    storable,
+)
 from jshadow.serving.documents import check_library, find_stored, not_kept
+from jshadow.serving.groups import Programs
 from jshadow.serving.jobs import Job
-from jshadow.serving.loop import Loop
-from jshadow.serving.programs import Programs
-from jshadow.serving.report import EngineReport
+from jshadow.serving.loop import EngineReport, Loop
 from jshadow.serving.requests import Answer, Request
 from jshadow.weights.params import Params
 

@@ -1,15 +1,163 @@
-"""A group: a pool of rows of one class that one call steps. The counts are kept on the host."""
+"""Groups of rows, and their compiled programs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from jshadow.cache.row_room import with_windows
+from jshadow.cache.state import KVState, is_deleted
+from jshadow.engine import decode
+from jshadow.engine.placement import commit
+from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
+from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
+from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows.step import draw_rows, likely_tokens, row_logits
 from jshadow.engine.sampling import NO_TOKEN
-from jshadow.serving.classes import PlannedClass
-from jshadow.serving.drawn import DrawnToken, read_drawn
-from jshadow.serving.grammar import FULL_WORD
+from jshadow.planner.pieces import pieces_of
+from jshadow.serving.admission import EngineOptions, PlannedClass
 from jshadow.serving.jobs import Job
-from jshadow.serving.programs import Pool, Programs
+from jshadow.serving.requests import FULL_WORD, DrawnToken, read_drawn
+from jshadow.weights.params import Params
+
+
+class Pool(NamedTuple):
+    """The arrays of a group: the state and the sampling settings of its rows."""
+
+    state: KVState
+    rows: RowSampling
+
+
+class Programs:
+    """The programs of one model."""
+
+    def __init__(self, params: Params, options: EngineOptions) -> None:
+        self.params, self.options = params, options
+        self.parts = options.parts(params)
+
+    def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
+        """Begin to read a prompt into a row of a class."""
+        options, one = self.options, plan.row_class
+        tokens = np.zeros((1, one.prompt), np.int32)
+        tokens[0, : len(ids)] = ids
+        return begin_prefill(
+            self.params,
+            tokens,
+            [len(ids)],
+            plan.policy,
+            capacity=one.capacity,
+            room=one.room,
+            fetch=plan.fetch,
+            fitted=None if plan.fallback else options.fitted,
+            attention=options.prefill,
+            prefill_chunk=options.piece(one),
+        )
+
+    def advance(self, partial: PartialPrefill) -> PartialPrefill:
+        """Run the next units of a prefill: as many as take `prefill_chunk` tokens through one layer, at least one."""
+        job, begun = partial.job, partial.progress.share
+        _, size = pieces_of(job.tokens.shape[1], job.options.prefill_chunk)
+        read = -(-int(job.lengths.max()) // size) * size  # tokens, with the padding of the last piece
+        part = self.options.prefill_chunk / (self.params.config.num_layers * read)
+        while True:
+            partial = advance_prefill(self.params, partial)
+            if partial.done or partial.progress.share - begun >= part * (1 - 1e-6):
+                return partial
+
+    def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
+        """Return the logits [1, V] and the state after the last unit."""
+        return finish_prefill(self.params, partial)
+
+    def document(self, library: Any) -> KVState:
+        """Return the state of a document of one token, as a library has it."""
+        return decode.prefill(
+            self.params,
+            np.zeros((1, 1), np.int32),
+            [1],
+            library.policy,
+            capacity=library.capacity,
+            fetch=library.fetch,
+            fitted=library.fitted,
+            room=0,
+        )[1]
+
+    def begin_on(self, plan: PlannedClass, base: KVState) -> KVState:
+        """Return the state of one row that begins as a stored document does. It shares the prompt half."""
+        assert plan.specs is not None
+        return commit(with_windows(base, plan.specs))
+
+    def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
+        """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""
+        tokens = np.zeros((1, self.options.turn_chunk), np.int32)
+        tokens[0, : len(ids)] = ids
+        return decode.extend(self.params, tokens, [len(ids)], state)
+
+    def row(self, settings: RowSettings, ids: Sequence[int]) -> RowSampling:
+        """Return the sampling settings of one row. Raises the errors of `row_of`."""
+        return row_of(settings, self.parts, prompt=ids)
+
+    def masked(self, rows: RowSampling, words: np.ndarray) -> RowSampling:
+        """Return rows in which the tokens of bit masks may be drawn. `words` is uint32 [rows, W], as in `pack_mask`."""
+        held = rows.allowed
+        assert held is not None
+        return rows.replace(allowed=jax.device_put(words, held.sharding) if held.committed else jnp.array(words))
+
+    def draw(self, logits: Array, rows: RowSampling, active: np.ndarray | None = None) -> tuple[Array, RowSampling]:
+        """Draw a token for each row, int32 [rows], from logits [rows, V]. This consumes `rows`.
+
+        `active`, bool [rows], tells which rows count the draw. None: all rows do.
+        """
+        return draw_rows(rows, logits, None if active is None else jnp.array(active))
+
+    def likely(self, logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
+        """Return the log-probabilities of drawn tokens and of the likeliest ones, as `likely_tokens` does."""
+        return likely_tokens(logits, tokens)
+
+    def pool(self, state: KVState, plan: PlannedClass) -> Pool:
+        """Return a pool of free rows. Their content comes from `state`, and is never read."""
+        count = plan.row_class.rows
+        held = commit(state.take([0] * count) if plan.document is None else state.share(count))
+        # The settings are committed too, as those that a step returns.
+        return Pool(held, jax.device_put(idle_rows(self.parts, count), held.lengths.sharding))
+
+    def insert(self, pool: Pool, slot: int, state: KVState, row: RowSampling) -> Pool:
+        """Replace a row of a pool. This consumes the pool."""
+        return Pool(pool.state.insert(slot, state, consume=True), set_row(pool.rows, slot, row))
+
+    def consumed(self, pool: Pool) -> bool:
+        """Whether a call has consumed arrays of a pool."""
+        return any(map(is_deleted, [vars(pool.state)["lengths"], *jax.tree.leaves(pool.rows)]))
+
+    def step(self, pool: Pool, tokens: np.ndarray, active: np.ndarray) -> tuple[Array, Pool]:
+        """Feed a token to each active row. Return the logits, float32 [rows, V]. This consumes the pool's state.
+
+        Args:
+            pool: the rows.
+            tokens: int32 [rows].
+            active: bool [rows].
+        """
+        reads, writes = pool.state.split()
+        fed = jnp.array(tokens), jnp.array(active)
+        logits, writes = row_logits(self.params.weights, fed, reads, writes, config=self.params.config)
+        return logits, pool._replace(state=pool.state.join(writes))
+
+    def taken(self, pool: Pool, slot: int, unfed: Sequence[int]) -> KVState:
+        """Return one row of a pool as a state of its own, after further tokens."""
+        return self.fed(pool.state.take([slot]), unfed)
+
+    def fork(self, state: KVState) -> KVState:
+        """Return a copy of a state that may be consumed."""
+        return state.fork()
+
+    def fed(self, state: KVState, unfed: Sequence[int]) -> KVState:
+        """Return a state of one row after further tokens. This consumes the state."""
+        for token in unfed:
+            _, state = decode.decode_step(self.params, [token], state)
+        return state
+
 
 Drawn = list[tuple[int, list[DrawnToken]]]  # for each active row, its slot and the tokens that a step drew
 

@@ -1,19 +1,45 @@
-"""A request inside the engine: its tokens, its text, its times, and where it is."""
+"""The jobs of an engine, and the queue in which they wait."""
 
+import bisect
 import concurrent.futures
+import heapq
+import itertools
+import logging
 import time
-from collections.abc import Callable
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.text import TextStream
-from jshadow.errors import RequestCancelled
-from jshadow.serving.classes import PlannedClass, RowClass
-from jshadow.serving.drawn import DrawnToken
-from jshadow.serving.grammar import allowed_words
-from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Piece, Request
+from jshadow.errors import JshadowError, OutOfMemory, RequestCancelled, ServingError
+from jshadow.serving.admission import PlannedClass, RowClass
+from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, DrawnToken, Piece, Request, allowed_words
+
+LOG = logging.getLogger(__name__)
+
+
+def typed(error: Exception) -> JshadowError:
+    """Return an error as one for the caller. The log has the traceback of an error that jshadow does not know.
+
+    Afterwards the error holds no arrays of the functions that it went through.
+    """
+    found: JshadowError
+    if isinstance(error, JshadowError):
+        found = error
+    else:
+        LOG.error("the work for a request has failed, and the engine goes on", exc_info=error)
+        kind = type(error).__name__
+        found = ServingError(f"the work for this request has failed ({kind}), and the log of the engine has the reason")
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            found = OutOfMemory("the device or the host lacks the memory for this request; a later try may succeed")
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return found
 
 
 class Job:
@@ -147,3 +173,83 @@ class Job:
         )
         text = None if stream.tokenizer is None else stream.text
         self.answer.end(AnswerResult(stream.tokens[: stream.kept()], text, report))
+
+
+AGE_SECONDS = 10.0  # by which an item counts as earlier for each step of its priority
+MOST_TURNS = 4096  # clients whose last turn is known
+
+
+class Waiting(Protocol):
+    """An item of the queue."""
+
+    arrived: float  # in seconds
+
+    @property
+    def priority(self) -> int:
+        """An item with a higher number comes before those of its client that arrived a short time earlier."""
+
+    @property
+    def client(self) -> str:
+        """Who asks."""
+
+
+class WaitingQueue[Item: Waiting]:
+    """Items by the turns of their clients, and those of one client by priority and arrival.
+
+    The client whose last turn is the longest ago comes first, so that many requests of one client delay another one by
+    few. (Nagle, RFC 970, 1985) No item waits for ever: within one client its age counts too.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[str, list[tuple[float, int, Item]]] = {}
+        self._last: dict[str, int] = {}  # the number of each client's last turn, from the oldest to the newest
+        self._arrivals, self._turns, self._size = itertools.count(), itertools.count(1), 0
+
+    def __len__(self) -> int:
+        """Return the number of items. Any thread may ask for it, and for `count`."""
+        return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items in the order in which they would have their turns."""
+        items = {client: list(entries) for client, entries in self._items.items()}
+        turns = [(self._last.get(client, 0), entries[0][:2], client, 0) for client, entries in items.items()]
+        heapq.heapify(turns)
+        later = itertools.count(max(self._last.values(), default=0) + 1)
+        while turns:
+            _, _, client, place = heapq.heappop(turns)
+            yield items[client][place][2]
+            if place + 1 < len(items[client]):
+                heapq.heappush(turns, (next(later), (0.0, 0), client, place + 1))
+
+    def count(self, client: str) -> int:
+        """Return the number of items of a client."""
+        return len(self._items.get(client, ()))
+
+    def push(self, item: Item, place: int = 0) -> None:
+        """Add an item. `place` is its number among those that came with it, each of which counts as less urgent."""
+        rank = item.arrived - AGE_SECONDS * (item.priority - place)
+        bisect.insort(self._items.setdefault(item.client, []), (rank, next(self._arrivals), item))
+        self._size += 1
+
+    def take(self, item: Item) -> None:
+        """Remove an item that has its turn."""
+        self.remove(item)
+        self._last.pop(item.client, None)
+        self._last[item.client] = next(self._turns)
+        if len(self._last) > MOST_TURNS:
+            del self._last[next(iter(self._last))]
+
+    def hold(self, item: Item) -> None:
+        """Keep the turn of an item's client: no client that comes later is before it."""
+        self._last.pop(item.client, None)
+
+    def remove(self, item: Item) -> bool:
+        """Remove an item. Return whether it was in the queue."""
+        entries = self._items.get(item.client, [])
+        kept = [entry for entry in entries if entry[2] is not item]
+        if kept:
+            self._items[item.client] = kept
+        else:
+            self._items.pop(item.client, None)
+        self._size -= len(entries) - len(kept)
+        return len(kept) < len(entries)

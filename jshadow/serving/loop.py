@@ -1,29 +1,217 @@
 """The loop of an engine: it admits requests, steps the groups, and reads one prompt between the steps.
 
-Only one thread calls the functions of this module, and JAX runs in no other.
-"""
+Only one thread calls the functions of this module, and JAX runs in no other."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import JshadowError, NumericalError, ServingError
 from jshadow.serving import documents
-from jshadow.serving.admission import Admission
-from jshadow.serving.drawn import DrawnToken, read_drawn
-from jshadow.serving.failures import typed
-from jshadow.serving.groups import Group
-from jshadow.serving.jobs import Job
-from jshadow.serving.placing import Groups
-from jshadow.serving.programs import Programs
-from jshadow.serving.reading import Reading
-from jshadow.serving.report import Counts
-from jshadow.serving.requests import Answer
-from jshadow.serving.waiting import WaitingQueue
+from jshadow.serving.admission import Admission, PlannedClass
+from jshadow.serving.groups import Group, Programs
+from jshadow.serving.jobs import Job, WaitingQueue, typed
+from jshadow.serving.requests import Answer, DrawnToken, read_drawn
+
+
+@dataclasses.dataclass
+class Counts:
+    """Counts since the engine was made.
+
+    Attributes:
+        finished, failed, cancelled: number of requests that ended in each way.
+        tokens: number of drawn tokens.
+        steps: number of steps of groups.
+        units: number of turns in which a prompt was read.
+        most_units: the largest number of such turns between two steps of running rows.
+        busy_seconds: seconds in which the engine stepped rows or read prompts.
+        queue_seconds, prefill_seconds, decode_seconds: sums over the finished requests, as in `AnswerReport`.
+    """
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    steps: int = 0
+    units: int = 0
+    most_units: int = 0
+    busy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineReport:
+    """The figures of an engine.
+
+    Attributes:
+        counts: counts since the engine was made.
+        waiting: number of requests that wait for a row.
+        reading: whether a prompt is being read.
+        groups: number of groups.
+        rows: number of their rows.
+        rows_in_use: number of these that a request has, including the row of the prompt that is being read.
+        device_bytes: planned bytes of the groups in device memory.
+        host_bytes: planned bytes of the groups in host memory.
+        programs: number of programs that the process has compiled since the engine was made.
+    """
+
+    counts: Counts
+    waiting: int
+    reading: bool
+    groups: int
+    rows: int
+    rows_in_use: int
+    device_bytes: int
+    host_bytes: int
+    programs: int
+
+
+class Reader(Protocol):
+    """A prompt that is being read."""
+
+    def advance(self) -> bool:
+        """Read the next part. Return whether it was the last one."""
+
+    def end(self) -> tuple[Any, Any]:
+        """Return the logits [1, V] for the first token, and the state of the row."""
+
+
+class PromptReader:
+    """A prompt that is read from its beginning: a part is that of `Programs.advance`."""
+
+    def __init__(self, programs: Programs, job: Job) -> None:
+        self.programs = programs
+        self.partial = programs.begin(job.plan, job.ids)
+
+    def advance(self) -> bool:
+        """Read the next part. Return whether it was the last one."""
+        self.partial = self.programs.advance(self.partial)
+        return self.partial.done
+
+    def end(self) -> tuple[Any, Any]:
+        """Return the logits [1, V] for the first token, and the state of the row."""
+        return self.programs.finish(self.partial)
+
+
+class DocumentReader:
+    """A prompt whose beginning is stored: a part has up to `turn_chunk` of the other tokens."""
+
+    def __init__(self, programs: Programs, job: Job, base: Any) -> None:
+        """Take the stored state of the beginning. It is only read."""
+        self.programs, self.rest = programs, job.ids[job.read :]
+        self.state: Any = programs.begin_on(job.plan, base)
+        self.logits: Any = None
+
+    def advance(self) -> bool:
+        """Read the next part. Return whether it was the last one."""
+        count = self.programs.options.turn_chunk
+        self.logits, self.state = self.programs.extend(self.state, self.rest[:count])
+        self.rest = self.rest[count:]
+        return not self.rest
+
+    def end(self) -> tuple[Any, Any]:
+        """Return the logits [1, V] for the first token, and the state of the row."""
+        return self.logits, self.state
+
+
+class Reading:
+    """A job that is being read, and the row that is reserved for it.
+
+    Attributes:
+        moved: whether a part was read since the last interruption. If not, it may not be interrupted again.
+    """
+
+    def __init__(self, programs: Programs, job: Job, group: Group, slot: int) -> None:
+        self.job, self.group, self.slot, self.moved = job, group, slot, False
+        self.reader: Reader = (
+            PromptReader(programs, job) if group.base is None else DocumentReader(programs, job, group.base)
+        )
+
+
+class Groups:
+    """The groups of an engine. An empty group is kept until another class needs its bytes."""
+
+    def __init__(self, programs: Programs, admission: Admission) -> None:
+        self.programs, self.admission = programs, admission
+        self._groups: list[Group] = []
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(list(self._groups))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def has(self, plan: PlannedClass) -> bool:
+        """Whether there is a group of a class."""
+        return any(group.plan.key == plan.key for group in self._groups)
+
+    def clear(self) -> None:
+        """Forget all groups."""
+        self._groups = []
+
+    def release(self, job: Job) -> None:
+        """Free the row of a job."""
+        for group in self._groups:
+            if job in group.jobs:
+                group.release(group.jobs.index(job))
+
+    def sweep(self) -> None:
+        """Drop the groups on a document that have no job. Not before the end of a turn: another job may get a row."""
+        self._groups = [group for group in self._groups if group.base is None or not group.empty]
+
+    def place(self, job: Job, paused: PlannedClass | None = None) -> tuple[Group, int] | None:
+        """Reserve a row for a job, and return its group and slot.
+
+        Return None if no row is free and no group fits, or if the job's document must be prepared again.
+
+        Args:
+            job: a job without a row.
+            paused: the class of a prompt whose reading is paused meanwhile. Its bytes are counted too.
+
+        Raises:
+            JshadowError: the stored state of the job's document cannot be used, or its rows can never fit.
+        """
+        base = None
+        if not job.planned:
+            base = self._base(job)
+            if base is None:
+                return None
+            plan = documents.plan_rows(self.programs, job, base)
+            self.admission.check(plan)
+            job.plans = [plan]
+        plans = [group.plan for group in self._groups]
+        for group in self._groups:
+            fits = group.plan.key == job.plan.key and (paused is None or self.admission.fits(plans, paused))
+            if fits and (slot := group.reserve(job)) is not None:
+                return group, slot
+        kept = [group.plan for group in self._groups if not group.empty]
+        if not self.admission.fits([*kept, job.plan], paused):
+            return None
+        for group in [group for group in self._groups if group.empty]:
+            if self.admission.fits([*(other.plan for other in self._groups), job.plan], paused):
+                break
+            self._groups.remove(group)
+        if job.document is not None and base is None:
+            base = self._base(job)
+            if base is None:
+                return None
+        group = Group(job.plan, self.programs, base)
+        self._groups.append(group)
+        slot = group.reserve(job)
+        assert slot is not None
+        return group, slot
+
+    def _base(self, job: Job) -> Any:
+        """Return the stored state of a job's document. If a group has it, its prompt half is not loaded again."""
+        return documents.base_of(job, {group.plan.document: group.base for group in self._groups})
+
 
 LOG = logging.getLogger(__name__)
 MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused

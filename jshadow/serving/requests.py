@@ -1,18 +1,54 @@
-"""Requests to an engine, and the answers that other threads read."""
+"""Requests, what they may draw, and their answers while they arrive."""
 
 import concurrent.futures
 import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from jax import Array
+
+from jshadow.engine.rows.sampling import WORD, pack_mask
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import MOST_LIKELY
 from jshadow.engine.types import OnePrompt
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, JshadowError
 from jshadow.policies import Policy
-from jshadow.serving.grammar import Allowed
+
+# Maps the new tokens so far to those that may follow: bool [V], or the bit mask of `pack_mask`, uint32 [W].
+Allowed = Callable[[Sequence[int]], Any]
+FULL_WORD = np.uint32(2**WORD - 1)
+
+
+def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndarray:
+    """Return the tokens that may follow as a bit mask, uint32 [W], as in `pack_mask`.
+
+    Args:
+        allowed: the grammar of a request.
+        tokens: the new tokens so far.
+        size: V, the size of the vocabulary.
+
+    Raises:
+        ConfigError: `allowed` raised an error, or its result is not such a mask, or no token may follow.
+    """
+    try:
+        mask = np.asarray(allowed(list(tokens)))
+    except JshadowError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"allowed must return bool [{size}], it raised {error!r:.80}") from error
+    words = -(-size // WORD)
+    packed = mask.dtype == np.uint32 and mask.shape == (words,)
+    if packed and size % WORD:
+        mask = mask & np.append(np.full(words - 1, FULL_WORD), FULL_WORD >> np.uint32(WORD - size % WORD))
+    if not (packed or (mask.dtype == bool and mask.shape == (size,))) or not mask.any():
+        raise ConfigError(
+            f"allowed must return bool [{size}] or uint32 [{words}] with at least one token, got {mask.dtype} "
+            f"{list(mask.shape)} with {np.count_nonzero(mask)} that are not zero"
+        )
+    return mask if packed else pack_mask(mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,3 +283,33 @@ def check_integer(name: str, value: object, *, least: int | None = None) -> None
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{name} must be an integer{bound}, got {value!r:.80}")
+
+
+class DrawnToken(NamedTuple):
+    """A drawn token of one row. It is NO_TOKEN if the logits were no numbers.
+
+    Attributes:
+        token: the token id.
+        chosen: its log-probability, if log-probabilities were computed.
+        ids, values: the likeliest tokens, int32 [K], and their log-probabilities, float32 [K].
+    """
+
+    token: int
+    chosen: Any = None
+    ids: Any = None
+    values: Any = None
+
+    def logprobs(self, count: int | None) -> Logprobs | None:
+        """Return the log-probabilities with the `count` likeliest tokens. None for None."""
+        if count is None:
+            return None
+        top = zip(self.ids[:count].tolist(), self.values[:count].tolist(), strict=True)
+        return Logprobs(float(self.chosen), list(top))
+
+
+def read_drawn(tokens: Array, likely: tuple[Array, Array, Array] | None) -> list[DrawnToken]:
+    """Wait for the tokens of all rows, int32 [rows], and for what `likely_tokens` returned, if anything."""
+    ids = np.asarray(tokens).tolist()
+    if likely is None:
+        return [DrawnToken(token) for token in ids]
+    return [DrawnToken(*row) for row in zip(ids, *map(np.asarray, likely), strict=True)]

@@ -6,11 +6,11 @@ import functools
 import numpy as np
 from serving_cases import END, PARAMS
 
-from jshadow.serving.grammar import allowed_words
 from jshadow.serving.http.forms import form_of
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.prompts import chat_ids
 from jshadow.serving.http.schemas import ChatRequest
+from jshadow.serving.requests import allowed_words
 
 HI = [{"role": "user", "content": "Hi"}]
 DEEP = {"type": "object", "properties": {"depth": {"type": "integer", "minimum": 3, "maximum": 40}}}

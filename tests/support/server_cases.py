@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import jshadow
 from jshadow.library import Library
 from jshadow.serving import Limits, Request
-from jshadow.serving.classes import effective_policy
+from jshadow.serving.admission import effective_policy
 from jshadow.serving.http.app import make_app
 from jshadow.serving.http.options import ServerOptions
 from jshadow.serving.http.run import Server, config_of

@@ -1,18 +1,159 @@
-"""ASGI middleware: API keys, the sites that may ask, limits of bodies, the end of a server, the count of errors."""
+"""Who may ask, how much and how long: connections, bodies, keys and hosts."""
 
 import asyncio
 import hashlib
 import hmac
+import json
+import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
+import anyio
+import anyio.to_thread
+import h11
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jshadow.serving.http.errors import ApiError, response_of
+from jshadow.serving.http.errors import ApiError, client_left, response_of
 from jshadow.serving.http.options import ANY_HOST, is_loopback
 from jshadow.serving.http.service import Service
+
+READ_BYTES = 2**13  # of asyncio's 256 KiB, small parts would block the event loop for most of a second
+MOST_CHUNKS, CHUNK_BYTES = 10_000, 16  # with more chunks of a body, so many bytes a chunk must come on average
+HEAD_SECONDS = 30.0  # within which the head of the next request must be complete
+
+
+class Connection(H11Protocol):
+    """The connection of a client."""
+
+    _head: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: h11.Connection = _Parser(h11.SERVER)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        # Without it a token waits until the client has acknowledged the one before, which can take 40 ms.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+        self._expect_head()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request. Bytes that are not yet a whole head do not end the time."""
+        super().on_response_complete()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        if self._head is not None:
+            self._head.cancel()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(HEAD_SECONDS, self._close_without_head)
+
+    def _close_without_head(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class _Parser(h11.Connection):
+    """A parser that refuses a body in many tiny chunks, each of which takes as long as a large one."""
+
+    _chunks = _size = 0
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self._size += len(event.data)
+            if self._chunks > MOST_CHUNKS and self._size < CHUNK_BYTES * self._chunks:
+                raise h11.RemoteProtocolError("chunks must not be tiny")
+        return event
+
+
+# One call parses a whole text, and no other thread runs meanwhile. It takes less than a tenth of a second for so many.
+MOST_VALUES = 2**20  # commas, strings, lists and objects of a body
+MOST_NESTED = 2**16  # lists and objects of a body
+PARSED_HERE = 2**16  # bytes of a body that is parsed in a millisecond
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body has few enough values. A large one is parsed in another thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request. It raises ApiError if the body has too many values."""
+        answer = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            request = _JsonRequest(request.scope, request.receive)
+            try:
+                data = await request.body()
+            except ClientDisconnect as error:
+                raise client_left() from error
+            await _apart(request, check_values, data)
+            return await answer(request)
+
+        return handler
+
+
+class _JsonRequest(Request):
+    """A request whose large body another thread parses."""
+
+    async def json(self) -> Any:
+        """Return the parsed body. Raises ValueError."""
+        data = await self.body()
+        return await _apart(self, json.loads, data)
+
+
+async def _apart[Result](request: Request, function: Callable[[bytes], Result], data: bytes) -> Result:
+    """Return the result of a function of a body. A large body is for another thread, one at a time."""
+    if len(data) <= PARSED_HERE:
+        return function(data)
+    return await anyio.to_thread.run_sync(function, data, limiter=request.app.state.service.parsing)
+
+
+def check_values(data: bytes) -> None:
+    """Raise ApiError if a JSON text has more values, or more lists and objects, than a body may have.
+
+    What is in a string does not count, so a long text with many commas is one value. The JSON need not be valid, but in
+    UTF-8 (RFC 8259, section 8.1). The parser also reads UTF-16 and UTF-32, whose values are not counted here.
+    """
+    if not json.detect_encoding(data).startswith("utf-8"):
+        raise ApiError(400, "the body must be JSON in UTF-8, got another encoding")
+    place = values = nested = 0
+    while place < len(data):
+        quote = data.find(b'"', place)
+        end = len(data) if quote < 0 else quote
+        nested += data.count(b"[", place, end) + data.count(b"{", place, end)
+        values += data.count(b",", place, end) + (quote >= 0)
+        if values + nested > MOST_VALUES or nested > MOST_NESTED:
+            message = f"the body must have at most {MOST_VALUES} values and {MOST_NESTED} lists and objects, got more"
+            raise ApiError(400, message, code="body_too_large")
+        place = end if quote < 0 else _end_of_string(data, quote + 1)
+
+
+def _end_of_string(data: bytes, place: int) -> int:
+    """Return the place after the string whose first character is at `place`."""
+    while (end := data.find(b'"', place)) >= 0:
+        before = data[place:end]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
+            return end + 1
+        place = end + 1
+    return len(data)
+
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from jshadow.serving.http.access import Access
 from jshadow.serving.http.errors import add_handlers
-from jshadow.serving.http.routes import answers, files, page, status, tokens
+from jshadow.serving.http.routes import answers_router, files_router, page_router, status_router, tokens_router
 from jshadow.serving.http.service import Service
 
 ABOUT = "OpenAI's routes over one long-context model and a library of documents that were read once."
@@ -17,8 +17,8 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     add_handlers(app)
-    for module in (answers, files, tokens, status, page):
-        app.include_router(module.router)
+    for router in (answers_router, files_router, tokens_router, status_router, page_router):
+        app.include_router(router)
     app.add_middleware(Access, service=service)
     make_schema = app.openapi
 

@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-from jshadow.serving.http.calls import HERMES, Format, format_mark, format_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.grammar import problem, reason_of
-from jshadow.serving.http.marks import mark_id
+from jshadow.serving.http.marks import HERMES, Format, format_mark, format_of, mark_id
 from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jshadow.errors import PromptError
-from jshadow.serving.http.calls import arguments_of, format_of, short_id
 from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.marks import arguments_of, format_of, short_id
 from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Message, TemplateSwitches
 from jshadow.weights.templates import beginning, document_text, rendered, template_of
 from jshadow.weights.texts import mended

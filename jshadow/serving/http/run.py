@@ -13,8 +13,8 @@ from types import FrameType
 import uvicorn
 
 from jshadow.errors import JshadowError
+from jshadow.serving.http.access import HEAD_SECONDS, Connection
 from jshadow.serving.http.app import make_app
-from jshadow.serving.http.connection import HEAD_SECONDS, Connection
 from jshadow.serving.http.service import Service
 
 SWITCH_SECONDS = 0.001  # after which a thread lets another one run. An answer of the event loop takes several turns.

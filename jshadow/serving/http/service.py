@@ -1,11 +1,13 @@
 """The object that all routes use. It has the model, the engine, the library and the figures."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import secrets
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -13,22 +15,117 @@ import anyio.to_thread
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
+from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError
 from jshadow.library import Library, Stored
 from jshadow.library.sources import text_ids
-from jshadow.serving import Answer, Engine, Request
-from jshadow.serving.http.drawing import settings_of
+from jshadow.serving import Answer, Engine, Piece, Request
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.forms import form_of, has_form
 from jshadow.serving.http.grammar import Grammars
 from jshadow.serving.http.metrics import Metrics
 from jshadow.serving.http.options import ServerOptions
-from jshadow.serving.http.pieces import pieces
 from jshadow.serving.http.schemas import Drawing
 from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
 from jshadow.weights.templates import beginning, document_ids, document_text, frame
+
+OFF = -1  # top_k of vLLM and others that turns the filter off
+
+
+def settings_of(body: Drawing, choice: int) -> RowSettings:
+    """Return how the tokens of choice number `choice` are drawn. Raises ConfigError or ApiError.
+
+    OpenAI's default temperature is 1. Without a seed, each choice gets one at random.
+    """
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_k = None if body.top_k in (None, 0, OFF) else body.top_k
+    seed = secrets.randbits(63) if body.seed is None else (body.seed + choice + 2**63) % 2**64 - 2**63
+    return RowSettings(
+        Sampler(
+            temperature,
+            top_k if temperature else None,
+            body.top_p if temperature and body.top_p not in (None, 1.0) else None,
+            body.min_p if temperature and body.min_p else None,
+        ),
+        seed=seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=bias_of(body.logit_bias or {}),
+    )
+
+
+def bias_of(given: dict[str, float]) -> dict[int, float]:
+    """Return a bias by token id. Raises ApiError if a key is not a token id."""
+    bias = {}
+    for token, value in given.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 9:
+            raise ApiError(400, f"logit_bias must have token ids as keys, got {token!r:.80}", param="logit_bias")
+        bias[int(token)] = value
+    return bias
+
+
+def most_new(
+    engine: Engine, library: Library | None, ids: Sequence[int], asked: int | None, field: str = "max_tokens"
+) -> int:
+    """Return the maximum number of new tokens of a request.
+
+    Without a wish, it is what a row has room for. The rest of the prompt after a stored document takes some of this
+    room. If it takes more than half, the document is not used, and the answer has the whole room.
+
+    Args:
+        engine: the engine that is to answer.
+        library: the library of the engine, or None.
+        ids: token ids of the prompt.
+        asked: the number that the request asks for, or None.
+        field: the name of its field.
+
+    Raises:
+        ApiError: the prompt is too long for all classes of rows, or `asked` exceeds the room.
+    """
+    classes = [plan.row_class for plan in engine.plans]
+    longest = max(one.prompt for one in classes)
+    if len(ids) > longest:
+        raise ApiError(
+            400, f"the prompt must have at most {longest} tokens, got {len(ids)}", code="context_length_exceeded"
+        )
+    room = max(one.room for one in classes if one.prompt >= len(ids))
+    if asked is not None:
+        if asked > room:
+            message = f"{field} must be at most {room} after a prompt of {len(ids)} tokens, got {asked}"
+            raise ApiError(400, message, code="context_length_exceeded", param=field)
+        return asked
+    stored = None if library is None else library.longest(ids[:-1])
+    if library is None or stored is None:
+        return room
+    left = min(max(one.room for one in classes) - (len(ids) - stored.tokens), library.capacity - len(ids))
+    return left if 2 * left >= room else room
+
+
+async def pieces(answer: Answer) -> AsyncIterator[Piece]:
+    """Yield the pieces of an answer while they arrive. If the request fails, its error follows the last piece."""
+    loop, changed, place = asyncio.get_running_loop(), asyncio.Event(), 0
+
+    def notify() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(changed.set)
+
+    answer.listen(notify)
+    while True:
+        changed.clear()
+        new, done = answer.since(place)
+        for piece in new:
+            yield piece
+        place += len(new)
+        if done and not new:
+            answer.result(0)  # raises the error of a request that failed
+            return
+        if not new:
+            await changed.wait()
+
 
 T = TypeVar("T")
 FILE = "file-"

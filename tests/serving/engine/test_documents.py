@@ -18,7 +18,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.policies import Full
 from jshadow.serving import Request
-from jshadow.serving.drawn import DrawnToken
+from jshadow.serving.requests import DrawnToken
 
 DOCUMENT = prompt_of(96, 5)
 PIECE = OPTIONS.turn_chunk

@@ -31,7 +31,7 @@ from jshadow.errors import CapacityError, ConfigError, PromptError, ServingError
 from jshadow.policies import Full, Loki
 from jshadow.serving import Limits, Request, RowClass
 from jshadow.serving.admission import needed_bytes
-from jshadow.serving.waiting import WaitingQueue
+from jshadow.serving.jobs import WaitingQueue
 
 VOCABULARY = PARAMS.config.vocab_size
 UNEQUAL = [(100, 9), (3, 8), (65, 16), (32, 1), (112, 5), (90, 12)]

@@ -21,11 +21,19 @@ from jshadow.library.shelf import Stored
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, TierLimits
 from jshadow.policies import Full
 from jshadow.serving import documents
-from jshadow.serving.admission import Admission, Limits
-from jshadow.serving.classes import EngineOptions, GroupBytes, PlannedClass, RowClass, fitting, storable
+from jshadow.serving.admission import (
+    Admission,
+    EngineOptions,
+    GroupBytes,
+    Limits,
+    PlannedClass,
+    RowClass,
+    fitting,
+    storable,
+)
+from jshadow.serving.groups import Pool
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
-from jshadow.serving.programs import Pool
 from jshadow.serving.requests import Answer, Request
 
 PLANS = tuple(

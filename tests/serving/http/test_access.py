@@ -11,7 +11,7 @@ from raw_http import ask, asked, completion, connected, message, read_answer, re
 from server_cases import COMPLETION, FILES, NAME, client_of, error_of, idle, listening, tiny_service, until
 
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError
-from jshadow.serving.http import access, connection
+from jshadow.serving.http import access
 from jshadow.serving.http.options import ServerOptions, read_keys
 
 BODY = 20_000
@@ -198,7 +198,7 @@ def test_a_body_that_stands_still_or_drips_is_refused(server, monkeypatch):
 
 
 def test_a_connection_without_a_request_is_closed(service, monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(access, "HEAD_SECONDS", 0.2)
 
     async def left(address, *sent):
         """What a client reads that sends parts of requests, until the server closes the connection."""
@@ -228,16 +228,16 @@ def test_little_is_read_at_once_and_nothing_is_written_late(service):
                 nodelay = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 return transport.max_size, nodelay
 
-        assert asyncio.run(run()) == (connection.READ_BYTES, 1)
+        assert asyncio.run(run()) == (access.READ_BYTES, 1)
 
 
 def test_a_body_of_tiny_chunks_is_refused(service, monkeypatch):
-    monkeypatch.setattr(connection, "MOST_CHUNKS", 100)
+    monkeypatch.setattr(access, "MOST_CHUNKS", 100)
     head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += "transfer-encoding: chunked\r\n\r\n"
     body = completion().split(b"\r\n\r\n")[1]
     with listening(service) as server:
-        for chunk, status in ((b" ", 400), (b" " * connection.CHUNK_BYTES, 200)):
+        for chunk, status in ((b" ", 400), (b" " * access.CHUNK_BYTES, 200)):
             chunks = (b"%x\r\n%s\r\n" % (len(one), one) for one in [*[chunk] * 200, body, b""])
             assert asked(server.address, head.encode() + b"".join(chunks))[0] == status
 

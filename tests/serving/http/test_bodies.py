@@ -7,8 +7,8 @@ import string
 import pytest
 from server_cases import CHAT, COMPLETION, NAME, error_of
 
-from jshadow.serving.http import bodies
-from jshadow.serving.http.bodies import MOST_NESTED, MOST_VALUES, check_values
+from jshadow.serving.http import access
+from jshadow.serving.http.access import MOST_NESTED, MOST_VALUES, check_values
 from jshadow.serving.http.errors import ApiError
 
 AWKWARD = string.printable + '"\\,[]{}:é' * 5
@@ -38,13 +38,13 @@ def test_values_are_counted_as_a_parser_finds_them(monkeypatch, ascii_only):
     for seed in range(300):
         value = made(random.Random(seed), 3)
         data, (values, nested) = json.dumps(value, ensure_ascii=ascii_only).encode(), counted(value)
-        monkeypatch.setattr(bodies, "MOST_VALUES", values)
-        monkeypatch.setattr(bodies, "MOST_NESTED", nested)
+        monkeypatch.setattr(access, "MOST_VALUES", values)
+        monkeypatch.setattr(access, "MOST_NESTED", nested)
         check_values(data)
         for limit, size in (("MOST_VALUES", values), ("MOST_NESTED", nested)):
             if size:
                 with monkeypatch.context() as lower:
-                    lower.setattr(bodies, limit, size - 1)
+                    lower.setattr(access, limit, size - 1)
                     with pytest.raises(ApiError, match="lists and objects, got more"):
                         check_values(data)
 
@@ -63,7 +63,7 @@ MANY = {
 @pytest.mark.parametrize("data", MANY.values(), ids=MANY)
 def test_a_body_of_many_values_is_refused_before_it_is_parsed(client, monkeypatch, path, data):
     with monkeypatch.context() as never:
-        never.setattr(bodies.json, "loads", lambda _: pytest.fail("it must not be parsed"))
+        never.setattr(access.json, "loads", lambda _: pytest.fail("it must not be parsed"))
         answer = client.post(path, content=b'{"prompt":[' + data, headers={"content-type": "application/json"})
     assert error_of(answer) == (400, "body_too_large")
     assert str(MOST_VALUES) in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ from family_templates import FAMILIES
 from transformers.utils import chat_template_utils
 
 from jshadow.engine.text import encode as encode_prompt
-from jshadow.serving.http.calls import format_of, short_id
+from jshadow.serving.http.marks import format_of, short_id
 from jshadow.weights.templates import DATE, beginning, document_ids, document_text, frame
 from jshadow.weights.tokenizer import encode
 

@@ -32,9 +32,9 @@ from transformers.utils import chat_template_utils
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError
 from jshadow.library import Library
-from jshadow.serving.drawn import DrawnToken
 from jshadow.serving.http import uploads
 from jshadow.serving.http.uploads import Upload
+from jshadow.serving.requests import DrawnToken
 from jshadow.weights.templates import document_ids, frame
 
 TEXT = b"The sea is calm, and the lamp of the harbor burns. "

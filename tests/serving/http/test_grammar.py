@@ -15,10 +15,9 @@ from tokenizers_by_kind import merging_tokenizer
 from jshadow.engine.rows.sampling import WORD
 from jshadow.errors import ConfigError
 from jshadow.serving.http import forms
-from jshadow.serving.http.calls import format_of
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.grammar import Grammars
-from jshadow.serving.http.marks import Splitter, Wanted
+from jshadow.serving.http.marks import Splitter, Wanted, format_of
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|im_end|>", "  ")
 TOKENIZERS = {

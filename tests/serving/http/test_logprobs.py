@@ -4,7 +4,7 @@ import pytest
 from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
 
 from jshadow.serving import Piece
-from jshadow.serving.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from jshadow.serving.http.answers import TokenTexts, chat_logprobs, completion_logprobs
 from jshadow.serving.requests import Logprobs
 from jshadow.weights.tokenizer import encode
 

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 from tiny_text import byte_tokenizer, marked_tokenizer, spelled
 
-from jshadow.serving.grammar import allowed_words
-from jshadow.serving.http.calls import FORMATS, HERMES, arguments_of, calls_of, format_of
-from jshadow.serving.http.marks import Ending, Splitter, Wanted, thoughts_of
+from jshadow.serving.http.marks import (
+    FORMATS,
+    HERMES,
+    Ending,
+    Splitter,
+    Wanted,
+    arguments_of,
+    calls_of,
+    format_of,
+    thoughts_of,
+)
+from jshadow.serving.requests import allowed_words
 
 CALL = '{"name": "f", "arguments": {"a": "<b>"}}'
 ONE = f"<tool_call>{CALL}</tool_call>"

@@ -7,7 +7,7 @@ import pytest
 from browser import NAMES, chromium, tab
 from server_cases import listening, tiny_service, until
 
-from jshadow.serving.http.chat import Chat
+from jshadow.serving.http.answers import Chat
 
 pytestmark = [
     pytest.mark.slow,

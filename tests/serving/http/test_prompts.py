@@ -14,8 +14,8 @@ from pydantic_core import to_json
 from tiny_text import END, byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import SENTENCEPIECE
 
-from jshadow.serving.http.calls import calls_of, short_id, tool_call
 from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.marks import calls_of, short_id, tool_call
 from jshadow.serving.http.schemas import ChatRequest, TokenizeRequest
 from jshadow.weights.templates import document_ids, frame, template_of
 from jshadow.weights.tokenizer import encode

@@ -8,8 +8,7 @@ from chat_cases import TOOL, TOOLS, drawn, form, ids_of, turns
 from conftest import CACHE
 from qwen_tokenizer import VOCABULARY, qwen_tokenizer
 
-from jshadow.serving.http.calls import HERMES, format_of
-from jshadow.serving.http.marks import Splitter, Wanted
+from jshadow.serving.http.marks import HERMES, Splitter, Wanted, format_of
 from jshadow.weights.templates import document_ids, document_text, frame, template_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

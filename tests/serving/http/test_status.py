@@ -126,7 +126,7 @@ def test_an_error_in_a_stream_is_told_logged_and_counted(client, service, monkey
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(metrics, "FRESH_SECONDS", 0)
-    monkeypatch.setattr("jshadow.serving.http.completion.Completion.events", broken)
+    monkeypatch.setattr("jshadow.serving.http.answers.Completion.events", broken)
     before, _ = figures(client)
     answer = client.post(COMPLETION, json={"model": NAME, "prompt": "Hi", "max_tokens": 2, "stream": True})
     first, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.strip().split("\n\n"))
