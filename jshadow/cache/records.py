@@ -12,8 +12,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.ops.layout import NewTokens, append_rows
-from jshadow.ops.rope import query_factor
-from jshadow.ops.rope_config import RopeConfig
+from jshadow.ops.rope import RopeConfig, query_factor
 
 
 class PromptKV(struct.PyTreeNode):

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from jshadow.errors import CheckpointError, PromptError
-from jshadow.weights import texts
+from jshadow.weights import tokenizer
 
 
 def read_text(path: str, option: str) -> str:
@@ -18,7 +18,7 @@ def read_text(path: str, option: str) -> str:
         PromptError: the file cannot be read, is not UTF-8 text, or has no text in it.
     """
     try:
-        text = texts.read_text(Path(path).expanduser())
+        text = tokenizer.read_text(Path(path).expanduser())
     except (OSError, UnicodeError) as error:
         raise PromptError(f"{option} must be readable UTF-8 text: {error}") from error
     if "\0" in text:

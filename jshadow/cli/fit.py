@@ -58,7 +58,7 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
     Errors that do not depend on the model are raised before it is loaded.
     """
     from jshadow.engine.text import encode
-    from jshadow.weights.convert.quiet import quiet_transformers
+    from jshadow.weights.convert.files import quiet_transformers
     from jshadow.weights.params import load
 
     if args.tokens < 1:

@@ -26,7 +26,7 @@ from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.cli.report_table import figures, is_right, notes
 from jshadow.errors import ConfigError, PromptError
-from jshadow.weights.texts import mended
+from jshadow.weights.tokenizer import mended
 
 if TYPE_CHECKING:
     from jshadow.engine.result import Generation

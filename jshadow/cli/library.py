@@ -101,7 +101,7 @@ class Found:
 def run_add(args: argparse.Namespace) -> int:
     """Run `jshadow library add`, and return 0 when all documents are stored."""
     from jshadow.cli.progress import SlowProgress
-    from jshadow.library.sources import paths_of_part, read_document
+    from jshadow.library.library import paths_of_part, read_document
 
     paths = paths_of_part([Path(name).expanduser() for name in args.files], args.part)
     for path in paths:
@@ -145,7 +145,7 @@ def run_ask(args: argparse.Namespace) -> int:
     from jshadow.cli.generate import to_json, write_answer
     from jshadow.cli.progress import SlowProgress
     from jshadow.cli.report_table import figures, notes
-    from jshadow.library.asking import Asking
+    from jshadow.library.library import Asking
 
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")

@@ -9,11 +9,11 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.templates import rendered
-from jshadow.weights.texts import mended
 from jshadow.weights.tokenizer import (
     decode,
     encode_parts,
     encode_plain,
+    mended,
     opening,
     placeholder,
     special_tokens,

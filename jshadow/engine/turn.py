@@ -28,7 +28,7 @@ from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
-from jshadow.ops.prefix_attention import add_rows, attend_prefixes
+from jshadow.ops.attention import add_rows, attend_prefixes
 from jshadow.planner.pieces import EXTEND_CHUNK, block_tokens, split_of
 from jshadow.policies.capabilities import SplitsTurns
 

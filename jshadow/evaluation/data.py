@@ -26,8 +26,7 @@ from jshadow.evaluation.suites import READERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.evaluation.text_metrics import SCORERS
 from jshadow.evaluation.whole_file import whole_file
-from jshadow.weights.texts import read_text
-from jshadow.weights.tokenizer import decode, encode
+from jshadow.weights.tokenizer import decode, encode, read_text
 
 SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
 TRUNCATIONS = ("middle",)

@@ -24,7 +24,7 @@ from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, row_keys, target_scores
 from jshadow.evaluation.replies import generate_rows
 from jshadow.models.config import check_positive
-from jshadow.ops.buckets import round_up, step_of
+from jshadow.ops.layout import round_up, step_of
 from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention

@@ -10,8 +10,7 @@ from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.sampling import Sampler, sample
 from jshadow.models.config import ModelConfig
-from jshadow.ops.buckets import round_up
-from jshadow.ops.layout import fit_tokens
+from jshadow.ops.layout import fit_tokens, round_up
 from jshadow.planner.pieces import turn_piece
 
 

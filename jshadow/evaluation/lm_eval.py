@@ -31,7 +31,7 @@ from jshadow.policies import Policy
 from jshadow.policies.capabilities import with_fitted
 from jshadow.policies.settings import policy_settings
 from jshadow.weights.params import Params, load
-from jshadow.weights.texts import mended
+from jshadow.weights.tokenizer import mended
 
 LOG = logging.getLogger(__name__)
 TRUNCATIONS = (None, "middle")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.evaluation.tasks import Case
-from jshadow.ops.buckets import round_up
+from jshadow.ops.layout import round_up
 from jshadow.policies import Policy
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import with_fitted

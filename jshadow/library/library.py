@@ -1,26 +1,185 @@
 """Library: texts that a model has read once. They can be asked at any time, also after a restart."""
 
 import dataclasses
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax import Array
 
 from jshadow.cache.state import KVState
-from jshadow.engine.checks import check_capacity
+from jshadow.engine.checks import check_capacity, check_ids
 from jshadow.engine.decode import extend
-from jshadow.engine.options import workload_of
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.options import GenerateOptions, workload_of
 from jshadow.engine.prefill.whole import prefill_many
 from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.text import encode as encode_prompt
 from jshadow.engine.types import OnePrompt, Progress
-from jshadow.errors import CheckpointError, NumericalError, StateMismatch
-from jshadow.library.asking import Asking, question_ids
+from jshadow.errors import CheckpointError, NumericalError, PromptError, StateMismatch
+from jshadow.evaluation.parts.dealing import deal, parse_part
+from jshadow.library.pdf import Begun, read_pdf
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
-from jshadow.library.sources import Source, ids_of
 from jshadow.library.state_store import StateStore
+from jshadow.ops.layout import round_up
+from jshadow.weights.convert.files import readable
 from jshadow.weights.digest import host_array
+from jshadow.weights.params import Params
+from jshadow.weights.templates import document_ids, follow_up, frame, has_template
+from jshadow.weights.tokenizer import mended, read_text
+
+TEXTS, PDF = (".txt", ".md"), ".pdf"
+Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
+
+
+def paths_of_part(paths: Sequence[Path], part: str | None) -> list[Path]:
+    """Return the documents that one of several processes reads, in the given order.
+
+    Each file is in exactly one part if all processes get the same list. The files are sorted by name, and then dealt by
+    their bytes (see `deal`). So neither their order matters, nor the folder in which a machine has them.
+
+    Args:
+        paths: all files.
+        part: which part, such as "2/3". None means all files. With more parts than files, some parts are empty.
+
+    Raises:
+        ConfigError: `part` is not I/N with I from 1 to N.
+        CheckpointError: a file is missing.
+    """
+    if part is None:
+        return [*paths]
+    ordered, sizes = sorted(set(paths), key=lambda path: (path.name, str(path))), []
+    for path in ordered:
+        with readable(path):
+            sizes.append(path.stat().st_size)
+    chosen = {ordered[place] for place in deal(sizes, parse_part(part))}
+    return [path for path in paths if path in chosen]
+
+
+def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
+    """Return the token ids of a source, int32 [n], and a title.
+
+    Args:
+        source: token ids, a text, or the path of a .txt, .md or .pdf file. A text is placed where a document comes in
+            the first message of a chat, if the tokenizer has a chat template.
+        params: the model.
+
+    Raises:
+        PromptError: there are no tokens, an id is out of range, a text has no tokenizer, or a text is the name of a
+            file.
+        CheckpointError: a file is missing, of another kind, not UTF-8 text, or an encrypted, damaged or empty PDF.
+        ConfigError: the package for PDF files is not installed.
+    """
+    if isinstance(source, str | os.PathLike):
+        if params.tokenizer is None:
+            raise PromptError(f"source must be token ids, because the checkpoint has no tokenizer; got {source!r:.80}")
+        if isinstance(source, str):
+            text, title = source, ""
+        else:
+            text, title = read_document(Path(source)), mended(Path(source).name)
+        if "\n" not in text and text.lower().endswith((*TEXTS, PDF)):
+            raise PromptError(f"source must be a pathlib.Path to be read as a file, got the text {text!r:.80}")
+        return text_ids(text, params), title
+    if not len(source):
+        raise PromptError("source must have at least 1 token, got none")
+    return check_ids(params.config, np.asarray(source), (None,), "source"), ""
+
+
+def text_ids(text: str, params: Params) -> np.ndarray:
+    """Return the token ids of a text as a document, int32 [n]. Texts of special tokens in it are plain text.
+
+    Raises:
+        PromptError: there is no text in it, or the chat template allows no document.
+    """
+    if not text.strip():
+        raise PromptError(f"source must have text in it, got {text!r:.20}")
+    return check_ids(params.config, document_ids(params.tokenizer, text), (None,), "source")
+
+
+def read_document(path: Path, begun: Begun | None = None) -> str:
+    """Return the text of a file. Raises CheckpointError or ConfigError as `ids_of` does. `begun`: as in `read_pdf`."""
+    path = path.expanduser()
+    kind = path.suffix.lower()
+    if kind not in (*TEXTS, PDF):
+        raise CheckpointError(f"{path} must be a .txt, .md or .pdf file, got {path.suffix or 'no ending'!r}")
+    try:
+        text = read_pdf(path, begun=begun) if kind == PDF else read_text(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except UnicodeError as error:
+        raise CheckpointError(f"{path} must be UTF-8 text, got other bytes: {error}") from error
+    if not text.strip():
+        raise CheckpointError(f"{path} must have text in it, got none")
+    return text
+
+
+ROOM_STEP = 64  # rooms are rounded up to a multiple of this, so that similar questions share compiled programs
+PLAIN_STOP = "\nQuestion:"  # for a model without a chat template
+
+
+class Asking:
+    """One question about a stored text.
+
+    Attributes:
+        loop: the generation. Iterate over it, and then call `Library.finish`.
+        before: the token ids of the stored text, int32 [n].
+        ids: the token ids of the question.
+        title: the title of the stored text.
+        store: whether the state at the end of the answer is to be stored.
+    """
+
+    def __init__(
+        self, library: "Library", key: str, question: OnePrompt, options: Mapping[str, Any], *, store: bool
+    ) -> None:
+        """Load the text, and begin a generation. Nothing of the question is read yet.
+
+        Args:
+            library, key, question, store: as in `Library.ask`.
+            options: `max_new_tokens` and other options of `GenerateOptions`, without the state.
+
+        Raises:
+            As `Library.ask`.
+        """
+        state = library.load(key)
+        entry = library.catalog.entry(key)
+        note, self.before, self.store = entry.note, entry.ids, store
+        self.title, ends = note.get("title", ""), note.get("ends", "")
+        self.ids = question_ids(library.params, question, ends, int(self.before[-1]))
+        tokenizer, fields = library.params.tokenizer, dict(options)
+        if isinstance(question, str) and ends and fields.get("stop") is None and not has_template(tokenizer):
+            fields["stop"] = PLAIN_STOP
+        needed = len(self.ids) + options["max_new_tokens"]
+        room = min(round_up(needed, ROOM_STEP), library.capacity - len(self.before))
+        fields |= {"state": state.with_room(max(needed, room)), "returns_state": store, "before": [self.before]}
+        self.loop = GenerationLoop(library.params, self.ids, GenerateOptions(**fields))
+
+
+def question_ids(params: Params, question: OnePrompt, ends: str, last: int) -> list[int]:
+    """Return the token ids of a question.
+
+    Args:
+        params: the model.
+        question: text, token ids or a chat.
+        ends: what the text before it ends with: "document", "answer" or "".
+        last: the last token of the text before it.
+
+    Raises:
+        PromptError: the question is empty, or it is text and there is no tokenizer.
+    """
+    tokenizer = params.tokenizer
+    if isinstance(question, str) and question.strip() and tokenizer is not None:
+        if ends == DOCUMENT:
+            return frame(tokenizer, question)[1]
+        if ends == ANSWER and not has_template(tokenizer):
+            return follow_up(tokenizer, question)
+        if ends == ANSWER:
+            question = [{"role": "user", "content": question}]
+    return encode_prompt(tokenizer, question, params.config.vocab_size, after=last)
+
 
 LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_SHARE of the tokens
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library import pdf_worker
-from jshadow.weights.texts import mended
+from jshadow.weights.tokenizer import mended
 
 Begun = Callable[["subprocess.Popen[bytes]"], None]
 

@@ -17,9 +17,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from jshadow.errors import CheckpointError, ConfigError
-from jshadow.library.disk import SUFFIX
-from jshadow.library.identity import Identity
-from jshadow.library.shelf import Entry
+from jshadow.library.shelf import SUFFIX, Entry, Identity
 from jshadow.weights.convert.files import staged_file
 
 LOG = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.ops.rope_config import RopeConfig as RopeConfig
+from jshadow.ops.rope import RopeConfig as RopeConfig
 
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

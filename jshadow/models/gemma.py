@@ -11,7 +11,7 @@ from jshadow.models.config import ModelConfig, activation_of, check_positive
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
 from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, sliding_fields
-from jshadow.ops.rope_config import RopeConfig
+from jshadow.ops.rope import RopeConfig
 
 NORMS = (
     Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),

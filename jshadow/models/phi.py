@@ -10,7 +10,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTPUT
 from jshadow.models.sliding import all_layers
-from jshadow.ops.rope_config import RopeConfig
+from jshadow.ops.rope import RopeConfig
 
 FUSED_QKV = Rule(
     r"model\.layers\.(\d+)\.self_attn\.qkv_proj\.weight", "layer_{0}/attention/{1}/kernel", "transpose", ("q", "k", "v")

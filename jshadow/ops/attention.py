@@ -1,21 +1,278 @@
 """Exact softmax attention: blockwise over a prompt, and over the several pieces that a decode step attends to.
 
-Scores and softmax statistics are always float32, for any dtype of queries, keys and values.
-"""
+Scores and softmax statistics are always float32, for any dtype of queries, keys and values."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jshadow.ops.prefix_attention import KEY_BLOCK as KEY_BLOCK
-from jshadow.ops.prefix_attention import MASKED as MASKED
-from jshadow.ops.prefix_attention import QUERY_BLOCK as QUERY_BLOCK
-from jshadow.ops.prefix_attention import attend_prefixes, from_blocks, to_blocks
 from pallas_kernels import sparse_attention
+from pallas_kernels.tiles import exact
+
+# Large enough that the products take longer than the loop around them; small enough that the scores stay in cache.
+QUERY_BLOCK, KEY_BLOCK = 512, 512
+MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
+
+Prefix = tuple[Array, Array, Array]  # keys, values, and the number of the first rows that each query sees
+Softmax = tuple[
+    Array, Array, Array
+]  # of each query: the greatest score, the sum of weights, the weighted sum of values
+
+
+def to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[Array, "blocks B h_kv rows d"]:
+    """Cut queries into blocks of `block` queries, with zeros after the last one.
+
+    A block has `group * block` rows for each KV head, so one product computes the scores of all query heads of a group.
+    """
+    batch, length, q_heads, dim = q.shape
+    blocks, group = -(-length // block), q_heads // kv_heads
+    q = jnp.pad(q, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
+    return q.reshape(blocks, batch, kv_heads, group * block, dim)
+
+
+def from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[Array, "B T h_q d"]:
+    """Put blocks of queries together again. This is the inverse of `to_blocks`, without removing its zeros."""
+    blocks, batch, kv_heads, rows, dim = out.shape
+    out = out.reshape(blocks, batch, kv_heads, rows // block, block, dim).transpose(1, 0, 4, 2, 3, 5)
+    return out.reshape(batch, blocks * block, kv_heads * (rows // block), dim)
+
+
+def attend_prefixes(
+    q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float, block: int = KEY_BLOCK
+) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]]:
+    """Compute softmax attention of T queries, each over the first rows of several pieces.
+
+    It never holds a T x N matrix. A block of keys that no query of the block sees is not read, so the time follows the
+    tokens held and not the capacity. The blockwise softmax is that of Milakov and Gimelshein (arXiv 1805.02867).
+
+    Args:
+        q: [B, T, h_q, d], after RoPE.
+        pieces: keys and values [B, h_kv, N, d], and the number of rows that each query sees, int32 [B, h_kv, T, 1]. Its
+            axes B, h_kv and T may have size 1.
+        scale: factor by which the scores are multiplied.
+        block: number of keys that are read at once.
+
+    Returns:
+        The output [B, T, h_q, d] in q's dtype, which is 0 for a query that sees no row. The log-sum-exp of each query's
+        scores, float32 [B, T, h_q], which is MASKED for such a query.
+    """
+    batch, length, q_heads, _ = q.shape
+    kv_heads, tile = pieces[0][0].shape[1], min(QUERY_BLOCK, length)
+    scaled = q.dtype == jnp.float32
+    tiles, ends = to_blocks(q * scale if scaled else q, kv_heads, tile), []
+    for k, _, seen in pieces:
+        end = jnp.broadcast_to(jnp.clip(seen, 0, k.shape[2]), (batch, kv_heads, length, 1))
+        end = jnp.pad(end[..., 0], ((0, 0), (0, 0), (0, -length % tile)), mode="edge")
+        end = jnp.tile(end.reshape(batch, kv_heads, -1, tile), q_heads // kv_heads)
+        ends.append(end.transpose(2, 0, 1, 3))
+
+    def of_tile(args: tuple[Array, list[Array]]) -> tuple[Array, Array]:
+        q_tile, ends = args
+        carry = nothing(q_tile)
+        for (k, v, _), end in zip(pieces, ends, strict=True):
+            carry = add_piece(q_tile, (k, v, end), 1.0 if scaled else scale, carry, block)
+        top, total, out = carry
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+
+    out, lse = lax.map(of_tile, (tiles, ends))
+    return from_blocks(out, tile)[:, :length], from_blocks(lse[..., None], tile)[:, :length, :, 0]
+
+
+class Stream(NamedTuple):
+    """Keys and values that are read block by block from where they are stored, such as host memory.
+
+    Attributes:
+        read: maps the number of a block to its keys and values [B, h_kv, n, d]. The numbers begin at 0.
+        blocks: number of blocks to read, at least 1, int32 [].
+        seen: number of the first tokens of all blocks that each query sees, int32 [B, h_kv, T, 1]. The axes B, h_kv and
+            T may have size 1.
+    """
+
+    read: Callable[[Array | int], tuple[Array, Array]]
+    blocks: Array
+    seen: Array
+
+
+def attend_stream(
+    q: Float[Array, "B T h_q d"], stream: Stream, pieces: Sequence[Prefix], scale: float
+) -> Float[Array, "B T h_q d"]:
+    """Compute softmax attention of T queries over a stream and the first rows of several pieces.
+
+    Each block of the stream is read once for all queries. The next block is read while queries attend to a block, so
+    two blocks exist at once. The other arguments and the result are those of `attend_prefixes`.
+    """
+    batch, length, q_heads, _ = q.shape
+    kv_heads = pieces[0][0].shape[1]
+    scaled = q.dtype == jnp.float32
+    tile = to_blocks(q * scale if scaled else q, kv_heads, length)[0]
+
+    def ends(seen: Array) -> Array:
+        return jnp.tile(jnp.broadcast_to(seen[..., 0], (batch, kv_heads, length)), q_heads // kv_heads)
+
+    def add(rows: tuple[Array, Array], end: Array, carry: Softmax) -> Softmax:
+        return add_piece(tile, (*rows, jnp.clip(end, 0, rows[0].shape[2])), 1.0 if scaled else scale, carry)
+
+    def next_block(index: Array, carry: tuple[tuple[Array, Array], Softmax]) -> tuple[tuple[Array, Array], Softmax]:
+        rows, softmax = carry
+        ahead = stream.read(index)
+        return ahead, add(rows, end - (index - 1) * rows[0].shape[2], softmax)
+
+    end = ends(stream.seen)
+    rows, carry = lax.fori_loop(1, stream.blocks, next_block, (stream.read(0), nothing(tile)))
+    carry = add(rows, end - (stream.blocks - 1) * rows[0].shape[2], carry)
+    for k, v, seen in pieces:
+        carry = add((k, v), ends(seen), carry)
+    _, total, out = carry
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return from_blocks(out.astype(q.dtype)[None], length)
+
+
+def nothing(q: Array) -> Softmax:
+    """Return the softmax of queries [B, h_kv, rows, d] over no keys."""
+    return jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
+
+
+def add_piece(q: Array, piece: Prefix, scale: float, carry: Softmax, block: int = KEY_BLOCK) -> Softmax:
+    """Add all keys of a piece that a query sees to the softmax. The arguments are those of `add_keys`."""
+    keys, _, end = piece
+    block = min(block, keys.shape[2])
+    body = functools.partial(add_keys, q, piece, scale, block)
+    whole, last = end.min() // block, -(-end.max() // block)
+    carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
+    return lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
+
+
+def add_rows(
+    q: Float[Array, "B T h_q d"],
+    rows: tuple[Array, Array, Array],
+    scale: float,
+    before: tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]],
+) -> Float[Array, "B T h_q d"]:
+    """Add rows that only one query sees to its softmax attention over other rows.
+
+    Args:
+        q: [B, T, h_q, d], after RoPE.
+        rows: keys and values [B, h_kv, T, N, d], and which rows each query sees, bool [B, h_kv, T, m]. Each flag stands
+            for N / m neighboring rows.
+        scale: factor by which the scores are multiplied.
+        before: the attention over the other rows and its log-sum-exp, as `attend_prefixes` returns them.
+
+    Returns:
+        The attention over all rows [B, T, h_q, d] in q's dtype. A query that sees no row gets 0.
+    """
+    (keys, values, valid), (out, lse) = rows, before
+    batch, length, q_heads = q.shape[:3]
+    heads, count = keys.shape[1], keys.shape[3]
+
+    def grouped(x: Array) -> Array:  # [B, T, h_q, ...] -> [B, h_kv, T, group, ...]
+        return jnp.moveaxis(x.reshape(batch, length, heads, q_heads // heads, *x.shape[3:]), 2, 1)
+
+    product = functools.partial(jnp.einsum, precision=exact(q.dtype), preferred_element_type=jnp.float32)
+    seen = jnp.repeat(valid, count // valid.shape[3], axis=3)[:, :, :, None]
+    scores = jnp.where(seen, product("bhtgd,bhtnd->bhtgn", grouped(q), keys) * scale, MASKED)
+    lse = grouped(lse)
+    top = jnp.maximum(scores.max(-1, initial=MASKED), lse)
+    weight, old = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0), jnp.exp(lse - top)
+    part = product("bhtgn,bhtnd->bhtgd", weight.astype(values.dtype), values)
+    total = weight.sum(-1) + old
+    merged = (part + grouped(out) * old[..., None]) / total[..., None]
+    return jnp.moveaxis(merged, 1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def add_keys(
+    q: Array, piece: Prefix, scale: float, block: int, index: Array, carry: Softmax, *, masked: bool
+) -> Softmax:
+    """Add block `index` of a piece's keys, `block` of them, to the softmax of queries [B, h_kv, rows, d].
+
+    The piece has the number of rows that each query sees as int32 [B, h_kv, rows]. `carry` is the greatest score, the
+    sum of the weights and the weighted sum of the values.
+    """
+    (keys, values, end), (top, total, out) = piece, carry
+    rows = keys.shape[2]
+    start = jnp.minimum(index * block, rows - block)  # the last block overlaps the previous one
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (keys, values))
+    product = functools.partial(jnp.einsum, precision=exact(q.dtype), preferred_element_type=jnp.float32)
+    scores = product("bhqd,bhkd->bhqk", q, k) * scale
+    seen = None
+    if masked:
+        key = start + jnp.arange(block)
+        seen = (key >= index * block) & (key < end[..., None])
+        scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weight, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+    weight = weight if seen is None else jnp.where(seen, weight, 0.0)
+    part = product("bhqk,bhkd->bhqd", weight.astype(v.dtype), v)
+    return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
+
+
+Implementation = Literal["cudnn", "xla"]
+
+
+def whole_attention(
+    q: Float[Array, "B S h_q d"],
+    k: Float[Array, "B S h_kv d"],
+    v: Float[Array, "B S h_kv d"],
+    lengths: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    implementation: Implementation,
+) -> Float[Array, "B S h_q d"]:
+    """Compute causal grouped-query attention of a whole prompt in one call of JAX.
+
+    cuDNN skips what lies past the end of a row. The outputs of padded queries have no meaning.
+
+    Args:
+        q: queries after RoPE.
+        k: keys after RoPE.
+        v: values.
+        lengths: number of real tokens of each row, int32. Rows are padded on the right.
+        scale: factor by which the scores are multiplied.
+        window: number of tokens that a query sees, including itself. None means all earlier tokens.
+        implementation: "cudnn" is one kernel, which holds no scores in memory. "xla" holds an S x S matrix of scores
+            for each head, and runs on every device.
+
+    Returns:
+        The output, in q's dtype.
+    """
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        scale=scale,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=reach,
+        implementation=implementation,
+    )
+
+
+def cudnn_attends(head_dim: int, dtype: Any, capability: tuple[int, int]) -> bool:
+    """Return whether cuDNN computes attention of this head width and dtype on a GPU of this compute capability.
+
+    These are the limits of `jax.nn.dot_product_attention`.
+    """
+    widest = 256 if capability >= (9, 0) else 128
+    narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return narrow and capability >= (8, 0) and head_dim % 8 == 0 and head_dim <= widest
+
+
+def capability_here() -> tuple[int, int] | None:
+    """Return the compute capability of this process's NVIDIA GPU, or None if JAX uses another device."""
+    device = jax.local_devices()[0]
+    if jax.default_backend() != "gpu" or "cuda" not in device.client.platform_version:
+        return None
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
 
 TURN_BLOCK = 256  # the most queries that `attend` handles at once
 CPU_BLOCK, CPU_ROWS = 2048, 8192  # a CPU takes blocks of so many keys for several queries, from so many keys on
@@ -247,3 +504,64 @@ def grouped_product(
 def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:
     """Return the float32 attention probabilities [B, h_kv, group, T, N] over one piece."""
     return jax.nn.softmax(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), axis=-1)
+
+
+QUERIES = 128  # queries whose scores are in memory at once
+
+
+def most_attention(q: Array, keys: Array, seen: Array, worth: Array, scale: float) -> Array:
+    """Return the largest weighted softmax probability that each key receives from any query, for one row.
+
+    Args:
+        q: queries after RoPE [R, h_q, d].
+        keys: [N, h_kv, d].
+        seen: which keys each query sees, bool [R, N].
+        worth: the factor of each query, float32 or bool [R].
+        scale: factor by which the scores are multiplied.
+
+    Returns:
+        float32 [h_kv, group, N].
+    """
+    size, heads = len(q), keys.shape[1]
+    block = min(QUERIES, size)
+    padding = -size % block
+
+    def blocks(x: Array) -> Array:
+        return jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))).reshape(-1, block, *x.shape[1:])
+
+    def add(best: Array, args: Any) -> tuple[Array, None]:
+        q, seen, worth = args
+        q = q.reshape(block, heads, -1, q.shape[-1])
+        logits = jnp.einsum("thgd,nhd->hgtn", q, keys, preferred_element_type=jnp.float32, precision=exact(q.dtype))
+        shares = jax.nn.softmax(jnp.where(seen, logits * scale, MASKED), axis=-1) * worth[:, None]
+        return jnp.maximum(best, shares.max(axis=2)), None
+
+    start = jnp.zeros((heads, q.shape[1] // heads, len(keys)))
+    best, _ = lax.scan(add, start, (blocks(q), blocks(seen), blocks(worth.astype(jnp.float32))))
+    return best
+
+
+def output_products(projection: Mapping[str, Array], kv_heads: int, head_dim: int) -> Array:
+    """Return the products of the columns of each query head's output projection, float32 [h_kv, group, d, d].
+
+    With them, the norm of a projected value is computed without the projection: |W v|^2 = v^T (W^T W) v.
+
+    Args:
+        projection: the weights of the output projection: "kernel" [h_q * d, D], and "kernel_scale" if they are int8.
+        kv_heads: number of KV heads.
+        head_dim: width of a head.
+    """
+    kernel = projection["kernel"].astype(jnp.float32) * projection.get("kernel_scale", 1.0)
+    kernel = kernel.reshape(kv_heads, -1, head_dim, kernel.shape[-1])
+    return jnp.einsum("hgdm,hgem->hgde", kernel, kernel, precision="highest")
+
+
+def output_norms(values: Array, products: Array) -> Array:
+    """Return the norms of values after the output projection, float32 [h_kv, group, m].
+
+    Args:
+        values: float32 [m, h_kv, d].
+        products: from `output_products`.
+    """
+    turned = jnp.einsum("mhd,hgde->hgme", values, products, precision="highest")
+    return jnp.sqrt(jnp.maximum(jnp.einsum("hgme,mhe->hgm", turned, values, precision="highest"), 0))

@@ -11,11 +11,8 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.ops import attention
-from jshadow.ops.buckets import round_up, step_of
-from jshadow.ops.most_attention import QUERIES
-from jshadow.ops.prefix_attention import KEY_BLOCK, QUERY_BLOCK
-from jshadow.ops.whole_attention import capability_here, cudnn_attends
+from jshadow.ops.attention import KEY_BLOCK, QUERIES, QUERY_BLOCK, capability_here, cudnn_attends
+from jshadow.ops.layout import round_up, step_of
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, capability
 from jshadow.policies.costs import costs_of
@@ -209,9 +206,7 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
     for spec, layer in zip(state.specs, state.layers, strict=True):
         split, block = split_of(spec), block_tokens(spec, size)
         # A float32 tile of scores, its weights and mask, and the running sums.
-        tile = (
-            4 * 4 * batch * config.q_heads * min(size, attention.QUERY_BLOCK) * (attention.KEY_BLOCK + config.head_dim)
-        )
+        tile = 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim)
         if split is not None and size > spec.policy.reads.piece:
             work = max(tile, block * split.query_temporaries(spec))
         else:

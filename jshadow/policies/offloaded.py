@@ -21,8 +21,8 @@ from jshadow.cache.offload import unit_bytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Stream, attend_stream
 from jshadow.ops.layout import to_chunks, write_rows
-from jshadow.ops.prefix_attention import Stream, attend_stream
 from jshadow.policies.base import HookInputs
 from jshadow.policies.capabilities import HasAll, Sized, Streams
 from jshadow.policies.checks import check_range

@@ -15,25 +15,37 @@ from jax.sharding import Mesh
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.int8 import check_quantize, quantize_int8, quantized
+from jshadow.models.layers import check_quantize, quantize_int8, quantized
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
 from jshadow.models.registry import FAMILIES
-from jshadow.weights.convert.files import check_path, read_json, readable, staged, write_json
+from jshadow.weights.convert.files import (
+    KINDS,
+    ORBAX_WEIGHTS,
+    check_manifest,
+    check_path,
+    kind_of,
+    quiet_transformers,
+    read_json,
+    readable,
+    staged,
+    write_json,
+    write_manifest,
+)
 from jshadow.weights.convert.huggingface import (
     CONFIG,
     GENERATION,
+    config_to_hf,
     flat_abstract,
     locate,
     plan,
     read_config,
     read_weights,
+    tensors_of,
     untied,
     with_ends,
+    write_shards,
 )
-from jshadow.weights.convert.huggingface_write import config_to_hf, tensors_of, write_shards
-from jshadow.weights.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
 from jshadow.weights.convert.orbax import read_orbax, write_orbax
-from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 from jshadow.weights.templates import end_tokens

@@ -16,7 +16,7 @@ from jshadow.cli.files import read_text
 from jshadow.cli.generate import read_prompt
 from jshadow.cli.main import main
 from jshadow.errors import PromptError
-from jshadow.library.asking import question_ids
+from jshadow.library.library import question_ids
 from jshadow.library.shelf import ANSWER, DOCUMENT
 from jshadow.weights.params import Params
 

@@ -35,9 +35,8 @@ from jshadow.engine.prefill.units import Unit, units_of
 from jshadow.engine.sparse_prefill import AShape
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import turns
-from jshadow.ops.attention import Piece, attend, causal_attention
+from jshadow.ops.attention import Piece, attend, causal_attention, cudnn_attends
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.ops.whole_attention import cudnn_attends
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import abstract_state, prefill_peak
 from jshadow.planner.pieces import pieces_of, rows_at_once

@@ -6,7 +6,7 @@ from small_state import POLICY, SMALL
 
 import jshadow
 from jshadow.library import TierLimits
-from jshadow.library.memory import size_of
+from jshadow.library.tiers import size_of
 from jshadow.weights.params import init_params
 
 

@@ -17,7 +17,7 @@ import jshadow
 from jshadow.engine.saved import read as saved_read
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library import files as library_files
-from jshadow.library.identity import Identity
+from jshadow.library.shelf import Identity
 from jshadow.weights.convert import safetensors_file
 from jshadow.weights.params import init_params
 

@@ -17,7 +17,7 @@ from jshadow.engine.saved.leaves import bare, cache_fills, places
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError
 from jshadow.library import TierLimits
 from jshadow.library import library as library_module
-from jshadow.library.memory import to_device, to_host
+from jshadow.library.tiers import to_device, to_host
 from jshadow.weights.params import init_params
 
 

@@ -23,9 +23,9 @@ from transformers.utils import chat_template_utils
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, PromptError
+from jshadow.library.library import ids_of, paths_of_part, read_document, text_ids
 from jshadow.library.pdf import PdfLimits, read_pdf
 from jshadow.library.pdf_worker import Refusal, text_of
-from jshadow.library.sources import ids_of, paths_of_part, read_document, text_ids
 from jshadow.weights.params import Params, init_params
 from jshadow.weights.templates import frame
 

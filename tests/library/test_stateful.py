@@ -14,9 +14,8 @@ from small_state import POLICY, SMALL, equal
 import jshadow
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library import TierLimits
-from jshadow.library.disk import most_bytes
-from jshadow.library.memory import size_of
-from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size
+from jshadow.library.files import most_bytes
+from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, size_of
 from jshadow.weights.params import init_params
 
 KEYS = st.sampled_from("abcdefgh")

@@ -13,7 +13,7 @@ from few import quick
 from flax import traverse_util
 
 from jshadow.models import layers
-from jshadow.models.int8 import quantize_int8, quantized
+from jshadow.models.layers import quantize_int8, quantized
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import Transformer, abstract_weights
 from jshadow.weights.params import init_params

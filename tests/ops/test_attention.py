@@ -9,8 +9,7 @@ from few import one_of, slow
 from random_arrays import normal, wide
 
 from jshadow.ops import attention
-from jshadow.ops.attention import key_mass
-from jshadow.ops.prefix_attention import add_rows, attend_prefixes
+from jshadow.ops.attention import add_rows, attend_prefixes, key_mass
 
 
 def naive(q, k, v):

@@ -27,9 +27,8 @@ from jshadow.models.config import RopeConfig
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.weights.convert import convert
-from jshadow.weights.convert.huggingface import flat_abstract
-from jshadow.weights.convert.huggingface_write import config_to_hf, write_shards
-from jshadow.weights.convert.tensors import placements
+from jshadow.weights.convert.huggingface import config_to_hf, flat_abstract, write_shards
+from jshadow.weights.convert.source import placements
 from jshadow.weights.params import Params, init_params, load, save
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,7 @@ from tokenizers_by_kind import SENTENCEPIECE, TOKENIZERS
 from jshadow.engine.text import TextStream
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.weights.templates import document_ids, follow_up, frame
-from jshadow.weights.texts import mended, read_text
-from jshadow.weights.tokenizer import decode, encode, encode_plain
+from jshadow.weights.tokenizer import decode, encode, encode_plain, mended, read_text
 
 KINDS = SENTENCEPIECE | TOKENIZERS
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a blank

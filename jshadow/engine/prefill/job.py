@@ -19,7 +19,7 @@ from jshadow.engine.prefill.second_pass import Requests, requests_of
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.whole_attention import capability_here
+from jshadow.ops.attention import capability_here
 from jshadow.planner.bytes import Workload
 from jshadow.planner.pieces import attends_whole, rows_at_once
 from jshadow.policies import Policy, ShadowKV

@@ -15,9 +15,8 @@ from jax import Array, lax
 from jshadow.cache.records import PromptKV
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import Heads, apply_block
-from jshadow.ops.attention import causal_attention
+from jshadow.ops.attention import Implementation, causal_attention, whole_attention
 from jshadow.ops.rope import rotation
-from jshadow.ops.whole_attention import Implementation, whole_attention
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.policies.second_pass import SecondPass
 

@@ -22,8 +22,7 @@ from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block
-from jshadow.ops.attention import causal_attention
-from jshadow.ops.most_attention import most_attention, output_norms, output_products
+from jshadow.ops.attention import causal_attention, most_attention, output_norms, output_products
 from jshadow.ops.rope import rotation
 from jshadow.policies.second_pass import BETWEEN, FIRST, OTHER, SecondPass
 from jshadow.weights.tokenizer import encode

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.lines import Lines, strip_blocks
 from jshadow.engine.sparse_prefill.tiles import Chosen, Tiling, attend_tiles, open_columns, tiles_needed
-from jshadow.ops.key_lists import KeyLists, Keys, attend_over, run
+from jshadow.ops.layout import KeyLists, Keys, attend_over, run
 from jshadow.policies.prefill_attention import PrefillPiece
 
 

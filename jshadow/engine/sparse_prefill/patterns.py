@@ -12,7 +12,7 @@ import numpy as np
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.weights.texts import read_text
+from jshadow.weights.tokenizer import read_text
 
 KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local")}
 PUBLISHED = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape"}  # the names in MInference's files

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.lines import Lines
 from jshadow.ops.attention import MASKED
-from jshadow.ops.key_lists import KeyLists
+from jshadow.ops.layout import KeyLists
 from jshadow.policies.prefill_attention import PrefillPiece
 
 GATHERED = 256  # number of keys that a head gathers at once

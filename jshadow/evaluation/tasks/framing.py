@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jshadow.ops.buckets import round_up
+from jshadow.ops.layout import round_up
 from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode, opening
 

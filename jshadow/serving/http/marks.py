@@ -18,8 +18,7 @@ import numpy as np
 from jshadow.engine.rows.sampling import pack_mask
 from jshadow.engine.text import TextStream, overlap
 from jshadow.serving.requests import Allowed
-from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import special_tokens
+from jshadow.weights.tokenizer import mended, special_tokens
 
 Call = tuple[str, str]  # the name of a function, and the JSON of its arguments, which is an object
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.serving.requests import check_integer
-from jshadow.weights.texts import read_text
+from jshadow.weights.tokenizer import read_text
 
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
 ANY_HOST = "*"

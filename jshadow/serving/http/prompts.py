@@ -15,8 +15,7 @@ from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.marks import arguments_of, format_of, short_id
 from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Message, TemplateSwitches
 from jshadow.weights.templates import beginning, document_text, rendered, template_of
-from jshadow.weights.texts import mended
-from jshadow.weights.tokenizer import encode_parts, placeholder, split_specials
+from jshadow.weights.tokenizer import encode_parts, mended, placeholder, split_specials
 
 FileIds = Callable[[FilePart], Sequence[int]]
 _OWN_TOOLS = re.compile(r"\w(\.tools\b|\[['\"]tools['\"]\])")  # the tools are read from the system message

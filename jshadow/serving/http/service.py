@@ -20,7 +20,7 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError
 from jshadow.library import Library, Stored
-from jshadow.library.sources import text_ids
+from jshadow.library.library import text_ids
 from jshadow.serving import Answer, Engine, Piece, Request
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.forms import form_of, has_form

@@ -6,8 +6,8 @@ import logging
 import unicodedata
 
 from jshadow.errors import CheckpointError, ConfigError
+from jshadow.library.library import read_document
 from jshadow.library.pdf import Begun
-from jshadow.library.sources import read_document
 from jshadow.serving.http.errors import ApiError
 from jshadow.weights.convert.files import private_folder
 

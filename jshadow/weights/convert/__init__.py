@@ -7,15 +7,30 @@ from pathlib import Path
 import numpy as np
 
 from jshadow.errors import ConfigError
-from jshadow.weights.convert.files import check_path, readable, refuse_existing, staged, write_json
+from jshadow.weights.convert.files import (
+    KINDS,
+    ORBAX_WEIGHTS,
+    check_manifest,
+    check_path,
+    kind_of,
+    readable,
+    refuse_existing,
+    staged,
+    write_json,
+    write_manifest,
+)
 from jshadow.weights.convert.gguf import open_gguf
-from jshadow.weights.convert.huggingface import CONFIG, flat_abstract, locate, open_huggingface
-from jshadow.weights.convert.huggingface_write import SHARD_BYTES, write_shards
-from jshadow.weights.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
+from jshadow.weights.convert.huggingface import (
+    CONFIG,
+    SHARD_BYTES,
+    flat_abstract,
+    locate,
+    open_huggingface,
+    write_shards,
+)
 from jshadow.weights.convert.orbax import open_orbax, write_orbax
 from jshadow.weights.convert.safetensors_file import DTYPES, check_dtype
-from jshadow.weights.convert.source import Source
-from jshadow.weights.convert.tensors import placements
+from jshadow.weights.convert.source import Source, placements
 
 __all__ = ["convert"]
 

@@ -1,9 +1,11 @@
 """Reading a GGUF file of the architectures llama, qwen2 and qwen3 as a Hugging Face checkpoint.
 
-The tables below map GGUF's tensor names and metadata keys to those of Hugging Face.
-"""
+The tables below map GGUF's tensor names and metadata keys to those of Hugging Face."""
 
+import mmap
+import struct
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +15,379 @@ from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.registry import family_of
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.weights.convert.files import write_json
-from jshadow.weights.convert.gguf_file import GGUFFile
-from jshadow.weights.convert.gguf_tokenizer import write_tokenizer
+from jshadow.weights.convert.files import check_file, quiet_transformers, read_json, write_json
 from jshadow.weights.convert.huggingface import GENERATION, place
 from jshadow.weights.convert.safetensors_file import raise_all
 from jshadow.weights.convert.source import Source
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+KIND = "a GGUF file"
+STRING, ARRAY = 8, 9
+SCALARS: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in {
+        0: "<u1",
+        1: "<i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        7: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
+    }.items()
+}
+MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # the smallest possible entry of each kind, in bytes
+MAX_DIMENSIONS = 4
+
+
+class TensorInfo(NamedTuple):
+    """The place of a tensor in the file.
+
+    Attributes:
+        shape: shape in NumPy's order.
+        kind: code of the tensor's type in ggml.
+        start: offset of the first byte in the file.
+        nbytes: number of bytes.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    nbytes: int
+
+
+class GGUFFile:
+    """An opened GGUF file whose header is checked. The tensor data is memory-mapped and not read yet.
+
+    Attributes:
+        path: the file.
+        metadata: key -> number, bool, string, list of strings, or list of numbers.
+        tensors: name -> TensorInfo. Every tensor lies inside the file.
+
+    Raises:
+        CheckpointError: the file is missing, empty, a Git LFS pointer, not GGUF, of an unsupported version, big-endian
+            or truncated; or it has an impossible count, length, type or offset.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_file(path, KIND)
+        self.path = path
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = _Cursor(path, self._map)
+        tensor_count, field_count = _counts(cursor)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(field_count):
+            key = cursor.string("metadata key")
+            if key in self.metadata:
+                raise cursor.error(f"metadata key {key!r} occurs twice")
+            self.metadata[key] = cursor.value(f"metadata {key!r}")
+        self.tensors = _tensor_infos(cursor, tensor_count, self.metadata.get("general.alignment", 32))
+
+    def read(self, name: str) -> np.ndarray:
+        """Read tensor `name`, and convert it to float32. Its shape is that in `tensors`.
+
+        Raises:
+            CheckpointError: `gguf.quants` cannot decode the type of the tensor.
+        """
+        gguf = gguf_package()
+        info = self.tensors[name]
+        kind = gguf.GGMLQuantizationType(info.kind)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
+        rows = rows.reshape(*info.shape[:-1], info.shape[-1] // block * size)
+        try:
+            with np.errstate(all="ignore"):  # an overflowing scale becomes Inf, which is reported later
+                return gguf.quants.dequantize(rows, kind).astype(np.float32, copy=False).reshape(info.shape)
+        except (NotImplementedError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name} of type {kind.name} cannot be read: {error}") from error
+
+
+def gguf_package() -> ModuleType:
+    """Import the optional package `gguf`. Raises CheckpointError with the install command if it is missing."""
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise CheckpointError("reading GGUF needs the package gguf: pip install 'jshadow[gguf]'") from error
+    return gguf
+
+
+class _Cursor:
+    """A position in the file that never runs past its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at, self.size = path, data, 0, len(data)
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is not a valid GGUF file: {what} (at byte {self.at} of {self.size})")
+
+    def take(self, count: int, what: str) -> bytes:
+        self.fits(count, 1, what)
+        start, self.at = self.at, self.at + count
+        return self.data[start : self.at]
+
+    def fits(self, count: int, each: int, what: str) -> None:
+        """Raise CheckpointError if fewer bytes are left than `count` items of at least `each` bytes need."""
+        if count > (self.size - self.at) // each:
+            raise self.error(f"{what} announces {count}, but only {self.size - self.at} bytes are left; truncated?")
+
+    def u32(self, what: str) -> int:
+        return int(struct.unpack("<I", self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(struct.unpack("<Q", self.take(8, what))[0])
+
+    def string(self, what: str) -> str:
+        raw = self.take(self.u64(f"length of {what}"), f"length of {what}")
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8") from error
+
+    def numbers(self, code: int, count: int, what: str) -> list[Any]:
+        dtype = SCALARS.get(code)
+        if dtype is None:
+            raise self.error(f"{what} has the unknown or nested type {code}")
+        self.fits(count, dtype.itemsize, what)
+        return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
+
+    def value(self, what: str) -> Any:
+        code = self.u32(f"type of {what}")
+        if code == STRING:
+            return self.string(what)
+        if code != ARRAY:
+            return self.numbers(code, 1, what)[0]
+        code, count = self.u32(f"element type of {what}"), self.u64(f"array length of {what}")
+        if code != STRING:
+            return self.numbers(code, count, f"array length of {what}")
+        self.fits(count, MIN_STRING, f"array length of {what}")
+        return [self.string(what) for _ in range(count)]
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """Check the magic bytes and the version, and return (number of tensors, number of metadata fields)."""
+    magic = bytes(cursor.data[:4])
+    if magic != MAGIC:
+        raise CheckpointError(f"{cursor.path} must be {KIND} (magic {MAGIC!r}), got {magic!r}")
+    cursor.at = 4
+    version = cursor.u32("version")
+    if version not in VERSIONS:
+        hint = " (a big-endian file)" if version & 0xFFFF == 0 else ""
+        raise cursor.error(f"version must be one of {VERSIONS}, got {version}{hint}")
+    tensors, fields = cursor.u64("tensor count"), cursor.u64("metadata count")
+    cursor.fits(tensors, MIN_TENSOR, "tensor count")
+    cursor.fits(fields, MIN_FIELD, "metadata count")
+    return tensors, fields
+
+
+def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInfo]:
+    gguf = gguf_package()
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise cursor.error(f"general.alignment must be a power of two, got {alignment!r}")
+    infos: dict[str, TensorInfo] = {}
+    for _ in range(count):
+        name = cursor.string("tensor name")
+        if name in infos:
+            raise cursor.error(f"tensor {name!r} occurs twice")
+        rank = cursor.u32(f"rank of {name!r}")
+        if not 1 <= rank <= MAX_DIMENSIONS:
+            raise cursor.error(f"rank of tensor {name!r} must lie in [1, {MAX_DIMENSIONS}], got {rank}")
+        shape = tuple(cursor.u64(f"shape of {name!r}") for _ in range(rank))[::-1]
+        code, start = cursor.u32(f"type of {name!r}"), cursor.u64(f"offset of {name!r}")
+        try:
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(code)]
+        except (ValueError, KeyError) as error:
+            raise cursor.error(f"tensor {name!r} has the unknown type {code}") from error
+        if 0 in shape or shape[-1] % block or start % alignment:
+            raise cursor.error(f"tensor {name!r} has an impossible shape {shape} or offset {start}")
+        nbytes = size * (shape[-1] // block)
+        for extent in shape[:-1]:
+            nbytes *= extent  # Python integers do not overflow
+        infos[name] = TensorInfo(shape, code, start, nbytes)
+    data = -(-cursor.at // alignment) * alignment
+    for name, info in infos.items():
+        end = data + info.start + info.nbytes
+        if end > cursor.size:
+            raise cursor.error(f"tensor {name!r} ends at byte {end}, beyond the file: an interrupted download?")
+    return {name: info._replace(start=data + info.start) for name, info in infos.items()}
+
+
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a word
+NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
+
+
+class Pre(NamedTuple):
+    """How text is split before BPE, for one "pre" type.
+
+    Attributes:
+        digits: whether every digit is split off first.
+        pattern: regular expression that isolates words. None means the pattern of GPT-2.
+        ignore_merges: whether a word that is a token becomes that token without applying the merges.
+        add_bos: whether the bos token is put in front of a text if the file has no setting for this.
+        composed: whether the text is brought into normal form C first, as the model's own tokenizer does.
+    """
+
+    digits: bool = False
+    pattern: str | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+    composed: bool = False
+
+
+LLAMA3 = Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
+PRE_TYPES: dict[str, Pre] = {
+    "gpt2": Pre(),
+    "gpt-2": Pre(),
+    "smollm": Pre(digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "qwen2": Pre(pattern=QWEN2_PATTERN, composed=True),
+}
+
+
+def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:
+    """Write tokenizer.json and tokenizer_config.json, and chat_template.jinja if the file has a template.
+
+    Args:
+        metadata: the metadata of the GGUF file.
+        directory: directory to write to.
+        context: context length of the model, which becomes model_max_length of the tokenizer.
+
+    Returns:
+        Whether the file has a tokenizer. If it has none, nothing is written.
+
+    Raises:
+        ConfigError: the tokenizer model is not "gpt2", or the pre type is unknown.
+        CheckpointError: the lists do not form a valid tokenizer.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model is None:
+        return False
+    if model != "gpt2":
+        raise ConfigError(f"tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r}")
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in PRE_TYPES:
+        raise ConfigError(f"tokenizer.ggml.pre must be one of {sorted(PRE_TYPES)}, got {name!r}")
+    tokens, kinds, merges = _lists(metadata)
+    named = {
+        field: token
+        for field, key in NAMED_TOKENS
+        if (token := _token(metadata, tokens, f"tokenizer.ggml.{key}_token_id")) is not None
+    }
+    tokenizer = _byte_level_bpe(tokens, kinds, merges, PRE_TYPES[name])
+    _add_ends(tokenizer, metadata, named, PRE_TYPES[name], tokens)
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"tokenizer.chat_template must be a string, got a {type(template).__name__}")
+    with quiet_transformers() as transformers:  # slow to import; only conversion needs it
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=context, **named
+        )
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(directory)
+    _name_class(directory)
+    return True
+
+
+def _strings(metadata: dict[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{key} must be a list of strings, got a {type(value).__name__}")
+    return value
+
+
+def _lists(metadata: dict[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]]]:
+    tokens, merges = _strings(metadata, "tokenizer.ggml.tokens"), _strings(metadata, "tokenizer.ggml.merges")
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens must be distinct, got {len(tokens) - len(set(tokens))} duplicates"
+        )
+    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, got {kinds!r:.80}")
+    pairs = []
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not space or not left or not right or " " in right:
+            raise CheckpointError(f"tokenizer.ggml.merges must be two tokens with a space between, got {merge!r}")
+        pairs.append((left, right))
+    return tokens, kinds, pairs
+
+
+def _token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(tokens):
+        raise CheckpointError(f"{key} must lie in [0, {len(tokens)}), got {value!r}")
+    return tokens[value]
+
+
+def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str, str]], pre: Pre) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=pre.ignore_merges))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise CheckpointError(f"tokenizer.ggml.merges do not fit tokenizer.ggml.tokens: {error}") from error
+    if pre.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if pre.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    return tokenizer
+
+
+def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], pre: Pre, tokens: list[str]) -> None:
+    """Make the tokenizer put bos and eos around encoded text if the file asks for it."""
+    from tokenizers import processors
+
+    before, after = [], []
+    if metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos) and "bos_token" in named:
+        before = [named["bos_token"]]
+    if metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named:
+        after = [named["eos_token"]]
+    ends = sorted({*before, *after})
+    if not ends:
+        return
+    second = [f"{part}:1" for part in (*before, "$B", *after)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *second],
+        special_tokens=[(token, tokens.index(token)) for token in ends],
+    )
+
+
+def _name_class(directory: Path) -> None:
+    """Set the class of the tokenizer to the generic one, so that transformers uses tokenizer.json unchanged.
+
+    A model-specific class such as LlamaTokenizer would replace the splitting of text.
+    """
+    path = directory / "tokenizer_config.json"
+    write_json(path, read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
 
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight, but the frequency divisors of llama3 scaling
 STEMS = (

@@ -26,11 +26,10 @@ from orbax.checkpoint import type_handlers
 
 from jshadow.errors import CheckpointError
 from jshadow.models.config import ModelConfig
+from jshadow.weights.convert.files import ORBAX_WEIGHTS
 from jshadow.weights.convert.huggingface import Put, copy_side_files, flat_abstract, read_config
-from jshadow.weights.convert.manifest import ORBAX_WEIGHTS
 from jshadow.weights.convert.safetensors_file import cast, raise_all
-from jshadow.weights.convert.source import Source
-from jshadow.weights.convert.tensors import Shape, placements
+from jshadow.weights.convert.source import Shape, Source, placements
 
 CHUNK_BYTES = 2**24  # size of a chunk of a stored array, and so the smallest read of a device that needs a part of it
 IN_FLIGHT_BYTES = 2**25  # maximum bytes of tensors being written at once; a larger tensor is written alone

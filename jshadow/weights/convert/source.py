@@ -1,15 +1,77 @@
-"""The common interface of checkpoints of all formats: tensors by Hugging Face's names and shapes."""
+"""The tensors of a model under the names of a checkpoint, and where they are read from."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jshadow.models.config import ModelConfig
-from jshadow.models.family import ModelFamily
-from jshadow.weights.convert.tensors import Shape
+from jshadow.models.family import ModelFamily, Rule
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One tensor of a checkpoint and the weights that it becomes.
+
+    Attributes:
+        name: name of the tensor.
+        paths: paths of the weights, in the order in which they lie in the tensor.
+        rule: rule of the family that matches the tensor.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    rule: Rule
+
+    def tensor_shape(self, weight_shapes: Mapping[str, Shape]) -> Shape:
+        """Return the shape that the tensor must have. `weight_shapes` has the shape of each weight by path."""
+        shapes = [weight_shapes[path] for path in self.paths]
+        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return whole[::-1] if self.rule.transform == "transpose" else whole
+
+    def to_weights(
+        self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
+    ) -> dict[str, np.ndarray]:
+        """Return the weights of a tensor by path. They are views where possible."""
+        value = value.T if self.rule.transform == "transpose" else value
+        if self.rule.interleaved:
+            value = value[..., half_split_order(value.shape[-1], config)]
+        ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
+        return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
+
+    def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
+        """Undo `to_weights`: build the tensor from its weights."""
+        parts = [weights[path] for path in self.paths]
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        if self.rule.interleaved:
+            value = value[..., np.argsort(half_split_order(value.shape[-1], config))]
+        return value.T if self.rule.transform == "transpose" else value
+
+
+def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
+    """Return the order that turns interleaved columns of q or k into the half-split layout, int [columns].
+
+    Column i of the result is column order[i] of the source. The rotated part of each head takes its even columns first,
+    and then its odd columns.
+    """
+    dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
+    order = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
+    return (np.arange(columns // dim)[:, None] * dim + order).reshape(-1)
+
+
+def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[str, Placement]:
+    """Return all tensors that a checkpoint of a family must have, by name. `weight_shapes` has the weights by path."""
+    result: dict[str, Placement] = {}
+    for path in weight_shapes:
+        for rule in family.rules:
+            name = rule.source(path)
+            if name is not None and name not in result:
+                result[name] = Placement(name, rule.match(name), rule)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from serving_cases import CLASSES, PARAMS, SHADOW, engine_of, finish, offline, p
 
 import jshadow
 from jshadow.errors import HostMemoryError, JshadowError, OutOfMemory, ServingError
-from jshadow.library import loading
+from jshadow.library import state_store
 from jshadow.serving import Request, documents
 from jshadow.serving.jobs import Job
 
@@ -89,7 +89,7 @@ CASES = [("device", name) for name in PLACES] + [(error, name) for error in ERRO
 
 @pytest.mark.parametrize(("error", "name"), dict.fromkeys(CASES))
 def test_a_request_fails_alone(engine, name, error, caplog):
-    owner = {"place_state": loading, "plan_rows": documents, "commit": documents, "push": Job}.get(name)
+    owner = {"place_state": state_store, "plan_rows": documents, "commit": documents, "push": Job}.get(name)
     when = {
         "draw": lambda _, rows, active=None: active is None,  # not that of a step
         "push": lambda job, _: job.request is PLACES[name],

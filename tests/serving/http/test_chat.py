@@ -25,7 +25,7 @@ from serving_cases import PARAMS
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
-from jshadow.library.sources import text_ids
+from jshadow.library.library import text_ids
 from jshadow.serving import Request
 from jshadow.serving.http import prompts
 
