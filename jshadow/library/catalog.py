@@ -17,11 +17,11 @@ from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored
 from jshadow.library.tiers import Size
 
-MOST_READY = 4  # number of states that may wait in host memory, read and not yet loaded
+_MOST_READY = 4  # number of states that may wait in host memory, read and not yet loaded
 
 
 @dataclasses.dataclass(frozen=True)
-class Writing:
+class _Writing:
     """A state that is being written: its entry, and the future of its key, which has the error if there is one."""
 
     entry: Entry
@@ -54,7 +54,7 @@ class Catalog:
         self.files, self.tier_of, self.forget = files, tier_of, forget
         self.entries: dict[str, Entry] = {}
         self.reads: dict[str, concurrent.futures.Future[ReadState]] = {}
-        self.writing: dict[str, Writing] = {}
+        self.writing: dict[str, _Writing] = {}
         self.lock = threading.RLock()
         self.seen: int | None = None  # the time of the folder's last change that is noticed
         self.refresh()
@@ -163,10 +163,10 @@ class Catalog:
         """Note that the file of a state is being written. Return the future of its key."""
         done: concurrent.futures.Future[str] = concurrent.futures.Future()
         with self.lock:
-            self.writing[key] = Writing(entry, done)
+            self.writing[key] = _Writing(entry, done)
         return done
 
-    def unwritten_yet(self) -> list[Writing]:
+    def unwritten_yet(self) -> list[_Writing]:
         """Return the states that are being written."""
         with self.lock:
             return list(self.writing.values())
@@ -212,7 +212,7 @@ class Catalog:
                 entry = self.entries.get(key)
                 ids = None if entry is None or entry.problem is not None else entry.ids
                 done = [old for old, read in self.reads.items() if read.done()]
-                for old in done[: max(0, len(done) + 1 - MOST_READY)]:
+                for old in done[: max(0, len(done) + 1 - _MOST_READY)]:
                     del self.reads[old]
                 self.reads[key] = self.files.pool.submit(self._read, key, ids)
             return self.reads[key]
@@ -262,7 +262,7 @@ class Catalog:
             self.drop(key)
 
 
-Done = concurrent.futures.Future[str]
+_Done = concurrent.futures.Future[str]
 SHARE, UNKNOWN = 4, 2**34  # default of `limits.writing`: a share of the free memory, or bytes if that is not known
 
 
@@ -292,7 +292,7 @@ class Writer:
         most, free = files.limits.writing, available_memory()
         return cls(files, catalog, forget, (UNKNOWN if free is None else free // SHARE) if most is None else most)
 
-    def begin(self, key: str, entry: Entry, state: KVState, *, copied: bool) -> Done:
+    def begin(self, key: str, entry: Entry, state: KVState, *, copied: bool) -> _Done:
         """Give a state to the thread that writes, and return the future of its key.
 
         All errors are told on the future, also that of a state beyond `most`, and of a file beyond `limits.disk`.
@@ -318,16 +318,16 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until at most half of the bytes that may wait for the disk do."""
-        while total(waiting := self.catalog.unwritten_yet()) > self.most // 2:
+        while _total(waiting := self.catalog.unwritten_yet()) > self.most // 2:
             concurrent.futures.wait([one.done for one in waiting], return_when=concurrent.futures.FIRST_COMPLETED)
 
-    def _check(self, entry: Entry, waiting: list[Writing]) -> None:
+    def _check(self, entry: Entry, waiting: list[_Writing]) -> None:
         """Raise CapacityError if too many bytes would wait. A state that waits alone may have any size."""
         assert entry.size is not None
-        if waiting and total(waiting) + entry.size.total > self.most:
+        if waiting and _total(waiting) + entry.size.total > self.most:
             raise CapacityError(
                 f"limits.writing={self.most} bytes must hold the states that wait for the disk, got a state of "
-                f"{entry.size.total} bytes beside {total(waiting)}"
+                f"{entry.size.total} bytes beside {_total(waiting)}"
             )
 
     def _write(self, key: str, entry: Entry, content: StateContent) -> None:
@@ -355,6 +355,6 @@ class Writer:
         done.set_exception(error)
 
 
-def total(waiting: list[Writing]) -> int:
+def _total(waiting: list[_Writing]) -> int:
     """Return the bytes of states that are being written."""
     return sum(0 if one.entry.size is None else one.entry.size.total for one in waiting)

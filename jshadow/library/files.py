@@ -23,14 +23,14 @@ from jshadow.policies import Policy
 from jshadow.weights.convert.files import check_path, private_folder, remove_abandoned
 from jshadow.weights.params import Params
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 # Upper bounds of the bytes of a file's header: for the record, and for each array.
 HEADER, HEADER_ARRAY = 2**16, 2**10
-PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-RECENT = 10**8  # nanoseconds: after a change that is so recent, another one may have the same time
+_PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_RECENT = 10**8  # nanoseconds: after a change that is so recent, another one may have the same time
 
 
-class Directory:
+class _Directory:
     """The files of one library. All methods may be called from any thread, `write` from one at a time."""
 
     def __init__(self, root: Path, identity: Identity, limit: int | None) -> None:
@@ -67,7 +67,7 @@ class Directory:
             time_ns = self.folder.stat().st_mtime_ns
         except OSError:
             return 0
-        return time_ns if time_ns < time.time_ns() - RECENT else None
+        return time_ns if time_ns < time.time_ns() - _RECENT else None
 
     @contextlib.contextmanager
     def named(self, key: str) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Directory:
         try:
             yield
         except (CheckpointError, StateMismatch) as error:
-            LOG.warning("%s", error)
+            _LOG.warning("%s", error)
             text = str(error).replace(str(self.path(key)), f"the file of state {key}")
             raise type(error)(
                 text.replace(f"{self.root}/", "").replace(str(self.root), "the folder")
@@ -119,7 +119,7 @@ class Directory:
                     raise CheckpointError(f"{self.path(key)} must be named by its key {self.identity.key(ids)}")
             return Entry(ids, info["note"], size)
         except CheckpointError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in PASSING:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _PASSING:
                 return None
             return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
 
@@ -169,7 +169,7 @@ def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
     return found
 
 
-READERS = 2  # number of states that are read at once; each is read by several threads
+_READERS = 2  # number of states that are read at once; each is read by several threads
 ATTEMPTS = 3  # how often a file is read that other processes replace meanwhile
 
 
@@ -203,9 +203,9 @@ class Files:
             root, limit = check_path("limits.disk_folder", limits.disk_folder), None
         else:
             root, limit = self.temporary.enter_context(private_folder("jshadow-library")), None
-        self.directory = Directory(root, maker.identity, limit)
+        self.directory = _Directory(root, maker.identity, limit)
         self.verified: set[Stamp] = set()
-        self.pool = concurrent.futures.ThreadPoolExecutor(READERS, "jshadow-library")
+        self.pool = concurrent.futures.ThreadPoolExecutor(_READERS, "jshadow-library")
 
     def content(self, state: KVState, entry: Entry) -> StateContent:
         """Return what the file of a state is to hold. Raises CheckpointError or StateMismatch as `save_state` does."""

@@ -33,7 +33,7 @@ from jshadow.weights.templates import document_ids, follow_up, frame, has_templa
 from jshadow.weights.tokenizer import mended, read_text
 
 TEXTS, PDF = (".txt", ".md"), ".pdf"
-Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
+_Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
 
 
 def paths_of_part(paths: Sequence[Path], part: str | None) -> list[Path]:
@@ -60,7 +60,7 @@ def paths_of_part(paths: Sequence[Path], part: str | None) -> list[Path]:
     return [path for path in paths if path in chosen]
 
 
-def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
+def ids_of(source: _Source, params: Params) -> tuple[np.ndarray, str]:
     """Return the token ids of a source, int32 [n], and a title.
 
     Args:
@@ -117,8 +117,8 @@ def read_document(path: Path, begun: Begun | None = None) -> str:
     return text
 
 
-ROOM_STEP = 64  # rooms are rounded up to a multiple of this, so that similar questions share compiled programs
-PLAIN_STOP = "\nQuestion:"  # for a model without a chat template
+_ROOM_STEP = 64  # rooms are rounded up to a multiple of this, so that similar questions share compiled programs
+_PLAIN_STOP = "\nQuestion:"  # for a model without a chat template
 
 
 class Asking:
@@ -151,9 +151,9 @@ class Asking:
         self.ids = question_ids(library.params, question, ends, int(self.before[-1]))
         tokenizer, fields = library.params.tokenizer, dict(options)
         if isinstance(question, str) and ends and fields.get("stop") is None and not has_template(tokenizer):
-            fields["stop"] = PLAIN_STOP
+            fields["stop"] = _PLAIN_STOP
         needed = len(self.ids) + options["max_new_tokens"]
-        room = min(round_up(needed, ROOM_STEP), library.capacity - len(self.before))
+        room = min(round_up(needed, _ROOM_STEP), library.capacity - len(self.before))
         fields |= {"state": state.with_room(max(needed, room)), "returns_state": store, "before": [self.before]}
         self.loop = GenerationLoop(library.params, self.ids, GenerateOptions(**fields))
 
@@ -181,7 +181,7 @@ def question_ids(params: Params, question: OnePrompt, ends: str, last: int) -> l
     return encode_prompt(tokenizer, question, params.config.vocab_size, after=last)
 
 
-LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_SHARE of the tokens
+_LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_SHARE of the tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Library(StateStore):
     written. Two threads that add the same document read it once.
     """
 
-    def add(self, source: Source, *, title: str | None = None, progress: Progress | None = None) -> Stored:
+    def add(self, source: _Source, *, title: str | None = None, progress: Progress | None = None) -> Stored:
         """Read a document and store its state durably. A document that is stored already is not read again.
 
         If a stored state holds at least half of the tokens as its beginning, it is extended by the others. States that
@@ -332,7 +332,7 @@ class Library(StateStore):
 
     def _extended(self, found: Stored, ids: np.ndarray, progress: Progress | None) -> KVState | None:
         """Extend a stored beginning to all `ids`. Return None if it is too short, or cannot be used."""
-        if found.tokens * LEAST_SHARE < len(ids):
+        if found.tokens * _LEAST_SHARE < len(ids):
             return None
         try:
             begun = self.load(found.key)

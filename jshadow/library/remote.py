@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 RANGE = 2**24  # bytes of one ranged read
 READERS = 8  # number of ranged reads at once
 ONE_PUT = 2**32  # a larger object is put in parts, which excludes that the store itself refuses a second put
-TABLE = ".json"
+_TABLE = ".json"
 
 
 def is_url(place: object) -> bool:
@@ -76,7 +76,7 @@ class Remote:
         """Return the keys of all complete states. Raises CheckpointError if the store cannot be read."""
         with self.errors(self.identity.folder):
             names = [meta["path"] for batch in self.store.list(f"{self.identity.folder}/") for meta in batch]
-        return {Path(name).stem for name in names if name.endswith(TABLE)}
+        return {Path(name).stem for name in names if name.endswith(_TABLE)}
 
     def entries(self, keys: set[str]) -> dict[str, Entry]:
         """Return the entries of complete states, by key."""
@@ -85,7 +85,7 @@ class Remote:
 
     def entry(self, key: str) -> Entry:
         """Return the entry of a state. If its table cannot be used, the entry says why."""
-        name = self.name(key, TABLE)
+        name = self.name(key, _TABLE)
         try:
             with self.errors(name):
                 table = json.loads(bytes(self.store.get(name).bytes()))
@@ -102,7 +102,7 @@ class Remote:
         table = {"ids": entry.ids.tolist(), "note": entry.note, "bytes": size}
         with self.errors(self.name(key)):
             self._create(self.name(key), path, size)
-            self._create(self.name(key, TABLE), json.dumps(table).encode(), 0)
+            self._create(self.name(key, _TABLE), json.dumps(table).encode(), 0)
         return size
 
     def _create(self, name: str, content: Any, size: int) -> None:
@@ -145,6 +145,6 @@ class Remote:
 
     def remove(self, key: str) -> None:
         """Remove the objects of a state, first the table. Missing objects are not an error. Raises CheckpointError."""
-        for name in (self.name(key, TABLE), self.name(key)):
+        for name in (self.name(key, _TABLE), self.name(key)):
             with self.errors(name), contextlib.suppress(self.obstore.exceptions.NotFoundError, FileNotFoundError):
                 self.store.delete(name)

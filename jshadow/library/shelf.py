@@ -13,7 +13,7 @@ from jshadow.policies import Policy
 from jshadow.weights.digest import canonical, sha256, tree_digest
 from jshadow.weights.params import Params
 
-FOLDER = 16  # hexadecimal digits in the name of a folder
+_FOLDER = 16  # hexadecimal digits in the name of a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Identity:
     @property
     def folder(self) -> str:
         """The name of the folder in which states of this identity lie."""
-        return self.digest[:FOLDER]
+        return self.digest[:_FOLDER]
 
     def key(self, ids: np.ndarray) -> str:
         """Return the key of a state that holds these token ids, int32 [n]."""

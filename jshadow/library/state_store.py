@@ -29,7 +29,7 @@ from jshadow.weights.params import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Loader:
+class _Loader:
     """Loads states.
 
     Attributes:
@@ -111,7 +111,7 @@ class Loader:
         return state
 
 
-NO_LIMITS = TierLimits()
+_NO_LIMITS = TierLimits()
 
 
 class StateStore:
@@ -125,7 +125,7 @@ class StateStore:
         *,
         capacity: int,
         fetch: str = "auto",
-        limits: TierLimits = NO_LIMITS,
+        limits: TierLimits = _NO_LIMITS,
         fitted: Fitted | None = None,
     ) -> None:
         """Open a library, or begin one.
@@ -157,7 +157,7 @@ class StateStore:
         self.catalog = Catalog(self.files, self.tiers.tier_of, self.tiers.drop)
         self.writer = Writer.of(self.files, self.catalog, self.tiers.drop)
         self.work = threading.RLock()  # held while states move between tiers, and never while the disk works
-        self.loader = Loader(self.catalog, self.tiers, self.work)
+        self.loader = _Loader(self.catalog, self.tiers, self.work)
         self.making: dict[str, threading.Event] = {}  # the documents that are being read, by key
         self.closed = False
 

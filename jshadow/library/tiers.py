@@ -168,14 +168,14 @@ def fits(size: int, limit: int | None) -> bool:
     return limit is None or size <= limit
 
 
-PINNED = "pinned_host"
+_PINNED = "pinned_host"
 
 
 def size_of(state: KVState) -> Size:
     """Return the bytes of a state that is ready for a step. It may be abstract."""
     sizes = {False: 0, True: 0}
     for leaf in jax.tree.leaves(state, is_leaf=is_place):
-        sizes[is_place(leaf) and leaf.memory == PINNED] += sum(map(leaf_bytes, jax.tree.leaves(leaf)))
+        sizes[is_place(leaf) and leaf.memory == _PINNED] += sum(map(leaf_bytes, jax.tree.leaves(leaf)))
     return Size(device=sizes[False], host=sizes[True])
 
 
@@ -184,7 +184,7 @@ def to_host(state: KVState) -> KVState:
 
     The result is not ready for a step.
     """
-    return moved(state, lambda leaf: copied(leaf, PINNED))
+    return moved(state, lambda leaf: copied(leaf, _PINNED))
 
 
 def to_device(state: KVState) -> KVState:
@@ -198,7 +198,7 @@ def moved(state: KVState, move: Callable[[Any], Any]) -> KVState:
     def of_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, HostArray):
             return move(leaf)
-        return leaf if leaf.memory == PINNED else HostArray(move(leaf.array), leaf.memory)
+        return leaf if leaf.memory == _PINNED else HostArray(move(leaf.array), leaf.memory)
 
     result: KVState = jax.block_until_ready(jax.tree.map(of_leaf, state, is_leaf=is_place))
     return result

@@ -167,8 +167,8 @@ class ModelConfig:
             ConfigError: a key has the wrong type, the weights are quantized, the model needs remote code
                 (`auto_map`), or it uses an activation, a kind of attention or a RoPE variant that is not supported.
         """
-        refuse_unsafe(hf)
-        refuse_other_attention(hf)
+        _refuse_unsafe(hf)
+        _refuse_other_attention(hf)
         heads = hf["num_attention_heads"]
         check_positive("config.json", num_attention_heads=heads, hidden_size=hf["hidden_size"])
         fields = dict(
@@ -181,9 +181,9 @@ class ModelConfig:
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             norm_eps=hf["rms_norm_eps"],
-            tie_embeddings=flag(hf, "tie_word_embeddings"),
-            attention_bias=flag(hf, "attention_bias"),
-            mlp_bias=flag(hf, "mlp_bias"),
+            tie_embeddings=_flag(hf, "tie_word_embeddings"),
+            attention_bias=_flag(hf, "attention_bias"),
+            mlp_bias=_flag(hf, "mlp_bias"),
             eos_ids=token_ids(hf.get("eos_token_id")),
         )
         rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
@@ -193,17 +193,17 @@ class ModelConfig:
         stretched = rope.kind in ("dynamic", "yarn")
         reach = int(rope.original_context * rope.factor) if stretched else 0
         context = max(hf["max_position_embeddings"], reach)
-        if chunks := hf.get(DUAL_CHUNKS):
+        if chunks := hf.get(_DUAL_CHUNKS):
             # Beyond this length the published model changes the positions of far keys. Up to it, it is plain RoPE.
-            check_positive(f"config.json {DUAL_CHUNKS}", **{ORIGINAL_CONTEXT: chunks.get(ORIGINAL_CONTEXT)})
-            context = min(context, chunks[ORIGINAL_CONTEXT])
+            check_positive(f"config.json {_DUAL_CHUNKS}", **{_ORIGINAL_CONTEXT: chunks.get(_ORIGINAL_CONTEXT)})
+            context = min(context, chunks[_ORIGINAL_CONTEXT])
         return cls(**(fields | {"rope": rope, "context": context} | overrides))
 
 
-DUAL_CHUNKS = "dual_chunk_attention_config"  # Qwen2.5-1M
-ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_DUAL_CHUNKS = "dual_chunk_attention_config"  # Qwen2.5-1M
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
 # Keys with "attention" or "attn" in their name whose value is read, or changes nothing in inference.
-ATTENTION_KEYS = (
+_ATTENTION_KEYS = (
     "num_attention_heads",
     "attention_bias",
     "attention_dropout",
@@ -215,7 +215,7 @@ ATTENTION_KEYS = (
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
-    DUAL_CHUNKS,
+    _DUAL_CHUNKS,
 )
 
 
@@ -227,7 +227,7 @@ def activation_of(hf: Mapping[str, Any], key: str) -> str:
     return ACTIVATIONS[name]
 
 
-def flag(hf: Mapping[str, Any], key: str) -> bool:
+def _flag(hf: Mapping[str, Any], key: str) -> bool:
     """Read a boolean key of config.json. A missing or null key is False."""
     value = hf.get(key)
     if value is not None and not isinstance(value, bool):
@@ -235,7 +235,7 @@ def flag(hf: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def refuse_unsafe(hf: Mapping[str, Any]) -> None:
+def _refuse_unsafe(hf: Mapping[str, Any]) -> None:
     """Raise ConfigError for a checkpoint that is quantized or that needs remote code."""
     if hf.get("quantization_config") is not None:
         method = hf["quantization_config"]
@@ -245,10 +245,10 @@ def refuse_unsafe(hf: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.json auto_map must be absent (remote code is never run), got {hf['auto_map']!r}")
 
 
-def refuse_other_attention(hf: Mapping[str, Any]) -> None:
+def _refuse_other_attention(hf: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key about attention that is set and not known. To ignore it could give wrong answers."""
     for key, value in hf.items():
-        if ("attention" in key or "attn" in key) and key not in ATTENTION_KEYS and value:
+        if ("attention" in key or "attn" in key) and key not in _ATTENTION_KEYS and value:
             raise ConfigError(f"config.json {key} must be absent (it is not supported), got {value!r:.80}")
 
 

@@ -13,17 +13,17 @@ from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT
 from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, sliding_fields
 from jshadow.ops.rope import RopeConfig
 
-NORMS = (
+_NORMS = (
     Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.weight", "layer_{0}/mlp_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_feedforward_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
 )
-NOT_BUILT = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_NOT_BUILT = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    for key in NOT_BUILT:
+    for key in _NOT_BUILT:
         if hf.get(key):
             raise ConfigError(f"config.json {key} must be absent (it is not supported), got {hf[key]!r}")
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
@@ -73,7 +73,7 @@ GEMMA3_TEXT = ModelFamily(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     models="Gemma 3, text (270M, 1B)",
-    rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
+    rules=EMBEDDING + _NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
     differs="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
         "vocab_size": 262208,

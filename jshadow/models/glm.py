@@ -11,13 +11,13 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTPUT, VALUES
 
-INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
-POST_NORMS = (
+_INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
+_POST_NORMS = (
     Rule(r"model\.layers\.(\d+)\.post_self_attn_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
 )
-RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
-DEFAULTS = {
+_RULES = EMBEDDING + NORMS + _INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
+_DEFAULTS = {
     "vocab_size": 151552,
     "num_hidden_layers": 40,
     "hidden_size": 4096,
@@ -49,9 +49,9 @@ GLM = ModelFamily(
     model_type="glm",
     architecture="GlmForCausalLM",
     models="GLM-4-9B, GLM-4-9B-Chat-1M (the -hf checkpoints)",
-    rules=RULES,
+    rules=_RULES,
     differs="half of each head rotated, interleaved; biases on q, k and v; fused gate and up",
-    defaults=DEFAULTS,
+    defaults=_DEFAULTS,
     read=_glm,
     write=_share,
     partial_rotary=True,
@@ -60,9 +60,9 @@ GLM4 = ModelFamily(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
-    rules=RULES + POST_NORMS,
+    rules=_RULES + _POST_NORMS,
     differs="as `glm`, with norms behind attention and MLP",
-    defaults=DEFAULTS,
+    defaults=_DEFAULTS,
     read=_glm4,
     write=_share,
     partial_rotary=True,

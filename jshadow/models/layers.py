@@ -12,20 +12,20 @@ from jax import Array, lax
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 
-CHOICES = (None, "int8")
-PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp)/(q|k|v|o|gate|up|down)/kernel")
+_CHOICES = (None, "int8")
+_PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp)/(q|k|v|o|gate|up|down)/kernel")
 BLOCK = 2**22  # how many numbers are converted to float32 at once
 
 
 def check_quantize(quantize: str | None) -> None:
     """Raise ConfigError unless `quantize` is None or "int8"."""
-    if quantize not in CHOICES:
-        raise ConfigError(f"quantize must be one of {CHOICES}, got {quantize!r}")
+    if quantize not in _CHOICES:
+        raise ConfigError(f"quantize must be one of {_CHOICES}, got {quantize!r}")
 
 
 def quantized(path: str) -> bool:
     """Whether the weight at `path` is one of the seven projections of a layer, which are stored in int8."""
-    return PROJECTIONS.fullmatch(path) is not None
+    return _PROJECTIONS.fullmatch(path) is not None
 
 
 def quantize_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +135,7 @@ class Linear(nn.Module):
         return out
 
 
-def activate(name: str, x: Array) -> Array:
+def _activate(name: str, x: Array) -> Array:
     """Apply the activation "gelu_tanh" or "silu" to x."""
     return jax.nn.gelu(x, approximate=True) if name == "gelu_tanh" else jax.nn.silu(x)
 
@@ -151,7 +151,7 @@ class MLP(nn.Module):
         bias = self.config.mlp_bias
         gate = Linear(self.config.ffn_dim, bias, True, name="gate")(x)
         up = Linear(self.config.ffn_dim, bias, True, name="up")(x)
-        return Linear(self.config.model_dim, bias, name="down")(activate(self.config.activation, gate) * up)
+        return Linear(self.config.model_dim, bias, name="down")(_activate(self.config.activation, gate) * up)
 
 
 class Attention(nn.Module):

@@ -10,10 +10,10 @@ from jshadow.models.config import ModelConfig
 
 AXES = ("data", "tp")  # of a mesh: rows, heads; the devices of the last one are neighbors, in one process if they fit
 GONE = "; sp, which split the tokens of a prompt, is gone: tp and data replace it"
-LEFT = ("split", "everywhere")  # how left rows of a key code lie on the devices of `tp`
+_LEFT = ("split", "everywhere")  # how left rows of a key code lie on the devices of `tp`
 
 # (pattern of the weight's path, axis that is split). All other weights are replicated.
-SPLITS = (
+_SPLITS = (
     (r"embed/embedding", 0),
     (r"head/kernel", 1),
     (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/kernel", 1),
@@ -43,8 +43,8 @@ def check_mesh(mesh: Any) -> Mesh | None:
 
 def check_left(left: str) -> None:
     """Raise ConfigError unless `left` is one of LEFT."""
-    if left not in LEFT:
-        raise ConfigError(f"left must be one of {LEFT}, got {left!r}")
+    if left not in _LEFT:
+        raise ConfigError(f"left must be one of {_LEFT}, got {left!r}")
 
 
 def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:
@@ -59,7 +59,7 @@ def sharding_of(mesh: Mesh | AbstractMesh, path: str, shape: tuple[int, ...]) ->
     A weight in SPLITS is split over `tp` if the size of its split axis is a multiple of that axis. All other weights
     are replicated.
     """
-    for pattern, axis in SPLITS:
+    for pattern, axis in _SPLITS:
         if re.fullmatch(pattern, path) and shape[axis] % mesh.shape["tp"] == 0:
             return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
     return NamedSharding(mesh, PartitionSpec())

@@ -12,7 +12,7 @@ from jshadow.models.llama import DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTP
 from jshadow.models.sliding import all_layers
 from jshadow.ops.rope import RopeConfig
 
-FUSED_QKV = Rule(
+_FUSED_QKV = Rule(
     r"model\.layers\.(\d+)\.self_attn\.qkv_proj\.weight", "layer_{0}/attention/{1}/kernel", "transpose", ("q", "k", "v")
 )
 
@@ -38,7 +38,7 @@ PHI3 = ModelFamily(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
-    rules=(*EMBEDDING, *NORMS, FUSED_QKV, *OUTPUT, *FUSED_GATE_AND_UP, *DOWN),
+    rules=(*EMBEDDING, *NORMS, _FUSED_QKV, *OUTPUT, *FUSED_GATE_AND_UP, *DOWN),
     differs="fused projections; LongRoPE, long or short by the capacity",
     defaults={
         "vocab_size": 32064,

@@ -11,7 +11,7 @@ from jshadow.models.family import ModelFamily
 from jshadow.models.llama import QK_NORMS, RULES
 from jshadow.models.sliding import last_layers, layer_types
 
-DEFAULTS = {
+_DEFAULTS = {
     "vocab_size": 151936,
     "num_hidden_layers": 32,
     "hidden_size": 4096,
@@ -47,7 +47,7 @@ QWEN2 = ModelFamily(
     models="Qwen2, Qwen2.5",
     rules=RULES,
     differs="biases on q, k and v",
-    defaults=DEFAULTS,
+    defaults=_DEFAULTS,
     read=_qwen2,
     write=_window,
 )
@@ -57,7 +57,7 @@ QWEN3 = ModelFamily(
     models="Qwen3 (dense)",
     rules=RULES + QK_NORMS,
     differs="queries and keys are normed before RoPE",
-    defaults={**DEFAULTS, "head_dim": 128},
+    defaults={**_DEFAULTS, "head_dim": 128},
     read=_qwen3,
     write=_window,
 )

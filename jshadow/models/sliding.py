@@ -9,7 +9,7 @@ from jshadow.models.config import ModelConfig, check_positive
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-MOST_LAYERS = 65536
+_MOST_LAYERS = 65536
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
@@ -22,8 +22,8 @@ def layer_count(hf: Mapping[str, Any]) -> int:
     """
     layers = hf["num_hidden_layers"]
     check_positive("config.json", num_hidden_layers=layers)
-    if layers > MOST_LAYERS:
-        raise ConfigError(f"config.json num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"config.json num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
     return int(layers)
 
 

@@ -34,10 +34,10 @@ class Heads(NamedTuple):
     x_in: Array
 
 
-Cache = Callable[[Heads], tuple[Array, Any]]
+_Cache = Callable[[Heads], tuple[Array, Any]]
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """Attention and MLP, each with a norm before it (and after it, with post_norms) and a residual connection."""
 
     config: ModelConfig
@@ -53,7 +53,7 @@ class Block(nn.Module):
             self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
-    def __call__(self, x: Array, cache: Cache) -> tuple[Array, Any]:
+    def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
         """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
         x_in = self.attention_norm(x)
         with jax.named_scope("attention"):
@@ -81,12 +81,12 @@ class Transformer(nn.Module):
         """Declare the parts."""
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
-        self.blocks = [Block(c, name=f"layer_{i}") for i in range(c.num_layers)]
+        self.blocks = [_Block(c, name=f"layer_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps, c.unit_norms)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
 
-    def __call__(self, tokens: Array, cache: Cache) -> Array:
+    def __call__(self, tokens: Array, cache: _Cache) -> Array:
         """Turn token ids [B, T] into float32 logits [B, T, V]. All blocks get the same cache closure."""
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -115,15 +115,15 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
     return cast(Array, Transformer(config).apply({"params": weights}, tokens, method="embedding"))
 
 
-def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: Cache) -> tuple[Array, Any]:
+def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
     """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
-    return Block(config).apply({"params": weights[f"layer_{layer}"]}, x, cache)
+    return _Block(config).apply({"params": weights[f"layer_{layer}"]}, x, cache)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
     """Return the queries before RoPE [B, T, h_q, d] of block `layer` for x_in [B, T, D]."""
     # This runs inside the apply of another block. parent=None keeps it from becoming a submodule of that block.
-    block = Block(config, parent=None)
+    block = _Block(config, parent=None)
     return cast(Array, block.apply({"params": weights[f"layer_{layer}"]}, x_in, method="query"))
 
 

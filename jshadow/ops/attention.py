@@ -18,13 +18,13 @@ from pallas_kernels.tiles import exact
 QUERY_BLOCK, KEY_BLOCK = 512, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
-Prefix = tuple[Array, Array, Array]  # keys, values, and the number of the first rows that each query sees
+_Prefix = tuple[Array, Array, Array]  # keys, values, and the number of the first rows that each query sees
 Softmax = tuple[
     Array, Array, Array
 ]  # of each query: the greatest score, the sum of weights, the weighted sum of values
 
 
-def to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[Array, "blocks B h_kv rows d"]:
+def _to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[Array, "blocks B h_kv rows d"]:
     """Cut queries into blocks of `block` queries, with zeros after the last one.
 
     A block has `group * block` rows for each KV head, so one product computes the scores of all query heads of a group.
@@ -36,15 +36,15 @@ def to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[
     return q.reshape(blocks, batch, kv_heads, group * block, dim)
 
 
-def from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[Array, "B T h_q d"]:
-    """Put blocks of queries together again. This is the inverse of `to_blocks`, without removing its zeros."""
+def _from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[Array, "B T h_q d"]:
+    """Put blocks of queries together again. This is the inverse of `_to_blocks`, without removing its zeros."""
     blocks, batch, kv_heads, rows, dim = out.shape
     out = out.reshape(blocks, batch, kv_heads, rows // block, block, dim).transpose(1, 0, 4, 2, 3, 5)
     return out.reshape(batch, blocks * block, kv_heads * (rows // block), dim)
 
 
 def attend_prefixes(
-    q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float, block: int = KEY_BLOCK
+    q: Float[Array, "B T h_q d"], pieces: Sequence[_Prefix], scale: float, block: int = KEY_BLOCK
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]]:
     """Compute softmax attention of T queries, each over the first rows of several pieces.
 
@@ -65,7 +65,7 @@ def attend_prefixes(
     batch, length, q_heads, _ = q.shape
     kv_heads, tile = pieces[0][0].shape[1], min(QUERY_BLOCK, length)
     scaled = q.dtype == jnp.float32
-    tiles, ends = to_blocks(q * scale if scaled else q, kv_heads, tile), []
+    tiles, ends = _to_blocks(q * scale if scaled else q, kv_heads, tile), []
     for k, _, seen in pieces:
         end = jnp.broadcast_to(jnp.clip(seen, 0, k.shape[2]), (batch, kv_heads, length, 1))
         end = jnp.pad(end[..., 0], ((0, 0), (0, 0), (0, -length % tile)), mode="edge")
@@ -76,13 +76,13 @@ def attend_prefixes(
         q_tile, ends = args
         carry = nothing(q_tile)
         for (k, v, _), end in zip(pieces, ends, strict=True):
-            carry = add_piece(q_tile, (k, v, end), 1.0 if scaled else scale, carry, block)
+            carry = _add_piece(q_tile, (k, v, end), 1.0 if scaled else scale, carry, block)
         top, total, out = carry
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = lax.map(of_tile, (tiles, ends))
-    return from_blocks(out, tile)[:, :length], from_blocks(lse[..., None], tile)[:, :length, :, 0]
+    return _from_blocks(out, tile)[:, :length], _from_blocks(lse[..., None], tile)[:, :length, :, 0]
 
 
 class Stream(NamedTuple):
@@ -101,7 +101,7 @@ class Stream(NamedTuple):
 
 
 def attend_stream(
-    q: Float[Array, "B T h_q d"], stream: Stream, pieces: Sequence[Prefix], scale: float
+    q: Float[Array, "B T h_q d"], stream: Stream, pieces: Sequence[_Prefix], scale: float
 ) -> Float[Array, "B T h_q d"]:
     """Compute softmax attention of T queries over a stream and the first rows of several pieces.
 
@@ -111,13 +111,13 @@ def attend_stream(
     batch, length, q_heads, _ = q.shape
     kv_heads = pieces[0][0].shape[1]
     scaled = q.dtype == jnp.float32
-    tile = to_blocks(q * scale if scaled else q, kv_heads, length)[0]
+    tile = _to_blocks(q * scale if scaled else q, kv_heads, length)[0]
 
     def ends(seen: Array) -> Array:
         return jnp.tile(jnp.broadcast_to(seen[..., 0], (batch, kv_heads, length)), q_heads // kv_heads)
 
     def add(rows: tuple[Array, Array], end: Array, carry: Softmax) -> Softmax:
-        return add_piece(tile, (*rows, jnp.clip(end, 0, rows[0].shape[2])), 1.0 if scaled else scale, carry)
+        return _add_piece(tile, (*rows, jnp.clip(end, 0, rows[0].shape[2])), 1.0 if scaled else scale, carry)
 
     def next_block(index: Array, carry: tuple[tuple[Array, Array], Softmax]) -> tuple[tuple[Array, Array], Softmax]:
         rows, softmax = carry
@@ -131,7 +131,7 @@ def attend_stream(
         carry = add((k, v), ends(seen), carry)
     _, total, out = carry
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return from_blocks(out.astype(q.dtype)[None], length)
+    return _from_blocks(out.astype(q.dtype)[None], length)
 
 
 def nothing(q: Array) -> Softmax:
@@ -139,11 +139,11 @@ def nothing(q: Array) -> Softmax:
     return jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
 
 
-def add_piece(q: Array, piece: Prefix, scale: float, carry: Softmax, block: int = KEY_BLOCK) -> Softmax:
-    """Add all keys of a piece that a query sees to the softmax. The arguments are those of `add_keys`."""
+def _add_piece(q: Array, piece: _Prefix, scale: float, carry: Softmax, block: int = KEY_BLOCK) -> Softmax:
+    """Add all keys of a piece that a query sees to the softmax. The arguments are those of `_add_keys`."""
     keys, _, end = piece
     block = min(block, keys.shape[2])
-    body = functools.partial(add_keys, q, piece, scale, block)
+    body = functools.partial(_add_keys, q, piece, scale, block)
     whole, last = end.min() // block, -(-end.max() // block)
     carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
     return lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
@@ -186,8 +186,8 @@ def add_rows(
     return jnp.moveaxis(merged, 1, 2).reshape(q.shape).astype(q.dtype)
 
 
-def add_keys(
-    q: Array, piece: Prefix, scale: float, block: int, index: Array, carry: Softmax, *, masked: bool
+def _add_keys(
+    q: Array, piece: _Prefix, scale: float, block: int, index: Array, carry: Softmax, *, masked: bool
 ) -> Softmax:
     """Add block `index` of a piece's keys, `block` of them, to the softmax of queries [B, h_kv, rows, d].
 
@@ -274,10 +274,10 @@ def capability_here() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-TURN_BLOCK = 256  # the most queries that `attend` handles at once
+_TURN_BLOCK = 256  # the most queries that `attend` handles at once
 CPU_BLOCK, CPU_ROWS = 2048, 8192  # a CPU takes blocks of so many keys for several queries, from so many keys on
-SHORT_TURN = 64  # more queries than these attend blockwise to pieces of which each query sees the first rows
-MASS_BLOCK = 256  # the number of queries, and of keys, in a tile of `key_mass`
+_SHORT_TURN = 64  # more queries than these attend blockwise to pieces of which each query sees the first rows
+_MASS_BLOCK = 256  # the number of queries, and of keys, in a tile of `key_mass`
 
 
 def causal_attention(
@@ -310,7 +310,7 @@ def causal_attention(
     q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
     q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
     exact = q.dtype == jnp.float32  # if so, the queries are scaled instead of the scores, which is cheaper
-    q = to_blocks(q * scale if exact else q, kv_heads, q_block)
+    q = _to_blocks(q * scale if exact else q, kv_heads, q_block)
     row = jnp.tile(jnp.arange(q_block), group)
     column = jnp.arange(k_block)
 
@@ -350,7 +350,7 @@ def causal_attention(
 
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))
     lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
-    return from_blocks(out, q_block)[:, :length], lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+    return _from_blocks(out, q_block)[:, :length], lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
 
 
 def key_mass(
@@ -376,7 +376,7 @@ def key_mass(
         float32 [B, h_kv, S]. Padding has 0.
     """
     batch, tokens, q_heads = q.shape[:3]
-    kv_heads, block = k.shape[2], min(MASS_BLOCK, tokens)
+    kv_heads, block = k.shape[2], min(_MASS_BLOCK, tokens)
     blocks = -(-tokens // block)
     grouped = group_queries(q, kv_heads)
     lse = lse.reshape(batch, kv_heads, q_heads // kv_heads, tokens)
@@ -446,10 +446,10 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
-    if q.shape[1] > SHORT_TURN and all(piece.is_prefix for piece in pieces):
+    if q.shape[1] > _SHORT_TURN and all(piece.is_prefix for piece in pieces):
         return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale)[0]
-    if q.shape[1] > TURN_BLOCK:  # limits the memory of the scores of a long turn
-        blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
+    if q.shape[1] > _TURN_BLOCK:  # limits the memory of the scores of a long turn
+        blocks = [(first, min(first + _TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], _TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
 

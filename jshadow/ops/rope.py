@@ -23,7 +23,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
-COMMON = {
+_COMMON = {
     "rope_type",
     "type",
     "rope_theta",
@@ -32,7 +32,7 @@ COMMON = {
     CONTEXT,
     "finetuned",
 }
-OLDER_NAMES = {"su": "longrope"}  # used by the first Phi-3 checkpoints
+_OLDER_NAMES = {"su": "longrope"}  # used by the first Phi-3 checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +144,13 @@ class RopeConfig:
         if not isinstance(scaling, Mapping):
             raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        kind = OLDER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+        kind = _OLDER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
         if kind not in KEYS:
             raise ConfigError(f"rope_scaling.rope_type must be one of {tuple(KEYS)}, got {kind!r}")
         needed, optional = KEYS[kind]
         if lacking := [key for key in needed if scaling.get(key) is None]:
             raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
-        if kind != "default" and (unknown := sorted(set(scaling) - COMMON - {*needed, *optional})):
+        if kind != "default" and (unknown := sorted(set(scaling) - _COMMON - {*needed, *optional})):
             raise ConfigError(f"rope_scaling of rope_type {kind!r} has the unknown keys {', '.join(unknown)}")
         newer = hf.get("rope_parameters") or {}
         share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor"))

@@ -53,7 +53,7 @@ def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: in
         host_limit: bytes of host memory. None: no limit.
     """
     served = sorted((mode for mode in modes if not mode.refusal), key=lambda mode: FETCH_MODES.index(mode.fetch))
-    fitting = [mode for mode in served if why_no_fit(mode, device_limit, host_limit) is None]
+    fitting = [mode for mode in served if _why_no_fit(mode, device_limit, host_limit) is None]
     if fitting:
         best = max(fitting, key=lambda mode: mode.tokens_per_second)
         memories = f"{best.device_bytes / GIB:.1f} of {device_limit / GIB:.1f} GiB of device memory"
@@ -67,14 +67,14 @@ def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: in
     for mode in modes:
         if mode.refusal:
             others.append(f"{mode.fetch} has no kernel for {mode.refusal}")
-        elif (missing := why_no_fit(mode, device_limit, host_limit)) is not None:
+        elif (missing := _why_no_fit(mode, device_limit, host_limit)) is not None:
             others.append(f"{mode.fetch} {missing}")
         elif mode is not best:
             others.append(f"{mode.fetch} {speed(mode)} with {requests(mode.rows)}")
     return FetchChoice(best.fetch, reason + (f" ({'; '.join(others)})" if others else ""))
 
 
-def why_no_fit(mode: ModeFigures, device_limit: int, host_limit: int | None) -> str | None:
+def _why_no_fit(mode: ModeFigures, device_limit: int, host_limit: int | None) -> str | None:
     """Return the memory that a mode lacks as text, or None if its requests fit."""
     if mode.rows == 0:
         return "holds no request"

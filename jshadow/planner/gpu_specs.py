@@ -8,7 +8,7 @@ from jshadow.errors import ConfigError
 GIB = 2**30
 # Memory that the CUDA context, the loaded programs and the libraries' own workspaces take before any array exists.
 CONTEXT_RESERVE = GIB // 2
-CUSTOM = "custom GPU"
+_CUSTOM = "custom GPU"
 # Bytes per second at which XLA gathers random rows on the host. XLA divides a gather among few threads: the square root
 # of the number of cores, rounded up. On two cores of an AMD EPYC server (2026-11-24, jax 0.10.2), two threads
 # gathered 10 GB/s in rows of 2,048 bytes, and 14 GB/s in rows of 528 bytes. The figure is for four threads, which XLA
@@ -118,7 +118,7 @@ def custom_gpu(
     if base is None and missing:
         raise ConfigError(f"a GPU without --gpu needs all its figures, got none for {', '.join(missing)}")
     if base is None:
-        base, nvlink = Gpu(CUSTOM, 0, 0.0, 0.0, 0.0, 0.0), nvlink or link
+        base, nvlink = Gpu(_CUSTOM, 0, 0.0, 0.0, 0.0, 0.0), nvlink or link
     changes = {
         "memory_bytes": None if gib is None else int(gib * GIB),
         "hbm_bytes_per_second": None if bandwidth is None else bandwidth * 1e9,
@@ -127,5 +127,5 @@ def custom_gpu(
         "nvlink_bytes_per_second": None if nvlink is None else nvlink * 1e9,
     }
     changed = {name: value for name, value in changes.items() if value is not None}
-    name = base.name if not changed or base.name == CUSTOM else f"{base.name}, changed"
+    name = base.name if not changed or base.name == _CUSTOM else f"{base.name}, changed"
     return dataclasses.replace(base, name=name, **changed)  # type: ignore[arg-type]

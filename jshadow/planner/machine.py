@@ -146,7 +146,7 @@ def _resolved(config: ModelConfig, policy: Policy, workload: Workload) -> tuple[
     return policy, workload.with_fetch(fetch_here(config, policy, workload).fetch)
 
 
-class Footprint(TypedDict):
+class _Footprint(TypedDict):
     """The bytes of one row's KV state.
 
     Attributes:
@@ -171,7 +171,7 @@ def footprint(
     dtype: str = "bfloat16",
     fetch: str = "auto",
     room: int | None = None,
-) -> Footprint:
+) -> _Footprint:
     """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
     Args:
@@ -189,7 +189,7 @@ def footprint(
             0.
         ConfigError: a setting or the fetch mode is out of range.
     """
-    check_prompt(prompt, capacity)
+    _check_prompt(prompt, capacity)
     state = abstract_state(
         config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch, room=room
     )
@@ -202,7 +202,7 @@ def footprint(
     }
 
 
-def check_prompt(prompt: int, capacity: int) -> None:
+def _check_prompt(prompt: int, capacity: int) -> None:
     """Raise CapacityError unless the prompt fits into the capacity."""
     if not 1 <= prompt <= capacity:
         raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
@@ -221,7 +221,7 @@ def step_footprint(
     Raises:
         CapacityError, ConfigError: as in `footprint`.
     """
-    check_prompt(prompt, capacity)
+    _check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
     layers = zip(state.specs, state.layers, strict=True)
     steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]

@@ -26,7 +26,7 @@ from jshadow.models.partition import AXES, check_left, sharding_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies.links import Links, gathered, reduced
 
-SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/down)/kernel"  # split weights whose products are summed over tp
+_SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/down)/kernel"  # split weights whose products are summed over tp
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,7 +46,7 @@ def mesh_shards(tp: int = 1, left: str = "split") -> Shards | None:
     return Shards(AbstractMesh((1, tp), AXES), left) if tp > 1 else None
 
 
-class DeviceWeights(NamedTuple):
+class _DeviceWeights(NamedTuple):
     """The weights of one device of a mesh.
 
     Attributes:
@@ -63,7 +63,7 @@ class DeviceWeights(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def device_weights(config: ModelConfig, shards: Shards | None) -> DeviceWeights:
+def device_weights(config: ModelConfig, shards: Shards | None) -> _DeviceWeights:
     """Return the weights that a device holds. They are split as `models.partition.sharding_of` says."""
     weights = traverse_util.flatten_dict(abstract_weights(config), sep="/")
     shapes = {path: leaf.shape for path, leaf in weights.items()}
@@ -71,10 +71,10 @@ def device_weights(config: ModelConfig, shards: Shards | None) -> DeviceWeights:
     if shards is not None:
         own = {path: sharding_of(shards.mesh, path, shape).shard_shape(shape) for path, shape in shapes.items()}
     split = [path for path in shapes if own[path] != shapes[path]]
-    return DeviceWeights(
+    return _DeviceWeights(
         sum(map(math.prod, own.values())),
         math.prod(own["embed/embedding"]),
-        sum(re.fullmatch(SUMMED, path) is not None for path in split),
+        sum(re.fullmatch(_SUMMED, path) is not None for path in split),
         ("embed/embedding" if config.tie_embeddings else "head/kernel") in split,
     )
 

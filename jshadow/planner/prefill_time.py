@@ -61,7 +61,7 @@ def request_operations(config: ModelConfig, window: int | None, prompt: int, tok
     return block + attention_operations(config, window, prompt, tokens) + scores
 
 
-def second_pass_operations(config: ModelConfig, window: int | None, tokens: int, second: SecondPass) -> int:
+def _second_pass_operations(config: ModelConfig, window: int | None, tokens: int, second: SecondPass) -> int:
     """Return the operations of one layer on all requests for a prompt of `tokens` tokens, without their words."""
     chunks, rest = divmod(tokens, second.chunk)
     whole = chunks * request_operations(config, window, tokens, second.chunk)
@@ -122,7 +122,7 @@ def prefill_time(
     flops = sum(layer_operations(config, spec.sliding_window, tokens) for spec in specs)
     second = next((spec.policy.reads.second_pass for spec in specs if spec.policy.reads.second_pass), None)
     if second is not None:
-        flops += sum(second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
+        flops += sum(_second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
     compress = sum(costs_of(spec.policy).compress_flops(spec, tokens) for spec in specs)
     launches = sum(costs_of(spec.policy).compress_launches(spec, tokens) for spec in specs)
     compress_seconds = compress / rate + launches * LAUNCH_SECONDS

@@ -26,8 +26,8 @@ from jshadow.policies.base import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.settings import policy_settings
 
-Parts = dict[str, tuple[int, int]]  # bytes (device, host) by the name of the part
-PLAIN: tuple[str, ...] = (
+_Parts = dict[str, tuple[int, int]]  # bytes (device, host) by the name of the part
+_PLAIN: tuple[str, ...] = (
     "fetch",
     "prompt_parts",
     "live_parts",
@@ -36,7 +36,7 @@ PLAIN: tuple[str, ...] = (
     "group_bytes",
     "state_bytes",
 )
-PLAIN += ("temporaries", "prefill", "sessions", "sessions_any_spread")
+_PLAIN += ("temporaries", "prefill", "sessions", "sessions_any_spread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,8 @@ class ClassPlan:
     sizes: SessionClass
     policy: Policy
     fetch: str
-    prompt_parts: Parts
-    live_parts: Parts
+    prompt_parts: _Parts
+    live_parts: _Parts
     document_live: tuple[int, int]
     temporaries: dict[str, int]
     prefill: tuple[int, int]
@@ -107,18 +107,18 @@ class ClassPlan:
     @property
     def documents_bytes(self) -> tuple[int, int]:
         """Bytes (device, host) of all shared prompt halves, each with the live half for new sessions."""
-        return scaled(self.sizes.documents, added(total(self.prompt_parts), self.document_live))
+        return _scaled(self.sizes.documents, added(total(self.prompt_parts), self.document_live))
 
     @property
     def group_bytes(self) -> tuple[int, int]:
         """Bytes (device, host) of one group: its live halves, and its prompt halves unless they are shared."""
         live, prompt = total(self.live_parts), total(self.prompt_parts)
-        return scaled(self.sizes.group_rows, live if self.sizes.documents else added(live, prompt))
+        return _scaled(self.sizes.group_rows, live if self.sizes.documents else added(live, prompt))
 
     @property
     def state_bytes(self) -> tuple[int, int]:
         """Bytes (device, host) of all documents and groups."""
-        return added(self.documents_bytes, scaled(self.sizes.groups or 0, self.group_bytes))
+        return added(self.documents_bytes, _scaled(self.sizes.groups or 0, self.group_bytes))
 
     @property
     def sessions(self) -> int:
@@ -203,7 +203,7 @@ class SessionPlan:
         classes = []
         for plan in self.classes:
             values = dataclasses.asdict(dataclasses.replace(plan.sizes, policy=None))
-            values |= {name: getattr(plan, name) for name in PLAIN}
+            values |= {name: getattr(plan, name) for name in _PLAIN}
             values["policy"] = {"name": plan.policy.name, **policy_settings(plan.policy)}
             classes.append(values)
         names = ("sessions", "weights_bytes", "temporaries_bytes", "prefill_bytes", "device_bytes", "host_bytes")
@@ -211,7 +211,7 @@ class SessionPlan:
         return figures | {"classes": classes, "limits": dataclasses.asdict(self.limits)}
 
 
-def total(parts: Parts) -> tuple[int, int]:
+def total(parts: _Parts) -> tuple[int, int]:
     """Return the bytes (device, host) of all parts."""
     return sum(device for device, _ in parts.values()), sum(host for _, host in parts.values())
 
@@ -221,7 +221,7 @@ def added(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
     return one[0] + two[0], one[1] + two[1]
 
 
-def scaled(count: int, size: tuple[int, int]) -> tuple[int, int]:
+def _scaled(count: int, size: tuple[int, int]) -> tuple[int, int]:
     """Return `count` times the device bytes and the host bytes."""
     return count * size[0], count * size[1]
 
@@ -254,7 +254,7 @@ def session_plan(
             settings with "zero_copy".
     """
     for sizes in classes:
-        check_class(config, sizes)
+        _check_class(config, sizes)
     if not classes or sum(sizes.groups is None for sizes in classes) > 1:
         raise ConfigError(f"classes must be at least one, with groups=None in at most one, got {tuple(classes)!r:.200}")
     offload.check_fetch(fetch)
@@ -270,12 +270,12 @@ def session_plan(
         made = [
             class_plan(config, sizes.policy or policy, sizes, rows) for sizes, rows in zip(classes, specs, strict=True)
         ]
-        plans.append(filled(config, made, limits, dtype))
+        plans.append(_filled(config, made, limits, dtype))
     # The first of equal ones. If no mode fits, it is the one that needs the least device memory.
     return max(plans, key=lambda plan: (not plan.excess(), plan.sessions, -plan.device_bytes if plan.excess() else 0))
 
 
-def check_class(config: ModelConfig, sizes: SessionClass) -> None:
+def _check_class(config: ModelConfig, sizes: SessionClass) -> None:
     """Raise ConfigError or CapacityError for a class that is out of range."""
     if sizes.prompt < 1 or sizes.room < 0 or sizes.capacity > config.context:
         raise CapacityError(
@@ -339,7 +339,7 @@ def class_plan(
     )
 
 
-def filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimits, dtype: str) -> SessionPlan:
+def _filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimits, dtype: str) -> SessionPlan:
     """Return the plan with as many groups as fit in the class that leaves their number out."""
     weights = weight_numbers(config) * jnp.dtype(dtype).itemsize
     plan = SessionPlan(tuple(classes), weights, limits)
@@ -361,7 +361,7 @@ def filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimi
     return plan
 
 
-def halves(state: KVState) -> tuple[Parts, Parts]:
+def halves(state: KVState) -> tuple[_Parts, _Parts]:
     """Return the bytes (device, host) of the prompt half and of the live half of a state, by part.
 
     The lengths, the last tokens and the counters are "counts". Arrays that the policy learned are left out.

@@ -21,7 +21,7 @@ from jshadow.policies.settings import policy_settings
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeculationPlan:
+class _SpeculationPlan:
     """The prediction for one GPU.
 
     Attributes:
@@ -111,7 +111,7 @@ class Drafting(NamedTuple):
 
 def speculation_plan(
     config: ModelConfig, gpu: Gpu, workload: Workload, drafting: Drafting, target: Policy | None = None
-) -> SpeculationPlan:
+) -> _SpeculationPlan:
     """Predict the speed of exact attention with speculation.
 
     Args:
@@ -153,7 +153,7 @@ def speculation_plan(
     if sparse is not None:
         steps = drafting.drafts + drafting.own_cache  # the last step only stores the last draft
         draft_seconds = steps * batch / planner.step(sparse.policy, batch).tokens_per_second
-    return SpeculationPlan(
+    return _SpeculationPlan(
         gpu=gpu.name,
         target=target,
         fetch=exact.fetch,

@@ -25,7 +25,7 @@ from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.serving.requests import check_integer
 from jshadow.weights.params import Params
 
-LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
+_LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -96,7 +96,7 @@ class EngineOptions:
 
         The last piece of a prompt is padded, so a class of short prompts has short pieces.
         """
-        return min(self.prefill_chunk, max(LEAST_PIECE, row_class.prompt // 8))
+        return min(self.prefill_chunk, max(_LEAST_PIECE, row_class.prompt // 8))
 
     def parts(self, params: Params) -> RowParts:
         """Return which arrays the sampling settings of rows have."""
@@ -165,7 +165,7 @@ def plan_classes(
     if not classes or not all(isinstance(one, RowClass) for one in classes):
         raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
     ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
-    return tuple(plan_class(params, policy, one, options) for one in ordered)
+    return tuple(_plan_class(params, policy, one, options) for one in ordered)
 
 
 def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:
@@ -173,7 +173,7 @@ def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) 
     return or_full((policy or ShadowKV()).resolve(config, capacity), config, capacity)
 
 
-def plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
+def _plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
     """Return the plan of a class. Raises the errors of `plan_classes`."""
     config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
     if capacity > config.context:

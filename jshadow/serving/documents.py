@@ -83,7 +83,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
     """Return the plan of the rows that share a job's document. `base` is its stored state."""
     new = len(job.ids) - job.read + job.request.max_new_tokens
     one = min(job.rooms, key=lambda row_class: row_class.room)
-    room, specs = next(found for found in rooms_of(base, one.room) if holds(base, found[1], new))
+    room, specs = next(found for found in _rooms_of(base, one.room) if holds(base, found[1], new))
     rows = max(2, one.rows)  # one row alone would own the prompt half
     config, policy, options = programs.params.config, base.policy, programs.options
     prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
@@ -101,7 +101,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
     return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
 
 
-def rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
+def _rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
     """Yield rooms from `least` on, each twice the one before, with the specs of a row that has the room after a prompt.
 
     The rooms do not depend on the document, and so rows on all documents share their programs. A state after an answer

@@ -34,8 +34,8 @@ from jshadow.serving.loop import EngineReport, Loop
 from jshadow.serving.requests import Answer, Request
 from jshadow.weights.params import Params
 
-LOG = logging.getLogger(__name__)
-NEW_CLIENTS = 1 / 16  # of the requests that may wait, for clients of which none waits
+_LOG = logging.getLogger(__name__)
+_NEW_CLIENTS = 1 / 16  # of the requests that may wait, for clients of which none waits
 
 
 class Engine:
@@ -274,7 +274,7 @@ class Engine:
         with self._lock:
             if limit is not None:
                 waits = any(waiting.count(client) or self._arriving[client] for client in clients)
-                most = limit - int(limit * NEW_CLIENTS) if waits else limit
+                most = limit - int(limit * _NEW_CLIENTS) if waits else limit
                 if len(waiting) + self._arriving.total() + count > most:
                     raise QueueFull(f"at most {most} of limits.waiting={limit} requests may wait, got {count} more")
             self._arriving.update(clients)
@@ -309,7 +309,7 @@ class Engine:
         except Exception as error:
             failure = error if isinstance(error, JshadowError) else ServingError(f"the engine's loop failed: {error}")
             failure.__cause__ = None if failure is error else error
-            LOG.exception("the engine's loop has failed, and answers nothing more")
+            _LOG.exception("the engine's loop has failed, and answers nothing more")
             self._loop.close(failure)
             return False
 

@@ -159,7 +159,7 @@ class Programs:
         return state
 
 
-Drawn = list[tuple[int, list[DrawnToken]]]  # for each active row, its slot and the tokens that a step drew
+_Drawn = list[tuple[int, list[DrawnToken]]]  # for each active row, its slot and the tokens that a step drew
 
 
 class Group:
@@ -247,7 +247,7 @@ class Group:
         self._drawn = tokens, self.programs.likely(logits, tokens) if wanted else None
         self._logits, self.pool = None, self.pool._replace(rows=rows)
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> _Drawn:
         """Return the new tokens of each active row, in order. A row without a token has NO_TOKEN."""
         found = read_drawn(*self._drawn)
         self._drawn = None

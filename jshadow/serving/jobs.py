@@ -175,11 +175,11 @@ class Job:
         self.answer.end(AnswerResult(stream.tokens[: stream.kept()], text, report))
 
 
-AGE_SECONDS = 10.0  # by which an item counts as earlier for each step of its priority
-MOST_TURNS = 4096  # clients whose last turn is known
+_AGE_SECONDS = 10.0  # by which an item counts as earlier for each step of its priority
+_MOST_TURNS = 4096  # clients whose last turn is known
 
 
-class Waiting(Protocol):
+class _Waiting(Protocol):
     """An item of the queue."""
 
     arrived: float  # in seconds
@@ -193,7 +193,7 @@ class Waiting(Protocol):
         """Who asks."""
 
 
-class WaitingQueue[Item: Waiting]:
+class WaitingQueue[Item: _Waiting]:
     """Items by the turns of their clients, and those of one client by priority and arrival.
 
     The client whose last turn is the longest ago comes first, so that many requests of one client delay another one by
@@ -227,7 +227,7 @@ class WaitingQueue[Item: Waiting]:
 
     def push(self, item: Item, place: int = 0) -> None:
         """Add an item. `place` is its number among those that came with it, each of which counts as less urgent."""
-        rank = item.arrived - AGE_SECONDS * (item.priority - place)
+        rank = item.arrived - _AGE_SECONDS * (item.priority - place)
         bisect.insort(self._items.setdefault(item.client, []), (rank, next(self._arrivals), item))
         self._size += 1
 
@@ -236,7 +236,7 @@ class WaitingQueue[Item: Waiting]:
         self.remove(item)
         self._last.pop(item.client, None)
         self._last[item.client] = next(self._turns)
-        if len(self._last) > MOST_TURNS:
+        if len(self._last) > _MOST_TURNS:
             del self._last[next(iter(self._last))]
 
     def hold(self, item: Item) -> None:

@@ -73,7 +73,7 @@ class EngineReport:
     programs: int
 
 
-class Reader(Protocol):
+class _Reader(Protocol):
     """A prompt that is being read."""
 
     def advance(self) -> bool:
@@ -83,7 +83,7 @@ class Reader(Protocol):
         """Return the logits [1, V] for the first token, and the state of the row."""
 
 
-class PromptReader:
+class _PromptReader:
     """A prompt that is read from its beginning: a part is that of `Programs.advance`."""
 
     def __init__(self, programs: Programs, job: Job) -> None:
@@ -100,7 +100,7 @@ class PromptReader:
         return self.programs.finish(self.partial)
 
 
-class DocumentReader:
+class _DocumentReader:
     """A prompt whose beginning is stored: a part has up to `turn_chunk` of the other tokens."""
 
     def __init__(self, programs: Programs, job: Job, base: Any) -> None:
@@ -121,7 +121,7 @@ class DocumentReader:
         return self.logits, self.state
 
 
-class Reading:
+class _Reading:
     """A job that is being read, and the row that is reserved for it.
 
     Attributes:
@@ -130,12 +130,12 @@ class Reading:
 
     def __init__(self, programs: Programs, job: Job, group: Group, slot: int) -> None:
         self.job, self.group, self.slot, self.moved = job, group, slot, False
-        self.reader: Reader = (
-            PromptReader(programs, job) if group.base is None else DocumentReader(programs, job, group.base)
+        self.reader: _Reader = (
+            _PromptReader(programs, job) if group.base is None else _DocumentReader(programs, job, group.base)
         )
 
 
-class Groups:
+class _Groups:
     """The groups of an engine. An empty group is kept until another class needs its bytes."""
 
     def __init__(self, programs: Programs, admission: Admission) -> None:
@@ -214,8 +214,8 @@ class Groups:
 
 
 LOG = logging.getLogger(__name__)
-MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
-MOST_PREPARED = 4  # documents of waiting jobs whose files are read, and are held in host memory
+_MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
+_MOST_PREPARED = 4  # documents of waiting jobs whose files are read, and are held in host memory
 
 
 class Loop:
@@ -233,8 +233,8 @@ class Loop:
         """Begin without requests. Any thread calls `wake` when there may be more to do."""
         self.programs, self.library, self.wake = programs, library, wake
         self.waiting: WaitingQueue[Job] = WaitingQueue()
-        self.groups = Groups(programs, admission)
-        self.readings: list[Reading] = []
+        self.groups = _Groups(programs, admission)
+        self.readings: list[_Reading] = []
         self.counts = Counts()
         self.closed: JshadowError | None = None
         self._units = 0  # since the last step
@@ -383,7 +383,7 @@ class Loop:
         self.counts.prefill_seconds += report.prefill_seconds
         self.counts.decode_seconds += report.decode_seconds
 
-    def _begin_answers(self, reading: Reading) -> None:
+    def _begin_answers(self, reading: _Reading) -> None:
         """Begin the answer of a job whose prompt was read, and those of the waiting jobs with the same prompt."""
         self.readings.remove(reading)
         job, group, read = reading.job, reading.group, None
@@ -425,7 +425,7 @@ class Loop:
         """Begin to read the files of the documents that the first waiting jobs need."""
         soon: set[str | None] = set()
         for job in self.waiting if self.library is not None else ():
-            if job.prepare is None or len(soon | {job.document}) > MOST_PREPARED:
+            if job.prepare is None or len(soon | {job.document}) > _MOST_PREPARED:
                 continue
             soon.add(job.document)
             if job.ready is None:
@@ -442,7 +442,7 @@ class Loop:
         rows of other classes are free.
         """
         full, paused = set(), self.readings[0] if self.readings else None
-        for job in self.waiting if len(self.readings) < MOST_READINGS else ():
+        for job in self.waiting if len(self.readings) < _MOST_READINGS else ():
             if paused is not None and not paused.moved:
                 return
             if paused is not None and job.priority <= paused.job.priority:
@@ -454,7 +454,7 @@ class Loop:
                 place = self.groups.place(job, None if paused is None else paused.job.plan)
                 if place is not None:
                     job.row = self.programs.row(job.request.settings, job.ids)
-                    self.readings.append(Reading(self.programs, job, *place))
+                    self.readings.append(_Reading(self.programs, job, *place))
             if job.answer.done or job.waits_for_file:
                 continue
             if place is not None:

@@ -34,16 +34,16 @@ def host_array(leaf: Any) -> np.ndarray:
         if len(leaf.devices()) == 1 or (leaf.is_fully_replicated and not leaf.is_fully_addressable):
             leaf = leaf.addressable_data(0)
         elif not leaf.is_fully_addressable:
-            return gathered(leaf)
+            return _gathered(leaf)
     return np.asarray(leaf, order="C")
 
 
-def gathered(leaf: jax.Array) -> np.ndarray:
+def _gathered(leaf: jax.Array) -> np.ndarray:
     """Copy an array that lies on devices of several processes to a NumPy array in C order."""
     shards = {str(shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in shards.values()) < leaf.size:
         assert isinstance(leaf.sharding, NamedSharding)
-        return np.asarray(copy_to_all(leaf.sharding.mesh)(leaf).addressable_data(0), order="C")
+        return np.asarray(_copy_to_all(leaf.sharding.mesh)(leaf).addressable_data(0), order="C")
     out = np.empty(leaf.shape, leaf.dtype)
     for shard in shards.values():
         out[shard.index] = np.asarray(shard.data)
@@ -51,7 +51,7 @@ def gathered(leaf: jax.Array) -> np.ndarray:
 
 
 @functools.cache
-def copy_to_all(mesh: Any) -> Callable[[jax.Array], jax.Array]:
+def _copy_to_all(mesh: Any) -> Callable[[jax.Array], jax.Array]:
     """Return a program that copies an array to every device of a mesh."""
     return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

@@ -51,7 +51,7 @@ from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 from jshadow.weights.templates import end_tokens
 
 # A directory with one of these files has a tokenizer. A tokenizer_config.json without one of them is not enough.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ def load_tokenizer(directory: Path) -> Any:
     Raises:
         CheckpointError: the files do not form a valid tokenizer, or it needs remote code.
     """
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     settings = directory / "tokenizer_config.json"
     if settings.exists() and (code := read_json(settings).get("auto_map")):

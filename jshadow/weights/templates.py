@@ -15,7 +15,7 @@ from jshadow.weights.tokenizer import decode, encode, encode_parts, encode_plain
 
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
 # The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
-CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
+_CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
 END = "x"  # the end of a text of which the tokens before a document are taken
 MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template for each message and tool, and time
 
@@ -88,7 +88,7 @@ def _dated(template: str) -> str:
     """Return a chat template that names `DATE` where it would name today's date."""
     if "strftime_now" not in template:
         return template
-    told = {code: DATE.strftime(code) for code in CODES}
+    told = {code: DATE.strftime(code) for code in _CODES}
     return (
         "{% macro strftime_now(format) %}{% set now = namespace(text=format.replace('%%', '\\0')) %}"
         f"{{% for code, value in {told!r}.items() %}}{{% set now.text = now.text.replace(code, value) %}}{{% endfor %}}"
@@ -149,7 +149,7 @@ def follow_up(tokenizer: Any, question: str, prefix: str = "") -> list[int]:
     return _cut(tokenizer, ["?", mark, mark.join(split_specials(tokenizer, question))], mark, prefix)[1]
 
 
-class Beginning(NamedTuple):
+class _Beginning(NamedTuple):
     """What comes before a document that is the first thing in a chat.
 
     Attributes:
@@ -171,14 +171,14 @@ class Beginning(NamedTuple):
         return [*ids[:count]] == self.ids and _known(tokenizer, ids[count:][: self.most]).startswith(self.rest)
 
 
-def beginning(tokenizer: Any) -> Beginning:
+def beginning(tokenizer: Any) -> _Beginning:
     """Return what comes before a document. Raises PromptError as `frame`."""
     mark = placeholder()
     text = _cut(tokenizer, [mark], mark, "")[0] if has_template(tokenizer) else ""
     ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
     whole = {*tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
     count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
-    return Beginning(text, ids[:count], _known(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
+    return _Beginning(text, ids[:count], _known(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
 
 
 def document_ids(tokenizer: Any, text: str) -> list[int]:
@@ -209,17 +209,7 @@ def _known(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _cut(tokenizer: Any, contents: Sequence[str], mark: str, prefix: str) -> tuple[str, list[int]]:
-    """Render messages. Return the text before the first mark, and the token ids after it.
-
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        contents: as in `render`. Behind the first mark, each one is a border of parts that are encoded one by one.
-        mark: a placeholder.
-        prefix: the beginning of the answer.
-
-    Raises:
-        PromptError: the template leaves out a message, or repeats one.
-    """
+    """Render messages. Return the text before the first mark, and the token ids after it."""
     before, *parts = render(tokenizer, contents).split(mark)
     if len(parts) != "".join(contents).count(mark):
         raise PromptError("the chat template leaves out or repeats a message, so no question can follow a document")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def mended(text: str) -> str:
@@ -39,15 +39,15 @@ def read_text(path: Path) -> str:
         UnicodeError: it is not such text.
     """
     data = path.read_bytes()
-    with io.TextIOWrapper(io.BytesIO(data), encoding="utf-16" if data.startswith(UTF16) else "utf-8-sig") as lines:
+    with io.TextIOWrapper(io.BytesIO(data), encoding="utf-16" if data.startswith(_UTF16) else "utf-8-sig") as lines:
         return lines.read()
 
 
 # Roles of messages, which templates put into marks.
 ROLES = ("system", "user", "assistant", "tool", "observation", "developer", "model", "human", "bot", "ipython")
 # A text that goes before another one. The first one whose tokens do not merge with those of the text is used.
-BEHIND = ("\n", ".", "x", "\N{SECTION SIGN}")
-BYTE = "<0x[0-9A-F]{2}>"  # the name of a token that is one byte. Bytes that follow each other are decoded together
+_BEHIND = ("\n", ".", "x", "\N{SECTION SIGN}")
+_BYTE = "<0x[0-9A-F]{2}>"  # the name of a token that is one byte. Bytes that follow each other are decoded together
 
 
 def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
@@ -152,10 +152,10 @@ def _behind(tokenizer: Any) -> tuple[_Before, ...]:
     if all(_text(tokenizer, ids * 2) == word * 2 for word, ids in words):
         return ()
     found = []
-    for text in BEHIND:
+    for text in _BEHIND:
         ids = encode(tokenizer, text, begins=True)
         names = tokenizer.convert_ids_to_tokens(ids)
-        decodes = _text(tokenizer, ids) == text and not any(re.fullmatch(BYTE, name) for name in names)
+        decodes = _text(tokenizer, ids) == text and not any(re.fullmatch(_BYTE, name) for name in names)
         found.append(_Before(text, ids, decodes))
     return tuple(found)
 

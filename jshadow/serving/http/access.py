@@ -87,7 +87,7 @@ class _Parser(h11.Connection):
 # One call parses a whole text, and no other thread runs meanwhile. It takes less than a tenth of a second for so many.
 MOST_VALUES = 2**20  # commas, strings, lists and objects of a body
 MOST_NESTED = 2**16  # lists and objects of a body
-PARSED_HERE = 2**16  # bytes of a body that is parsed in a millisecond
+_PARSED_HERE = 2**16  # bytes of a body that is parsed in a millisecond
 
 
 class JsonRoute(APIRoute):
@@ -120,7 +120,7 @@ class _JsonRequest(Request):
 
 async def _apart[Result](request: Request, function: Callable[[bytes], Result], data: bytes) -> Result:
     """Return the result of a function of a body. A large body is for another thread, one at a time."""
-    if len(data) <= PARSED_HERE:
+    if len(data) <= _PARSED_HERE:
         return function(data)
     return await anyio.to_thread.run_sync(function, data, limiter=request.app.state.service.parsing)
 
@@ -155,17 +155,17 @@ def _end_of_string(data: bytes, place: int) -> int:
     return len(data)
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-CLIENT = "jshadow.client"  # who asks, in the scope of a request
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+Send = Callable[[_Message], Awaitable[None]]
+_CLIENT = "jshadow.client"  # who asks, in the scope of a request
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
-PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
-PAGE = "/page/"  # the parts of the page, which need no key either
-UPLOADS = "/v1/files"
-SPARE = 2**16  # bytes of an upload's body beside the file
+_PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
+_PAGE = "/page/"  # the parts of the page, which need no key either
+_UPLOADS = "/v1/files"
+_SPARE = 2**16  # bytes of an upload's body beside the file
 SMALL = 2**16  # bytes of a body that is never refused because of other bodies
-CLIENT_SHARE = 0.5  # of the bytes of all bodies, for one client
+_CLIENT_SHARE = 0.5  # of the bytes of all bodies, for one client
 STILL_SECONDS, MOVED = 30.0, 2**16  # within this time a body must have so many bytes more, or be complete
 
 
@@ -179,17 +179,17 @@ class Access:
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
         self.app, self.service, self.options = app, service, service.options
-        self.keys = [digest(key.encode()) for key in self.options.api_keys]
+        self.keys = [_digest(key.encode()) for key in self.options.api_keys]
         self.held: Counter[str] = Counter()  # bytes of the bodies of all open requests, by client
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        scope[CLIENT] = self._client(scope)
-        body, status = Body(self, scope, receive), 0
+        scope[_CLIENT] = self._client(scope)
+        body, status = _Body(self, scope, receive), 0
 
-        async def noted(message: Message) -> None:
+        async def noted(message: _Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -197,7 +197,7 @@ class Access:
             await send(message)
 
         problem = self._problem(scope)
-        counts = problem is None and not is_open(scope)
+        counts = problem is None and not _is_open(scope)
         self.service.open += counts
         try:
             if problem is None:
@@ -205,7 +205,7 @@ class Access:
                 await self.app(scope, body.receive, noted)
             else:
                 await response_of(problem)(scope, receive, noted)
-        except Refused as refused:
+        except _Refused as refused:
             if not status:
                 await response_of(refused.error)(scope, receive, noted)
         except Exception:
@@ -217,17 +217,17 @@ class Access:
             if status >= 400:
                 self.service.metrics.count_error(status)
 
-    def _client(self, scope: Message) -> str:
+    def _client(self, scope: _Message) -> str:
         """Return who asks: the digest of the key if keys are asked for, else the address."""
         if self.keys:
             return given_key(scope)[1].hex()
         return str((scope.get("client") or ("",))[0])
 
-    def _problem(self, scope: Message) -> ApiError | None:
+    def _problem(self, scope: _Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
         if not self.keys and (foreign := self._foreign(scope)) is not None:
             return foreign
-        if is_open(scope):
+        if _is_open(scope):
             return None
         if self.keys and not self._knows(*given_key(scope)):
             message = "the header Authorization must be 'Bearer KEY' with a valid key"
@@ -236,19 +236,19 @@ class Access:
             return ApiError(503, "the server is about to end, and takes no new requests", code="unavailable")
         return None
 
-    def _foreign(self, scope: Message) -> ApiError | None:
+    def _foreign(self, scope: _Message) -> ApiError | None:
         """Return why a request is not from this machine's programs nor from the page of this server, or None."""
-        if scope["path"] in PROBES:
+        if scope["path"] in _PROBES:
             return None
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, allowed = headers.get(b"host", ""), map(host_name, self.options.allowed_hosts)
-        name = host_name(host)
+        host, allowed = headers.get(b"host", ""), map(_host_name, self.options.allowed_hosts)
+        name = _host_name(host)
         if not is_loopback(name) and not {name, ANY_HOST} & set(allowed):
             message = f"the header Host must name this machine or an --allowed-host, got {host!r:.80}"
             return ApiError(403, message, code="host_not_allowed")
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
         opened = scope["path"] == "/" and headers.get(b"sec-fetch-mode") == "navigate"  # a link to the page
-        if (site not in ("same-origin", "none") and not opened) or (origin and place_of(origin) != host.lower()):
+        if (site not in ("same-origin", "none") and not opened) or (origin and _place_of(origin) != host.lower()):
             sent = origin or f"a page of another site ({site})"
             return ApiError(
                 403, f"a browser must ask from the page of this server, got {sent!r:.80}", code="cross_site"
@@ -261,18 +261,18 @@ class Access:
         return kind == b"bearer" and any(found)
 
 
-class Body:
+class _Body:
     """The body of a request while it arrives.
 
     Attributes:
         size: its bytes so far.
     """
 
-    def __init__(self, access: Access, scope: Message, receive: Receive) -> None:
+    def __init__(self, access: Access, scope: _Message, receive: _Receive) -> None:
         self.access, self.size, self._receive, self._more = access, 0, receive, True
-        self._client, options = scope[CLIENT], access.options
-        upload = scope["path"] == UPLOADS and scope["method"] == "POST"
-        self._limit = options.upload_bytes + SPARE if upload else options.body_bytes
+        self._client, options = scope[_CLIENT], access.options
+        upload = scope["path"] == _UPLOADS and scope["method"] == "POST"
+        self._limit = options.upload_bytes + _SPARE if upload else options.body_bytes
         self._length = dict(scope["headers"]).get(b"content-length", b"0")
         now = asyncio.get_running_loop().time()
         self._end, self._still, self._moved = now + options.seconds, now + STILL_SECONDS, 0
@@ -289,7 +289,7 @@ class Body:
         if not held[self._client]:
             del held[self._client]
 
-    async def receive(self) -> Message:
+    async def receive(self) -> _Message:
         """Return the next message of the request. Raises Refused if a limit is exceeded."""
         if not self._more:
             return await self._receive()  # only the end of the connection follows
@@ -297,7 +297,7 @@ class Body:
             async with asyncio.timeout_at(min(self._end, self._still)):
                 message = await self._receive()
         except TimeoutError:
-            raise Refused(ApiError(408, self._late(), code="timeout")) from None
+            raise _Refused(ApiError(408, self._late(), code="timeout")) from None
         new = len(message.get("body", b""))
         self._more = message.get("more_body", False)
         self.size += new
@@ -318,18 +318,18 @@ class Body:
     def _check(self, size: int) -> None:
         if size > self._limit:
             text = f"the body must have at most {self._limit} bytes, got {size}"
-            raise Refused(ApiError(413, text, code="body_too_large"))
+            raise _Refused(ApiError(413, text, code="body_too_large"))
 
     def _check_held(self) -> None:
         """Raise Refused if this body, which is not alone and not small, makes the open bodies too large."""
         most, own, held = self.access.options.held_bytes, self.access.held[self._client], self.access.held.total()
-        for name, size, limit in (("one client", own, int(most * CLIENT_SHARE)), ("all clients", held, most)):
+        for name, size, limit in (("one client", own, int(most * _CLIENT_SHARE)), ("all clients", held, most)):
             if size > limit and size > self.size > SMALL:
                 text = f"the bodies of all open requests of {name} must have at most {limit} bytes, got {size}"
-                raise Refused(ApiError(429, text, code="bodies_full"))
+                raise _Refused(ApiError(429, text, code="bodies_full"))
 
 
-class Refused(BaseException):
+class _Refused(BaseException):
     """A body exceeds a limit. It is no Exception, so that no handler of the app takes it."""
 
     def __init__(self, error: ApiError) -> None:
@@ -339,10 +339,10 @@ class Refused(BaseException):
 
 def client_of(request: Request) -> str:
     """Return who asks, for fair turns: the digest of the key if keys are asked for, else the address."""
-    return str(request.scope[CLIENT])
+    return str(request.scope[_CLIENT])
 
 
-def place_of(origin: str) -> str:
+def _place_of(origin: str) -> str:
     """Return the host and the port of an Origin in small letters, or "" if it is no address."""
     try:
         return urlsplit(origin).netloc.lower()
@@ -350,23 +350,23 @@ def place_of(origin: str) -> str:
         return ""
 
 
-def host_name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name or address in a header Host, in lower case and without the port and brackets."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return name.strip("[]").lower()
 
 
-def is_open(scope: Message) -> bool:
+def _is_open(scope: _Message) -> bool:
     """Return whether a request needs no key, and is answered while the server ends."""
-    return scope["path"] in OPEN or scope["path"].startswith(PAGE)
+    return scope["path"] in OPEN or scope["path"].startswith(_PAGE)
 
 
-def given_key(scope: Message) -> tuple[bytes, bytes]:
+def given_key(scope: _Message) -> tuple[bytes, bytes]:
     """Return the kind in the header Authorization, in lower case, and the digest of the key in it."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    return kind.lower(), digest(key.strip())
+    return kind.lower(), _digest(key.strip())
 
 
-def digest(key: bytes) -> bytes:
+def _digest(key: bytes) -> bytes:
     """Return the SHA-256 of a key, so that all compared values have one length."""
     return hashlib.sha256(key).digest()

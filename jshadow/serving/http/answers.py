@@ -24,21 +24,21 @@ from jshadow.serving.http.service import Service, pieces
 from jshadow.serving.requests import Allowed
 from jshadow.weights.tokenizer import decode
 
-MOST_READY = 64  # pieces that wait for the reader of all choices
+_MOST_READY = 64  # pieces that wait for the reader of all choices
 
 
-class Ended(NamedTuple):
+class _Ended(NamedTuple):
     """The end of a choice."""
 
     report: AnswerReport
 
 
-async def followed(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | Ended]]:
+async def _followed(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | _Ended]]:
     """Yield (index, piece) of all choices as they arrive, and (index, Ended) at the end of each.
 
     An error of a choice ends the iteration. The pieces of a slow reader wait in the answers.
     """
-    queue: asyncio.Queue[tuple[int, Piece | Ended | Exception]] = asyncio.Queue(MOST_READY)
+    queue: asyncio.Queue[tuple[int, Piece | _Ended | Exception]] = asyncio.Queue(_MOST_READY)
 
     async def follow(index: int, answer: Answer) -> None:
         try:
@@ -47,7 +47,7 @@ async def followed(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece 
         except Exception as error:
             await queue.put((index, error))
         else:
-            await queue.put((index, Ended(answer.result(0).report)))
+            await queue.put((index, _Ended(answer.result(0).report)))
 
     tasks = [asyncio.create_task(follow(index, answer)) for index, answer in enumerate(answers)]
     try:
@@ -56,19 +56,19 @@ async def followed(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece 
             index, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            left -= isinstance(item, Ended)
+            left -= isinstance(item, _Ended)
             yield index, item
     finally:
         for task in tasks:
             task.cancel()
 
 
-def reports_of(answers: Sequence[Answer]) -> list[AnswerReport]:
+def _reports_of(answers: Sequence[Answer]) -> list[AnswerReport]:
     """Return the figures of complete answers."""
     return [answer.result(0).report for answer in answers]
 
 
-def usage_of(reports: Sequence[AnswerReport]) -> dict[str, Any]:
+def _usage_of(reports: Sequence[AnswerReport]) -> dict[str, Any]:
     """Return OpenAI's `usage` of the choices of one prompt. The tokens of the prompt count once."""
     first, new = reports[0], sum(report.generated_tokens for report in reports)
     return {
@@ -79,7 +79,7 @@ def usage_of(reports: Sequence[AnswerReport]) -> dict[str, Any]:
     }
 
 
-def total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the sum of the `usage` of several prompts."""
     if len(usages) == 1:
         return usages[0]
@@ -103,22 +103,22 @@ def _entry(tokenizer: Any, piece: Piece) -> dict[str, Any]:
 
 def _named(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
     text = decode(tokenizer, [token], special=True)
-    return {"token": text, "logprob": value, "bytes": list(bytes_of(tokenizer, token, text))}
+    return {"token": text, "logprob": value, "bytes": list(_bytes_of(tokenizer, token, text))}
 
 
-def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
+def _bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
     """Return the bytes of a token whose text is `text`. A part of a character has bytes, but no text."""
     if UNFINISHED not in text:
         return text.encode()
     name = tokenizer.convert_ids_to_tokens(token)
     if code := re.fullmatch("<0x([0-9A-F]{2})>", name):
         return bytes([int(code[1], 16)])
-    table = byte_symbols()
+    table = _byte_symbols()
     return bytes(table[symbol] for symbol in name) if all(symbol in table for symbol in name) else text.encode()
 
 
 @functools.cache
-def byte_symbols() -> dict[str, int]:
+def _byte_symbols() -> dict[str, int]:
     """Return the byte that each symbol of a byte-level vocabulary stands for.
 
     Printable bytes of Latin-1 stand for themselves. The others follow, in order, from U+0100 on.
@@ -174,7 +174,7 @@ def completion_logprobs(pieces: list[Piece], texts: TokenTexts) -> dict[str, Any
     }
 
 
-def splitter_of(service: Service, body: ChatRequest, calls: Format | None, thoughts: Thoughts) -> Splitter:
+def _splitter_of(service: Service, body: ChatRequest, calls: Format | None, thoughts: Thoughts) -> Splitter:
     """Return what splits an answer to a chat."""
     wanted = None
     if body.tools and body.tool_choice != "none":
@@ -196,7 +196,7 @@ def with_stops(
         return list(requests)
 
     def ending(allowed: Allowed | None) -> Ending:
-        splitter = splitter_of(service, body, calls, thoughts)
+        splitter = _splitter_of(service, body, calls, thoughts)
         return Ending(splitter, config.vocab_size, sorted(config.eos_ids), allowed)
 
     return [
@@ -213,17 +213,17 @@ class Chat:
         """Take the answers of all choices. `calls` tells how they write calls, and `thoughts` where they may reason."""
         self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
-        self.splitters = [splitter_of(service, body, calls, thoughts) for _ in answers]
+        self.splitters = [_splitter_of(service, body, calls, thoughts) for _ in answers]
         self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all choices, and return the response."""
         pieces: list[list[Piece]] = [[] for _ in self.answers]
-        async for index, item in followed(self.answers):
+        async for index, item in _followed(self.answers):
             if isinstance(item, Piece):
                 pieces[index].append(item)
         choices = [await self.service.slowly(self._choice, index, held) for index, held in enumerate(pieces)]
-        usage = usage_of(reports_of(self.answers))
+        usage = _usage_of(_reports_of(self.answers))
         return self.head | {"object": "chat.completion", "choices": choices, "usage": usage}
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
@@ -260,12 +260,12 @@ class Chat:
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
         begun: set[int] = set()
-        async for index, item in followed(self.answers):
+        async for index, item in _followed(self.answers):
             if index not in begun:  # not before the first token, whose time clients measure
                 begun.add(index)
                 yield self._chunk(index, {"role": "assistant", "content": ""}, usage=with_usage)
             splitter = self.splitters[index]
-            if isinstance(item, Ended):
+            if isinstance(item, _Ended):
                 for delta in self._deltas(index, splitter.finish(item.report.finish)):
                     yield self._chunk(index, delta, usage=with_usage)
                 yield self._chunk(index, {}, finish=self._finish(index), usage=with_usage)
@@ -277,7 +277,7 @@ class Chat:
                 yield self._chunk(index, delta, logprobs=logprobs, usage=with_usage)
                 logprobs = None
         if with_usage:
-            usage = usage_of(reports_of(self.answers))
+            usage = _usage_of(_reports_of(self.answers))
             yield self.head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
 
     def _deltas(self, index: int, parts: list[Delta]) -> list[dict[str, Any]]:
@@ -317,9 +317,9 @@ class Completion:
         }
 
     def _usage(self) -> dict[str, Any]:
-        reports, count = reports_of(self.answers), self.body.n or 1
+        reports, count = _reports_of(self.answers), self.body.n or 1
         groups = [reports[first : first + count] for first in range(0, len(reports), count)]
-        return total_usage([usage_of(group) for group in groups])
+        return _total_usage([_usage_of(group) for group in groups])
 
     def _choice(self, index: int, text: str, pieces: list[Piece], finish: str | None) -> dict[str, Any]:
         asked = self.body.logprobs is not None and pieces
@@ -329,10 +329,10 @@ class Completion:
     async def whole(self) -> dict[str, Any]:
         """Wait for all choices, and return the response."""
         pieces: list[list[Piece]] = [[] for _ in self.answers]
-        async for index, item in followed(self.answers):
+        async for index, item in _followed(self.answers):
             if isinstance(item, Piece):
                 pieces[index].append(item)
-        ends = zip(pieces, reports_of(self.answers), strict=True)
+        ends = zip(pieces, _reports_of(self.answers), strict=True)
         choices = [
             await self.service.slowly(self._choice, index, "".join(one.text for one in held), held, report.finish)
             for index, (held, report) in enumerate(ends)
@@ -344,8 +344,8 @@ class Completion:
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
         more: dict[str, Any] = {"usage": None} if with_usage else {}
-        async for index, item in followed(self.answers):
-            if isinstance(item, Ended):
+        async for index, item in _followed(self.answers):
+            if isinstance(item, _Ended):
                 choice = self._choice(index, "", [], item.report.finish)
             elif item.text or self.body.logprobs is not None:
                 choice = self._choice(index, item.text, [item], None)
@@ -356,8 +356,8 @@ class Completion:
             yield self.head | {"choices": [], "usage": self._usage()}
 
 
-LOG = logging.getLogger(__name__)
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_LOG = logging.getLogger(__name__)
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(value: dict[str, Any]) -> str:
@@ -390,10 +390,10 @@ def stream_response(
         except Exception as error:
             told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
-                LOG.exception("a stream has failed")
+                _LOG.exception("a stream has failed")
             failed(told.status)
             yield event(body_of(told))
         finally:
             ended()
 
-    return StreamingResponse(body(), media_type="text/event-stream", headers=HEADERS)
+    return StreamingResponse(body(), media_type="text/event-stream", headers=_HEADERS)

@@ -9,12 +9,12 @@ from jshadow.serving.http.errors import add_handlers
 from jshadow.serving.http.routes import answers_router, files_router, page_router, status_router, tokens_router
 from jshadow.serving.http.service import Service
 
-ABOUT = "OpenAI's routes over one long-context model and a library of documents that were read once."
+_ABOUT = "OpenAI's routes over one long-context model and a library of documents that were read once."
 
 
 def make_app(service: Service) -> FastAPI:
     """Return the app. Its routes are those of `jshadow serve`."""
-    app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="jshadow serve", description=_ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     add_handlers(app)
     for router in (answers_router, files_router, tokens_router, status_router, page_router):

@@ -9,8 +9,8 @@ from jshadow.serving.http.marks import HERMES, Format, format_mark, format_of, m
 from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
-WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
+_WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
 def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
@@ -29,10 +29,10 @@ def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
     """
     calls = format_of(template)
     tools = (body.tools or []) if isinstance(body, ChatRequest) and body.tool_choice != "none" else []
-    forced = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
-    form = None if body.response_format is None else answer_rule(body.response_format)
+    forced = _forced_tools(body, tools) if isinstance(body, ChatRequest) else []
+    form = None if body.response_format is None else _answer_rule(body.response_format)
     if forced:
-        return checked(["call"], call_rules(forced, tokenizer, calls or HERMES), "tools")
+        return _checked(["call"], _call_rules(forced, tokenizer, calls or HERMES), "tools")
     if form is None:
         if tools and calls is None:
             mark = format_mark(template)
@@ -45,10 +45,10 @@ def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
                 param="tools",
             )
         return None
-    grammar = checked(["answer"], [form], "response_format")
+    grammar = _checked(["answer"], [form], "response_format")
     if not tools:
         return grammar
-    return checked(["answer", "call"], [form, *call_rules(tools, tokenizer, calls or HERMES)], "tools")
+    return _checked(["answer", "call"], [form, *_call_rules(tools, tokenizer, calls or HERMES)], "tools")
 
 
 def has_form(body: Drawing) -> bool:
@@ -57,35 +57,31 @@ def has_form(body: Drawing) -> bool:
     return formed or (isinstance(body, ChatRequest) and body.tool_choice not in (None, "none", "auto"))
 
 
-def answer_rule(form: ResponseFormat) -> str | None:
+def _answer_rule(form: ResponseFormat) -> str | None:
     """Return the rule of a form, or None for free text. Raises ApiError if its field is missing."""
     if form.type == "text":
         return None
     if form.type == "regex":
         if form.regex is None:
             raise ApiError(400, "response_format.regex must be given for the type regex", param="response_format.regex")
-        return f"answer: {regex_rule(form.regex)}"
+        return f"answer: {_regex_rule(form.regex)}"
     if form.type == "json_object":
-        return f"answer: {json_rule({'type': 'object'})}"
+        return f"answer: {_json_rule({'type': 'object'})}"
     if form.json_schema is None:
         name = "response_format.json_schema"
         raise ApiError(400, f"{name} must be given for the type json_schema", param=name)
-    return f"answer: {json_rule(form.json_schema.schema_)}"
+    return f"answer: {_json_rule(form.json_schema.schema_)}"
 
 
-def json_rule(schema: dict[str, Any] | bool) -> str:
-    """Return what a rule has for a JSON schema. References in the schema begin at its own root.
-
-    Raises:
-        ApiError: it is nested too deeply to be written.
-    """
+def _json_rule(schema: dict[str, Any] | bool) -> str:
+    """Return what a rule has for a JSON schema. References in the schema begin at its own root."""
     try:
-        return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': WHITESPACE})}"
+        return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': _WHITESPACE})}"
     except RecursionError as error:
         raise ApiError(400, "a JSON schema must not be nested so deeply", code="invalid_schema") from error
 
 
-def regex_rule(expression: str) -> str:
+def _regex_rule(expression: str) -> str:
     """Return what a rule has for a regular expression. llguidance escapes it."""
     from llguidance import LLMatcher
 
@@ -93,7 +89,7 @@ def regex_rule(expression: str) -> str:
     return str(grammar).partition("start: ")[2]
 
 
-def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
+def _forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
     """Return the tools of which one must be called. Empty: none must. Raises ApiError for an unknown tool."""
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
@@ -109,19 +105,19 @@ def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
     return found
 
 
-def call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
+def _call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
     """Return the rules of the call of one of the tools."""
     names = " | ".join(f"call{index}" for index in range(len(tools)))
-    rules = [f"call: {text_rule(tokenizer, calls.begin)} ({names}) {text_rule(tokenizer, calls.end)}"]
+    rules = [f"call: {_text_rule(tokenizer, calls.begin)} ({names}) {_text_rule(tokenizer, calls.end)}"]
     for index, tool in enumerate(tools):
         name = json.dumps(tool.function.name)  # it is text, also where it is that of a token
-        begin = " ".join(name if part == "NAME" else text_rule(tokenizer, part) for part in calls.opening_parts)
-        end = text_rule(tokenizer, calls.closing)
-        rules.append(f"call{index}: {begin} {json_rule(closed(tool.function.parameters))} {end}")
+        begin = " ".join(name if part == "NAME" else _text_rule(tokenizer, part) for part in calls.opening_parts)
+        end = _text_rule(tokenizer, calls.closing)
+        rules.append(f"call{index}: {begin} {_json_rule(closed(tool.function.parameters))} {end}")
     return rules
 
 
-def text_rule(tokenizer: Any, text: str) -> str:
+def _text_rule(tokenizer: Any, text: str) -> str:
     """Return what a rule has for a text. A mark that is one token is that token."""
     token = mark_id(tokenizer, text)
     return json.dumps(text) if token is None else f"<[{token}]>"
@@ -132,7 +128,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
     A small model may write properties without end. A schema that says how it is, or combines others, stays.
     """
-    if any(key in schema for key in OPEN_KEYS):
+    if any(key in schema for key in _OPEN_KEYS):
         return schema
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list):
@@ -140,7 +136,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object"} | schema | {"properties": properties, "additionalProperties": False}
 
 
-def checked(names: list[str], rules: list[str], field: str) -> str:
+def _checked(names: list[str], rules: list[str], field: str) -> str:
     """Return a grammar that begins with one of the rules `names`. Raises ApiError if llguidance refuses it."""
     grammar = "\n".join([f"start: {' | '.join(names)}", *rules, ""])
     if found := problem(grammar):

@@ -24,7 +24,7 @@ class Grammars:
         self.params, self.lock = params, threading.Lock()
         self.tokens: Any = None
 
-    def matcher(self, grammar: str) -> "Matcher":
+    def matcher(self, grammar: str) -> "_Matcher":
         """Return a matcher at the beginning of an answer. `problem` has found nothing in the grammar.
 
         Raises:
@@ -35,8 +35,8 @@ class Grammars:
             raise ConfigError("response_format needs a model with an end token, and its config has none")
         with self.lock:
             if self.tokens is None:
-                self.tokens = tokens_of(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
-        return Matcher(self.tokens, grammar, config.vocab_size)
+                self.tokens = _tokens_of(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
+        return _Matcher(self.tokens, grammar, config.vocab_size)
 
 
 class _Checker:
@@ -61,7 +61,7 @@ class _Checker:
                 line = ""
             if not line:  # a limit has ended it
                 self.process.communicate()
-        return str(json.loads(line)) if line else TOO_LARGE
+        return str(json.loads(line)) if line else _TOO_LARGE
 
     @staticmethod
     def _started() -> "subprocess.Popen[str]":
@@ -70,11 +70,11 @@ class _Checker:
         return subprocess.Popen(command, stdin=inner, stdout=inner, stderr=quiet, text=True, start_new_session=True)
 
 
-TOO_LARGE = "schema: it takes too much time or memory to follow, or its references are nested too deeply"
+_TOO_LARGE = "schema: it takes too much time or memory to follow, or its references are nested too deeply"
 problem = _Checker()  # maps a grammar to why it is refused, or ""
 
 
-def tokens_of(tokenizer: Any, size: int, ends: list[int]) -> Any:
+def _tokens_of(tokenizer: Any, size: int, ends: list[int]) -> Any:
     """Return the tokens of a model for llguidance: those of the tokenizer, or `size` if the model has more.
 
     The text of a special token in a grammar is plain text. So llguidance gets a tokenizer whose special tokens have
@@ -102,7 +102,7 @@ def tokens_of(tokenizer: Any, size: int, ends: list[int]) -> Any:
     return LLTokenizer(json.dumps(data), n_vocab=size, eos_token=ends)
 
 
-class Matcher:
+class _Matcher:
     """The place of one answer in its grammar. It is the function `Request.allowed` of that answer."""
 
     def __init__(self, tokens: Any, grammar: str, size: int) -> None:
@@ -113,7 +113,7 @@ class Matcher:
         self.words, self.taken = np.zeros(-(-tokens.vocab_size // WORD), np.uint32), 0
         self._check()
 
-    def copy(self) -> "Matcher":
+    def copy(self) -> "_Matcher":
         """Return another matcher at the same place. It takes a fraction of the time of the first one."""
         other = copy.copy(self)
         other.matcher, other.words = self.matcher.deep_copy(), self.words.copy()

@@ -10,9 +10,9 @@ import resource
 import sys
 import threading
 
-SECONDS = 2  # CPU seconds for one grammar; the system counts whole ones, so at least one
-MEMORY = 2**31
-STACK = 2**22  # half of what a thread of the server has
+_SECONDS = 2  # CPU seconds for one grammar; the system counts whole ones, so at least one
+_MEMORY = 2**31
+_STACK = 2**22  # half of what a thread of the server has
 
 
 def problem(grammar: str) -> str:
@@ -20,7 +20,7 @@ def problem(grammar: str) -> str:
     from llguidance import LLMatcher
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + SECONDS, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + _SECONDS, resource.RLIM_INFINITY))
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(str(LLMatcher.validate_grammar(grammar))))
     thread.start()
@@ -31,8 +31,8 @@ def problem(grammar: str) -> str:
 def main() -> None:
     """Answer each line."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    threading.stack_size(STACK)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    threading.stack_size(_STACK)
     for line in sys.stdin:
         print(json.dumps(problem(json.loads(line))), flush=True)
 

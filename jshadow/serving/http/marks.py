@@ -20,8 +20,8 @@ from jshadow.engine.text import TextStream, overlap
 from jshadow.serving.requests import Allowed
 from jshadow.weights.tokenizer import mended, special_tokens
 
-Call = tuple[str, str]  # the name of a function, and the JSON of its arguments, which is an object
-SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_Call = tuple[str, str]  # the name of a function, and the JSON of its arguments, which is an object
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Format:
 
 
 OBJECT, LIST = '{"name": "NAME", "arguments": ', '[{"name": "NAME", "arguments": '
-PARAMETERS = '{"name": "NAME", "parameters": '
+_PARAMETERS = '{"name": "NAME", "parameters": '
 HERMES = Format("<tool_call>", "</tool_call>", f"\n{OBJECT}", "}\n")
 # The first text that a template has tells its format. None: calls in this format are not read here. They are the keys
 # of GLM-4.5, the tags of Qwen3-Coder, and calls as Python writes them.
@@ -73,8 +73,8 @@ FORMATS: tuple[tuple[str, Format | None], ...] = (
     ("<|tool|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]")),
     ("<|tool_call|>", Format("<|tool_call|>", "<|/tool_call|>", LIST, "}]")),
     ("<|observation|>", Format("", "", "NAME\n", "")),
-    ("<|python_tag|>", Format("", "", PARAMETERS, "}")),
-    ('"parameters": dict', Format("", "", PARAMETERS, "}")),
+    ("<|python_tag|>", Format("", "", _PARAMETERS, "}")),
+    ('"parameters": dict', Format("", "", _PARAMETERS, "}")),
 )
 # The name of a call whose arguments alone are JSON.
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\]|\s*\n)\s*(?=\{)")
@@ -92,13 +92,13 @@ def format_mark(template: str) -> str | None:
     return next((text for text, _ in FORMATS if text in template), None)
 
 
-def calls_of(text: str, names: tuple[str, ...]) -> tuple[list[Call], str]:
+def calls_of(text: str, names: tuple[str, ...]) -> tuple[list[_Call], str]:
     """Return the calls that a text begins with, and the text behind them.
 
     A call is an object with `name`, and `arguments` or `parameters`; or a name and an object behind it. There may be
     several, and lists of them. `names` are those of the functions. All else is text, so nothing of it is lost.
     """
-    calls: list[Call] = []
+    calls: list[_Call] = []
     begin, end = 0, _BETWEEN.match(text, 0).end()  # type: ignore[union-attr]
     while end < len(text):
         named = _NAMED.match(text, end)
@@ -113,7 +113,7 @@ def calls_of(text: str, names: tuple[str, ...]) -> tuple[list[Call], str]:
     return calls, text[begin:]
 
 
-def _call_of(value: Any, names: tuple[str, ...]) -> Call:
+def _call_of(value: Any, names: tuple[str, ...]) -> _Call:
     """Return the call that a value of JSON is. Raises ValueError if it is none."""
     if not isinstance(value, dict) or value.get("name") not in names or not _KEYS.issuperset(value):
         raise ValueError
@@ -144,7 +144,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def tool_call(call: Call, index: int | None = None) -> dict[str, Any]:
+def tool_call(call: _Call, index: int | None = None) -> dict[str, Any]:
     """Return a call in OpenAI's form, with an id at random. `index` is its number, in a stream."""
     name, arguments = call
     place = {} if index is None else {"index": index}
@@ -154,7 +154,7 @@ def tool_call(call: Call, index: int | None = None) -> dict[str, Any]:
 
 def short_id(name: str) -> str:
     """Return an id of nine letters and digits for any id: the same one for the same one."""
-    return name if SHORT_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
+    return name if _SHORT_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 THINK, THINK_END = "<think>", "</think>"
@@ -167,7 +167,7 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
-    call: Call | None = None
+    call: _Call | None = None
 
 
 def mark_id(tokenizer: Any, mark: str) -> int | None:
@@ -374,7 +374,7 @@ class Splitter:
         self._inside, self._loose = "", False
         return self._some(calls) + (self._content(rest, final=True) if rest else [])
 
-    def _some(self, calls: Sequence[Call]) -> list[Delta]:
+    def _some(self, calls: Sequence[_Call]) -> list[Delta]:
         """Return the calls up to the largest number."""
         assert self.wanted is not None
         left = calls[: int(min(self.wanted.most - self.calls, len(calls)))]

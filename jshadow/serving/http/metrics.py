@@ -19,10 +19,10 @@ from jshadow.serving import AnswerReport
 if TYPE_CHECKING:
     from jshadow.serving.http.service import Service
 
-ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
+_ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
 FRESH_SECONDS = 0.5  # for which the text serves all who ask, because /metrics needs no key
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
+_STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
 
 
 class Metrics:
@@ -49,7 +49,7 @@ class Metrics:
         self.hits = counter("vllm:prefix_cache_hits", "Tokens of prompts that the library held")
         self.first = histogram("time_to_first_token_seconds", "Time from the request to the first token")
         self.between = histogram(
-            "inter_token_latency_seconds", "Mean time between the tokens of a request", STEP_SECONDS
+            "inter_token_latency_seconds", "Mean time between the tokens of a request", _STEP_SECONDS
         )
         self.whole = histogram("e2e_request_latency_seconds", "Time from the request to the end of its answer")
         self.queue = histogram("request_queue_time_seconds", "Time in the queue")
@@ -118,7 +118,7 @@ def fetched_a_token(service: "Service", policy: Policy, fetch: str) -> int:
     """Return the bytes that a step of one row moves from the host, at most."""
     params = service.params
     workload = Workload(service.most_tokens - 1, 1, dtype=str(params.dtype), fetch=fetch, repeat_share=0.0)
-    planner = Planner(params.config, params.config, ANY_GPU, workload)
+    planner = Planner(params.config, params.config, _ANY_GPU, workload)
     return int(planner.step(policy, 1, passes=False).pcie_bytes)
 
 

@@ -9,7 +9,7 @@ from jshadow.errors import CheckpointError, ConfigError
 from jshadow.serving.requests import check_integer
 from jshadow.weights.tokenizer import read_text
 
-HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
 ANY_HOST = "*"
 
 
@@ -43,7 +43,7 @@ class ServerOptions:
         for name in ("body_bytes", "upload_bytes", "held_bytes"):
             check_integer(name, getattr(self, name), least=1)
         for host in self.allowed_hosts:
-            if host != ANY_HOST and not HOST_NAME.fullmatch(host):
+            if host != ANY_HOST and not _HOST_NAME.fullmatch(host):
                 raise ConfigError(f"allowed_hosts must be names or addresses without a port, got {host!r:.80}")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")

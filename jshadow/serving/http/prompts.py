@@ -17,7 +17,7 @@ from jshadow.serving.http.schemas import FileContent, FilePart, FunctionCall, Me
 from jshadow.weights.templates import beginning, document_text, rendered, template_of
 from jshadow.weights.tokenizer import encode_parts, mended, placeholder, split_specials
 
-FileIds = Callable[[FilePart], Sequence[int]]
+_FileIds = Callable[[FilePart], Sequence[int]]
 _OWN_TOOLS = re.compile(r"\w(\.tools\b|\[['\"]tools['\"]\])")  # the tools are read from the system message
 _ONE_CALL = "single tool-call"  # the error of a template that refuses several calls in one message
 # A template that puts the arguments of an earlier call into its text as they are. Others take them as an object.
@@ -28,7 +28,7 @@ _OBJECT = re.compile(r"arguments['\"\]]*\s*(\||\.|is\b)")
 def chat_ids(
     tokenizer: Any,
     messages: Sequence[Message],
-    file_ids: FileIds,
+    file_ids: _FileIds,
     tools: list[dict] | None,
     check: Callable[[str], None],
     switches: TemplateSwitches | None = None,
@@ -113,7 +113,7 @@ class _Marked:
         return value
 
 
-def _plain(marked: _Marked, message: Message, place: int, file_ids: FileIds, template: str) -> dict[str, Any]:
+def _plain(marked: _Marked, message: Message, place: int, file_ids: _FileIds, template: str) -> dict[str, Any]:
     """Return a message as the template wants it, with placeholders."""
     field = f"messages.{place}.content"
     if message.content is None and message.role != "assistant":

@@ -42,7 +42,7 @@ from jshadow.serving.http.service import Service, file_id_of, most_new
 from jshadow.serving.http.uploads import Upload, decoded, not_kept, plain_name
 from jshadow.weights.templates import template_of
 
-TEXTS = {
+_TEXTS = {
     400: "A field is wrong",
     401: "The key is missing or wrong",
     404: "There is no such model or file",
@@ -55,21 +55,21 @@ TEXTS = {
     503: "The server starts, ends, or lacks memory or disk",
     504: "The time is over",
 }
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text} for status, text in TEXTS.items()
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text} for status, text in _TEXTS.items()
 }
-STREAM: dict[int | str, dict[str, Any]] = {
+_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or its events", "content": {"application/json": {}, "text/event-stream": {}}}
 }
-PLAIN: dict[int | str, dict[str, Any]] = {200: {"description": "A text", "content": {"text/plain": {}}}}
+_PLAIN: dict[int | str, dict[str, Any]] = {200: {"description": "A text", "content": {"text/plain": {}}}}
 
 
 answers_router = APIRouter(route_class=JsonRoute)
-MOST_ANSWERS = 128  # of one request
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
+_MOST_ANSWERS = 128  # of one request
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
 
 
-@answers_router.post("/v1/chat/completions", responses=ERRORS | STREAM)
+@answers_router.post("/v1/chat/completions", responses=_ERRORS | _STREAM)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a chat. A content part of type `file` puts a document into a message."""
     service: Service = request.app.state.service
@@ -77,11 +77,11 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "logprobs must be true with top_logprobs, got false", param="logprobs")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
-    ids = await unless_gone(request, chat_tokens(service, body, tools), service.options.seconds)
+    ids = await _unless_gone(request, _chat_tokens(service, body, tools), service.options.seconds)
     top = (body.top_logprobs or 0) if body.logprobs else None
     template = template_of(service.params.tokenizer, tools=bool(tools))
     calls = format_of(template)
-    grammar = await unless_gone(request, service.form(body, template), service.options.seconds)
+    grammar = await _unless_gone(request, service.form(body, template), service.options.seconds)
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
@@ -91,36 +91,36 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     thoughts = thoughts_of(template, prompt_end) if grammar is None else "none"
     answers = await service.submit(*with_stops(service, body, requests, calls, thoughts))
-    return await respond(request, body, answers, Chat(service, body, answers, calls, thoughts))
+    return await _respond(request, body, answers, Chat(service, body, answers, calls, thoughts))
 
 
-@answers_router.post("/v1/completions", responses=ERRORS | STREAM)
+@answers_router.post("/v1/completions", responses=_ERRORS | _STREAM)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or each of several texts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    grammar = await unless_gone(request, service.form(body), service.options.seconds)
+    grammar = await _unless_gone(request, service.form(body), service.options.seconds)
     requests, prompts = [], prompts_of(body.prompt)
     encode = functools.partial(service.encode, special=body.add_special_tokens, plain=body.split_special_tokens)
-    if len(prompts) * (body.n or 1) > MOST_ANSWERS:
-        message = f"the prompts must have at most {MOST_ANSWERS} answers, got {len(prompts)} prompts with n={body.n}"
+    if len(prompts) * (body.n or 1) > _MOST_ANSWERS:
+        message = f"the prompts must have at most {_MOST_ANSWERS} answers, got {len(prompts)} prompts with n={body.n}"
         raise ApiError(400, message, param="n")
     for prompt in prompts:
         ids = await service.slowly(encode, prompt)
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
         if body.max_tokens is None:
-            most = min(most, COMPLETION_TOKENS)
+            most = min(most, _COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, client_of(request), body, ids, most, body.logprobs, grammar)
     answers = await service.submit(*requests)
-    return await respond(request, body, answers, Completion(service, body, answers))
+    return await _respond(request, body, answers, Completion(service, body, answers))
 
 
-async def chat_tokens(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
+async def _chat_tokens(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
     """Return the token ids of a chat, and of the files in it. Raises ApiError or CheckpointError."""
-    return await service.slowly(prompt_of, service, body, tools, await sent_files(service, body))
+    return await service.slowly(_prompt_of, service, body, tools, await _sent_files(service, body))
 
 
-async def sent_files(service: Service, body: ChatRequest) -> list[list[int]]:
+async def _sent_files(service: Service, body: ChatRequest) -> list[list[int]]:
     """Return the token ids of the files that are in a chat itself, in their order. Raises as `Service.text_tokens`."""
     contents = [message.content for message in body.messages if isinstance(message.content, list)]
     files = [part.file for content in contents for part in content if isinstance(part, FileContent)]
@@ -129,18 +129,18 @@ async def sent_files(service: Service, body: ChatRequest) -> list[list[int]]:
         if file.file_id is None and file.file_data is not None:
             upload = Upload(plain_name(file.filename or "file.txt"), decoded(file.file_data))
             found.append(await service.text_tokens(upload))
-            check_files(service, sum(map(len, found)))
+            _check_files(service, sum(map(len, found)))
     return found
 
 
-def check_files(service: Service, tokens: int) -> None:
+def _check_files(service: Service, tokens: int) -> None:
     """Raise CapacityError if the files of a chat cannot fit. Each also has the tokens that begin a chat."""
     if tokens > 2 * service.most_tokens:
         raise CapacityError(f"the files must have at most {service.most_tokens} tokens together, got more")
 
 
-def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list[list[int]]) -> list[int]:
-    """Return the token ids of a chat. `sent` is what `sent_files` returned. Raises ApiError or CheckpointError."""
+def _prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list[list[int]]) -> list[int]:
+    """Return the token ids of a chat. `sent` is what `_sent_files` returned. Raises ApiError or CheckpointError."""
     left_files, stored = iter(sent), functools.cache(service.file_tokens)
     tokens = 0
 
@@ -150,14 +150,14 @@ def prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: list
             raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
         ids = next(left_files) if part.file_id is None else stored(part.file_id)
         tokens += len(ids)
-        check_files(service, tokens)
+        _check_files(service, tokens)
         return ids
 
     args = body.messages, file_ids, tools or None, service.check_length, body.chat_template_kwargs
     return chat_ids(service.params.tokenizer, *args)
 
 
-async def respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:
+async def _respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:
     """Return the whole response, or a stream. A client that leaves, or time that runs out, cancels the answers."""
     service: Service = request.app.state.service
 
@@ -170,13 +170,13 @@ async def respond(request: Request, body: Drawing, answers: list[Answer], form: 
     if body.stream:
         return stream_response(form.events(), service.options.seconds, ended, service.metrics.count_error)
     try:
-        whole = await unless_gone(request, form.whole(), service.options.seconds)
+        whole = await _unless_gone(request, form.whole(), service.options.seconds)
         return Response(await service.slowly(to_json, whole), media_type="application/json")
     finally:
         ended()
 
 
-async def unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+async def _unless_gone[Result](request: Request, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
     """Return what `work` returns. Raises ApiError if the time is over, or if the client has left."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(left(request))
@@ -198,7 +198,7 @@ async def left(request: Request) -> None:
         pass
 
 
-class FormRoute(APIRoute):
+class _FormRoute(APIRoute):
     """A route whose form lies in temporary files while it is read. Without room for them, it answers 503."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -216,10 +216,10 @@ class FormRoute(APIRoute):
         return handler
 
 
-files_router = APIRouter(prefix="/v1/files", responses=ERRORS, route_class=FormRoute)
+files_router = APIRouter(prefix="/v1/files", responses=_ERRORS, route_class=_FormRoute)
 
 
-def described(service: Service, stored: Stored) -> FileObject:
+def _described(service: Service, stored: Stored) -> FileObject:
     """Return a file in OpenAI's form, with the tokens, the tier and the bytes of its state."""
     return FileObject(
         id=file_id_of(stored),
@@ -240,7 +240,7 @@ async def list_files(request: Request) -> FileList:
     await service.slowly(service.look)
 
     def listed() -> list[FileObject]:
-        return [described(service, one) for one in service.shelf().documents() if one.ends != "answer"]
+        return [_described(service, one) for one in service.shelf().documents() if one.ends != "answer"]
 
     return FileList(data=await service.slowly(listed))
 
@@ -263,19 +263,19 @@ async def add_file(
         raise ApiError(413, f"file must have at most {options.upload_bytes} bytes, got more", param="file")
 
     async def added() -> dict[str, Any]:
-        return described(service, await service.add(Upload(name, data), client_of(request))).model_dump()
+        return _described(service, await service.add(Upload(name, data), client_of(request))).model_dump()
 
-    return await unless_gone(request, added(), options.seconds)
+    return await _unless_gone(request, added(), options.seconds)
 
 
 @files_router.get("/{file_id}", response_model_exclude_none=True)
 async def get_file(request: Request, file_id: str) -> FileObject:
     """Return one stored document."""
     service: Service = request.app.state.service
-    return described(service, await service.slowly(service.file, file_id))
+    return _described(service, await service.slowly(service.file, file_id))
 
 
-@files_router.get("/{file_id}/content", response_class=Response, responses=PLAIN)
+@files_router.get("/{file_id}/content", response_class=Response, responses=_PLAIN)
 async def file_content(request: Request, file_id: str) -> PlainTextResponse:
     """Return the text of a stored document, decoded from its tokens."""
     service: Service = request.app.state.service
@@ -297,7 +297,7 @@ async def delete_file(request: Request, file_id: str) -> FileDeleted:
     return FileDeleted(id=file_id)
 
 
-tokens_router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+tokens_router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
 
 
 @tokens_router.post("/tokenize")
@@ -311,7 +311,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         switches = body.chat_template_kwargs
         chat = ChatRequest(model=service.options.name, messages=body.messages, chat_template_kwargs=switches)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-        ids = await unless_gone(request, chat_tokens(service, chat, tools), service.options.seconds)
+        ids = await _unless_gone(request, _chat_tokens(service, chat, tools), service.options.seconds)
     elif not body.prompt:
         ids = []
     else:
@@ -339,59 +339,59 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str
 status_router = APIRouter()
 
 
-@status_router.get("/v1/models", responses=ERRORS)
+@status_router.get("/v1/models", responses=_ERRORS)
 async def models(request: Request) -> ModelList:
     """List the model."""
-    return ModelList(data=[model_of(request.app.state.service)])
+    return ModelList(data=[_model_of(request.app.state.service)])
 
 
-@status_router.get("/v1/models/{name:path}", responses=ERRORS)
+@status_router.get("/v1/models/{name:path}", responses=_ERRORS)
 async def model(request: Request, name: str) -> ModelObject:
     """Return the model."""
     service: Service = request.app.state.service
     service.check_model(name)
-    return model_of(service)
+    return _model_of(service)
 
 
-def model_of(service: Service) -> ModelObject:
+def _model_of(service: Service) -> ModelObject:
     """Return the model in OpenAI's form."""
     return ModelObject(id=service.options.name, created=service.created, max_model_len=service.most_tokens)
 
 
 @status_router.head("/health", include_in_schema=False)
-@status_router.get("/health", responses={500: ERRORS[500], 503: ERRORS[503]})
+@status_router.get("/health", responses={500: _ERRORS[500], 503: _ERRORS[503]})
 async def health(request: Request) -> Status:
     """Say that the process lives. 503: its engine has failed."""
     if request.app.state.service.engine.failure is not None:
-        raise engine_failed()
+        raise _engine_failed()
     return Status(status="ok")
 
 
-def engine_failed() -> ApiError:
+def _engine_failed() -> ApiError:
     """Return the error of a server that answers nothing more. Its reason is not for clients without a key."""
     return ApiError(503, "the engine has failed, and the log of the server has the reason", code="engine_failed")
 
 
 @status_router.head("/ready", include_in_schema=False)
-@status_router.get("/ready", responses={500: ERRORS[500], 503: ERRORS[503]})
+@status_router.get("/ready", responses={500: _ERRORS[500], 503: _ERRORS[503]})
 async def ready(request: Request) -> Status:
     """Say whether requests are welcome: not before all programs are compiled, and not while the server ends."""
     service: Service = request.app.state.service
     if service.ready and not service.draining and service.engine.failure is None:
         return Status(status="ready")
     if service.engine.failure is not None:
-        raise engine_failed()
+        raise _engine_failed()
     raise ApiError(503, "the server ends" if service.draining else "the server compiles its programs", code="not_ready")
 
 
-@status_router.get("/metrics", response_class=Response, responses=PLAIN | {500: ERRORS[500]})
+@status_router.get("/metrics", response_class=Response, responses=_PLAIN | {500: _ERRORS[500]})
 async def metrics(request: Request) -> Response:
     """The figures in Prometheus' text form."""
     service: Service = request.app.state.service
     return Response(await service.slowly(service.metrics.text), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-@status_router.get("/v1/gauge", responses=ERRORS)
+@status_router.get("/v1/gauge", responses=_ERRORS)
 async def gauge(request: Request) -> Gauge:
     """The figures of the page: bytes by tier, the share of hits, times, and what full attention would hold."""
     service: Service = request.app.state.service
@@ -399,10 +399,10 @@ async def gauge(request: Request) -> Gauge:
 
 
 page_router = APIRouter(include_in_schema=False)
-PAGE_FOLDER = Path(__file__).parent / "page"
-PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE_FILES = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in PAGE_TYPES}
-PAGE_HEADERS = {
+_PAGE_FOLDER = Path(__file__).parent / "page"
+_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE_FILES = {path.name: path for path in _PAGE_FOLDER.iterdir() if path.suffix in _PAGE_TYPES}
+_PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -420,7 +420,7 @@ async def page() -> Response:
 @page_router.get("/page/{name}")
 async def part(name: str) -> Response:
     """One file of the page. Raises ApiError if there is none of this name."""
-    if name not in PAGE_FILES:
+    if name not in _PAGE_FILES:
         raise ApiError(404, f"the page has no file {name!r:.80}")
-    path = PAGE_FILES[name]
-    return Response(path.read_bytes(), media_type=f"{PAGE_TYPES[path.suffix]}; charset=utf-8", headers=PAGE_HEADERS)
+    path = _PAGE_FILES[name]
+    return Response(path.read_bytes(), media_type=f"{_PAGE_TYPES[path.suffix]}; charset=utf-8", headers=_PAGE_HEADERS)

@@ -17,9 +17,9 @@ from jshadow.serving.http.access import HEAD_SECONDS, Connection
 from jshadow.serving.http.app import make_app
 from jshadow.serving.http.service import Service
 
-SWITCH_SECONDS = 0.001  # after which a thread lets another one run. An answer of the event loop takes several turns.
-THREAD_STACK = 2**23  # twice that of the process that checks grammars
-MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
+_SWITCH_SECONDS = 0.001  # after which a thread lets another one run. An answer of the event loop takes several turns.
+_THREAD_STACK = 2**23  # twice that of the process that checks grammars
+_MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
 
 
 class Server(uvicorn.Server):
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service, self.drain_seconds, self.listening = service, drain_seconds, listening
         self.signalled = 0.0
-        allow_files()
+        _allow_files()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -63,10 +63,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def allow_files() -> None:
+def _allow_files() -> None:
     """Let this process have as many open files and sockets as the system lets it. The default is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -96,7 +96,7 @@ def serve(
     Raises:
         JshadowError: the programs cannot be compiled within the limits.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     server = Server(config, service, drain_seconds, listening)
     failed: list[JshadowError] = []
 
@@ -111,7 +111,7 @@ def serve(
             failed.append(error)
             server.should_exit = True
 
-    threading.stack_size(THREAD_STACK)
+    threading.stack_size(_THREAD_STACK)
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
     broken = service.engine.failure is not None

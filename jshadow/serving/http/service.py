@@ -32,16 +32,16 @@ from jshadow.serving.http.uploads import Upload, not_kept, text_of
 from jshadow.weights.params import Params
 from jshadow.weights.templates import beginning, document_ids, document_text, frame
 
-OFF = -1  # top_k of vLLM and others that turns the filter off
+_OFF = -1  # top_k of vLLM and others that turns the filter off
 
 
-def settings_of(body: Drawing, choice: int) -> RowSettings:
+def _settings_of(body: Drawing, choice: int) -> RowSettings:
     """Return how the tokens of choice number `choice` are drawn. Raises ConfigError or ApiError.
 
     OpenAI's default temperature is 1. Without a seed, each choice gets one at random.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
-    top_k = None if body.top_k in (None, 0, OFF) else body.top_k
+    top_k = None if body.top_k in (None, 0, _OFF) else body.top_k
     seed = secrets.randbits(63) if body.seed is None else (body.seed + choice + 2**63) % 2**64 - 2**63
     return RowSettings(
         Sampler(
@@ -54,11 +54,11 @@ def settings_of(body: Drawing, choice: int) -> RowSettings:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=bias_of(body.logit_bias or {}),
+        logit_bias=_bias_of(body.logit_bias or {}),
     )
 
 
-def bias_of(given: dict[str, float]) -> dict[int, float]:
+def _bias_of(given: dict[str, float]) -> dict[int, float]:
     """Return a bias by token id. Raises ApiError if a key is not a token id."""
     bias = {}
     for token, value in given.items():
@@ -129,9 +129,9 @@ async def pieces(answer: Answer) -> AsyncIterator[Piece]:
 
 T = TypeVar("T")
 FILE = "file-"
-KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
-READ_AT_ONCE = 2  # files whose text is being read
-READING_PRIORITY = -1  # documents are read after the waiting questions
+_KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
+_READ_AT_ONCE = 2  # files whose text is being read
+_READING_PRIORITY = -1  # documents are read after the waiting questions
 
 
 class Service:
@@ -157,8 +157,8 @@ class Service:
         self.draining = self.ready = False
         self.open = 0
         self.warm = 0.0, 0
-        self._reading: dict[str, Turn] = {}  # by the key of the document
-        self._files = anyio.CapacityLimiter(READ_AT_ONCE)
+        self._reading: dict[str, _Turn] = {}  # by the key of the document
+        self._files = anyio.CapacityLimiter(_READ_AT_ONCE)
         self.parsing, self._forms = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
 
     def begin(self) -> None:
@@ -200,7 +200,7 @@ class Service:
             Request(
                 ids,
                 most,
-                settings_of(body, choice),
+                _settings_of(body, choice),
                 client=client,
                 stop=stop or None,
                 logprobs=logprobs,
@@ -402,7 +402,7 @@ class Service:
             message = f"the file must have at most {most} tokens, so that a question fits behind it, got {len(ids)}"
             raise ApiError(400, message, code="context_length_exceeded", param="file")
         key = library.identity.key(ids)
-        turn = self._reading.setdefault(key, Turn())
+        turn = self._reading.setdefault(key, _Turn())
         turn.waiting += 1
         try:
             async with turn.lock:
@@ -421,7 +421,7 @@ class Service:
 
     async def _read(self, name: str, ids: list[int], client: str) -> None:
         """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
-        [answer] = await self.submit(Request(ids, 1, priority=READING_PRIORITY, client=client, store=True, title=name))
+        [answer] = await self.submit(Request(ids, 1, priority=_READING_PRIORITY, client=client, store=True, title=name))
         try:
             async for _ in pieces(answer):
                 pass
@@ -437,7 +437,7 @@ class Service:
 
 
 @dataclasses.dataclass
-class Turn:
+class _Turn:
     """The requests that add one document: one reads it, the others wait.
 
     Attributes:
@@ -451,4 +451,4 @@ class Turn:
 
 def file_id_of(stored: Stored) -> str:
     """Return the id of the file that a stored document came from."""
-    return FILE + stored.key[:KEY_DIGITS]
+    return FILE + stored.key[:_KEY_DIGITS]

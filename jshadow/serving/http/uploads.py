@@ -11,9 +11,9 @@ from jshadow.library.pdf import Begun
 from jshadow.serving.http.errors import ApiError
 from jshadow.weights.convert.files import private_folder
 
-LOG = logging.getLogger(__name__)
-MOST_NAME = 200
-HIDDEN = frozenset(
+_LOG = logging.getLogger(__name__)
+_MOST_NAME = 200
+_HIDDEN = frozenset(
     "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )  # they would change the order in which a name is shown
 
@@ -34,13 +34,13 @@ class Upload:
 def plain_name(name: str | None) -> str:
     """Return the last part of a name, for display. Raises ApiError if nothing is left, or it is too long."""
     last = (name or "").replace("\\", "/").rpartition("/")[2].strip()
-    if not last or last in (".", "..") or len(last) > MOST_NAME or not HIDDEN.isdisjoint(last) or has_controls(last):
-        message = f"filename must have 1 to {MOST_NAME} printable characters, got {name!r:.80}"
+    if not last or last in (".", "..") or len(last) > _MOST_NAME or not _HIDDEN.isdisjoint(last) or _has_controls(last):
+        message = f"filename must have 1 to {_MOST_NAME} printable characters, got {name!r:.80}"
         raise ApiError(400, message, code="invalid_file", param="filename")
     return last
 
 
-def has_controls(name: str) -> bool:
+def _has_controls(name: str) -> bool:
     """Return whether a name has control characters, ends of lines or halves of surrogate pairs."""
     return any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name)
 
@@ -73,7 +73,7 @@ def text_of(upload: Upload, begun: Begun | None = None) -> str:
 
 def not_kept(name: str, why: object) -> ApiError:
     """Return the error of a file for which the server has no room. The path of an OSError is only in the log."""
-    LOG.warning("the file %.80r cannot be kept: %s", name, why)
+    _LOG.warning("the file %.80r cannot be kept: %s", name, why)
     why = why.strerror if isinstance(why, OSError) else why
     return ApiError(503, f"the file {name!r:.80} cannot be kept: {why}", code="storage_full", param="file")
 

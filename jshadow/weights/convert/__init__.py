@@ -73,7 +73,7 @@ def convert(
     check_path("src", src)
     target = check_path("dst", dst)
     refuse_existing(target)  # checked here because a download may take minutes
-    source = open_source(src)
+    source = _open_source(src)
     with staged(target) as partial:
         # "dtype" is the newer name of "torch_dtype". Only the older name is written, because every reader knows it.
         config = {key: value for key, value in source.hf.items() if key != "dtype"}
@@ -87,7 +87,7 @@ def convert(
         write_manifest(partial, format)
 
 
-def open_source(src: str | os.PathLike[str]) -> Source:
+def _open_source(src: str | os.PathLike[str]) -> Source:
     """Open a checkpoint of any format for reading. Raises the errors of `convert` that concern `src`."""
     path = check_path("src", src)
     if path.suffix == ".gguf":

@@ -45,7 +45,7 @@ def quiet_transformers() -> Iterator[Any]:
 # times in a row.
 REMOVALS, QUIET = 50, 3
 PARTIAL = ".partial-"  # in the names of directories that are being written
-LFS_HEAD = b"version https://git-lfs"
+_LFS_HEAD = b"version https://git-lfs"
 
 
 def check_file(path: Path, kind: str) -> int:
@@ -70,7 +70,7 @@ def check_file(path: Path, kind: str) -> int:
         if size == 0:
             raise CheckpointError(f"{path} must be {kind}, got an empty file (0 bytes)")
         with path.open("rb") as file:
-            if file.read(len(LFS_HEAD)) == LFS_HEAD:
+            if file.read(len(_LFS_HEAD)) == _LFS_HEAD:
                 raise CheckpointError(
                     f"{path} must be {kind}, got a Git LFS pointer of {size} bytes: "
                     "run `git lfs pull` in its repository"
@@ -279,7 +279,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"
 VERSION = 1
 ORBAX_WEIGHTS = "weights"  # name of the folder that holds the orbax checkpoint
 KINDS = ("huggingface", "orbax")
@@ -294,7 +294,7 @@ def write_manifest(directory: Path, kind: str) -> None:
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, digests, strict=True)
     }
-    write_json(directory / MANIFEST, {"format": kind, "version": VERSION, "files": files})
+    write_json(directory / _MANIFEST, {"format": kind, "version": VERSION, "files": files})
 
 
 def kind_of(directory: Path) -> str:
@@ -303,10 +303,10 @@ def kind_of(directory: Path) -> str:
     Raises:
         CheckpointError: the manifest is damaged or of a newer version, or an orbax checkpoint has no manifest.
     """
-    if (directory / MANIFEST).exists():
+    if (directory / _MANIFEST).exists():
         return str(_read(directory)["format"])
     if (directory / ORBAX_WEIGHTS).is_dir():
-        raise CheckpointError(f"{directory} has {ORBAX_WEIGHTS} but no {MANIFEST}: it was written or copied in part")
+        raise CheckpointError(f"{directory} has {ORBAX_WEIGHTS} but no {_MANIFEST}: it was written or copied in part")
     return "huggingface"
 
 
@@ -316,7 +316,7 @@ def check_manifest(directory: Path) -> None:
     Raises:
         CheckpointError: files are missing, or have a different size or different bytes. The message lists all of them.
     """
-    if not (directory / MANIFEST).exists():
+    if not (directory / _MANIFEST).exists():
         return
     files = _read(directory)["files"]
     weight_files = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
@@ -340,13 +340,13 @@ def check_manifest(directory: Path) -> None:
     if problems:
         shown = "\n  ".join(problems[:100])
         raise CheckpointError(
-            f"{directory}: {len(problems)} file(s) do not match {MANIFEST}:\n  {shown}\n"
-            f"convert it again, or remove {MANIFEST} if the change was meant"
+            f"{directory}: {len(problems)} file(s) do not match {_MANIFEST}:\n  {shown}\n"
+            f"convert it again, or remove {_MANIFEST} if the change was meant"
         )
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
+    path = directory / _MANIFEST
     manifest = read_json(path)
     if (
         manifest.get("version") != VERSION

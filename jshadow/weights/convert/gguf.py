@@ -20,9 +20,9 @@ from jshadow.weights.convert.huggingface import GENERATION, place
 from jshadow.weights.convert.safetensors_file import raise_all
 from jshadow.weights.convert.source import Source
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-KIND = "a GGUF file"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_KIND = "a GGUF file"
 STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
@@ -41,10 +41,10 @@ SCALARS: dict[int, np.dtype[Any]] = {
     }.items()
 }
 MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # the smallest possible entry of each kind, in bytes
-MAX_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 
 
-class TensorInfo(NamedTuple):
+class _TensorInfo(NamedTuple):
     """The place of a tensor in the file.
 
     Attributes:
@@ -60,7 +60,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
 
 
-class GGUFFile:
+class _GGUFFile:
     """An opened GGUF file whose header is checked. The tensor data is memory-mapped and not read yet.
 
     Attributes:
@@ -74,7 +74,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_file(path, KIND)
+        check_file(path, _KIND)
         self.path = path
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -94,7 +94,7 @@ class GGUFFile:
         Raises:
             CheckpointError: `gguf.quants` cannot decode the type of the tensor.
         """
-        gguf = gguf_package()
+        gguf = _gguf_package()
         info = self.tensors[name]
         kind = gguf.GGMLQuantizationType(info.kind)
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -107,7 +107,7 @@ class GGUFFile:
             raise CheckpointError(f"{self.path}: tensor {name} of type {kind.name} cannot be read: {error}") from error
 
 
-def gguf_package() -> ModuleType:
+def _gguf_package() -> ModuleType:
     """Import the optional package `gguf`. Raises CheckpointError with the install command if it is missing."""
     try:
         import gguf
@@ -172,31 +172,31 @@ class _Cursor:
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     """Check the magic bytes and the version, and return (number of tensors, number of metadata fields)."""
     magic = bytes(cursor.data[:4])
-    if magic != MAGIC:
-        raise CheckpointError(f"{cursor.path} must be {KIND} (magic {MAGIC!r}), got {magic!r}")
+    if magic != _MAGIC:
+        raise CheckpointError(f"{cursor.path} must be {_KIND} (magic {_MAGIC!r}), got {magic!r}")
     cursor.at = 4
     version = cursor.u32("version")
-    if version not in VERSIONS:
+    if version not in _VERSIONS:
         hint = " (a big-endian file)" if version & 0xFFFF == 0 else ""
-        raise cursor.error(f"version must be one of {VERSIONS}, got {version}{hint}")
+        raise cursor.error(f"version must be one of {_VERSIONS}, got {version}{hint}")
     tensors, fields = cursor.u64("tensor count"), cursor.u64("metadata count")
     cursor.fits(tensors, MIN_TENSOR, "tensor count")
     cursor.fits(fields, MIN_FIELD, "metadata count")
     return tensors, fields
 
 
-def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInfo]:
-    gguf = gguf_package()
+def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, _TensorInfo]:
+    gguf = _gguf_package()
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment must be a power of two, got {alignment!r}")
-    infos: dict[str, TensorInfo] = {}
+    infos: dict[str, _TensorInfo] = {}
     for _ in range(count):
         name = cursor.string("tensor name")
         if name in infos:
             raise cursor.error(f"tensor {name!r} occurs twice")
         rank = cursor.u32(f"rank of {name!r}")
-        if not 1 <= rank <= MAX_DIMENSIONS:
-            raise cursor.error(f"rank of tensor {name!r} must lie in [1, {MAX_DIMENSIONS}], got {rank}")
+        if not 1 <= rank <= _MAX_DIMENSIONS:
+            raise cursor.error(f"rank of tensor {name!r} must lie in [1, {_MAX_DIMENSIONS}], got {rank}")
         shape = tuple(cursor.u64(f"shape of {name!r}") for _ in range(rank))[::-1]
         code, start = cursor.u32(f"type of {name!r}"), cursor.u64(f"offset of {name!r}")
         try:
@@ -208,7 +208,7 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
         nbytes = size * (shape[-1] // block)
         for extent in shape[:-1]:
             nbytes *= extent  # Python integers do not overflow
-        infos[name] = TensorInfo(shape, code, start, nbytes)
+        infos[name] = _TensorInfo(shape, code, start, nbytes)
     data = -(-cursor.at // alignment) * alignment
     for name, info in infos.items():
         end = data + info.start + info.nbytes
@@ -222,11 +222,11 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a word
-NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
+_QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a word
+_NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
 
 
-class Pre(NamedTuple):
+class _Pre(NamedTuple):
     """How text is split before BPE, for one "pre" type.
 
     Attributes:
@@ -244,48 +244,35 @@ class Pre(NamedTuple):
     composed: bool = False
 
 
-LLAMA3 = Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
-PRE_TYPES: dict[str, Pre] = {
-    "gpt2": Pre(),
-    "gpt-2": Pre(),
-    "smollm": Pre(digits=True),
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "qwen2": Pre(pattern=QWEN2_PATTERN, composed=True),
+_LLAMA3 = _Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
+_PRE_TYPES: dict[str, _Pre] = {
+    "gpt2": _Pre(),
+    "gpt-2": _Pre(),
+    "smollm": _Pre(digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _Pre(pattern=_QWEN2_PATTERN, composed=True),
 }
 
 
-def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:
-    """Write tokenizer.json and tokenizer_config.json, and chat_template.jinja if the file has a template.
-
-    Args:
-        metadata: the metadata of the GGUF file.
-        directory: directory to write to.
-        context: context length of the model, which becomes model_max_length of the tokenizer.
-
-    Returns:
-        Whether the file has a tokenizer. If it has none, nothing is written.
-
-    Raises:
-        ConfigError: the tokenizer model is not "gpt2", or the pre type is unknown.
-        CheckpointError: the lists do not form a valid tokenizer.
-    """
+def _write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:
+    """Write tokenizer.json and tokenizer_config.json, and chat_template.jinja if the file has a template."""
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
         return False
     if model != "gpt2":
         raise ConfigError(f"tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {model!r}")
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in PRE_TYPES:
-        raise ConfigError(f"tokenizer.ggml.pre must be one of {sorted(PRE_TYPES)}, got {name!r}")
+    if name not in _PRE_TYPES:
+        raise ConfigError(f"tokenizer.ggml.pre must be one of {sorted(_PRE_TYPES)}, got {name!r}")
     tokens, kinds, merges = _lists(metadata)
     named = {
         field: token
-        for field, key in NAMED_TOKENS
+        for field, key in _NAMED_TOKENS
         if (token := _token(metadata, tokens, f"tokenizer.ggml.{key}_token_id")) is not None
     }
-    tokenizer = _byte_level_bpe(tokens, kinds, merges, PRE_TYPES[name])
-    _add_ends(tokenizer, metadata, named, PRE_TYPES[name], tokens)
+    tokenizer = _byte_level_bpe(tokens, kinds, merges, _PRE_TYPES[name])
+    _add_ends(tokenizer, metadata, named, _PRE_TYPES[name], tokens)
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer.chat_template must be a string, got a {type(template).__name__}")
@@ -334,7 +321,7 @@ def _token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
     return tokens[value]
 
 
-def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str, str]], pre: Pre) -> Any:
+def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str, str]], pre: _Pre) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -360,7 +347,7 @@ def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str,
     return tokenizer
 
 
-def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], pre: Pre, tokens: list[str]) -> None:
+def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], pre: _Pre, tokens: list[str]) -> None:
     """Make the tokenizer put bos and eos around encoded text if the file asks for it."""
     from tokenizers import processors
 
@@ -389,8 +376,8 @@ def _name_class(directory: Path) -> None:
     write_json(path, read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight, but the frequency divisors of llama3 scaling
-STEMS = (
+_ROPE_FACTORS = "rope_freqs.weight"  # not a weight, but the frequency divisors of llama3 scaling
+_STEMS = (
     (r"token_embd", "model.embed_tokens", "copy"),
     (r"output_norm", "model.norm", "copy"),
     (r"output", "lm_head", "copy"),
@@ -406,14 +393,14 @@ STEMS = (
     (r"blk\.(\d+)\.ffn_up", "model.layers.{0}.mlp.up_proj", "copy"),
     (r"blk\.(\d+)\.ffn_down", "model.layers.{0}.mlp.down_proj", "copy"),
 )
-NAMES = tuple(
+_NAMES = tuple(
     Rule(rf"{stem}\.{part}", f"{name}.{part}", transform)
-    for stem, name, transform in STEMS
+    for stem, name, transform in _STEMS
     for part in ("weight", "bias")
 )
 """Rules from GGUF names to Hugging Face names, for weights and biases."""
 
-KEYS = (
+_KEYS = (
     ("num_hidden_layers", "block_count", int),
     ("hidden_size", "embedding_length", int),
     ("intermediate_size", "feed_forward_length", int),
@@ -422,11 +409,11 @@ KEYS = (
     ("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
 """Names of config.json, and keys of the metadata after the name of the architecture."""
-LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The settings of llama3 scaling in every published model. GGUF stores only the divisors that follow from them."""
 
 
-class Architecture(NamedTuple):
+class _Architecture(NamedTuple):
     """How GGUF stores the models of a `general.architecture`, whose name is that of the model type of Hugging Face.
 
     Attributes:
@@ -442,23 +429,23 @@ class Architecture(NamedTuple):
     ends: tuple[str, ...] = ()
 
 
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", permuted=True, has_biases=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
-    "qwen3": Architecture("Qwen3ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
+_ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", permuted=True, has_biases=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
+    "qwen3": _Architecture("Qwen3ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
 }
 
 
 def open_gguf(path: Path) -> Source:
-    """Open a GGUF file of one of the `ARCHITECTURES`, in any quantization that `gguf.quants` can decode.
+    """Open a GGUF file of one of the `_ARCHITECTURES`, in any quantization that `gguf.quants` can decode.
 
     Raises:
         CheckpointError: the file is damaged, tensors do not match the metadata (all listed in one error), or the
             package `gguf` is not installed.
         ConfigError: the architecture, the tokenizer or the RoPE scaling is not supported.
     """
-    file = GGUFFile(path)
-    hf = config_of(file)
+    file = _GGUFFile(path)
+    hf = _config_of(file)
     family, config = _parsed(hf, path)
     rules, shapes, problems = _renamed(file)
     _, misfits = place(shapes, family, config)
@@ -467,19 +454,19 @@ def open_gguf(path: Path) -> Source:
     def read(name: str) -> np.ndarray:
         original, transform = rules[name]
         value = file.read(original)
-        permuted = ARCHITECTURES[hf["model_type"]].permuted
+        permuted = _ARCHITECTURES[hf["model_type"]].permuted
         heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform) if permuted else None
-        return unpermute(value, heads) if heads else value
+        return _unpermute(value, heads) if heads else value
 
     def accompany(target: Path) -> None:
         ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if hf.get(key) is not None}
         write_json(target / GENERATION, ids)
-        write_tokenizer(file.metadata, target, config.context)
+        _write_tokenizer(file.metadata, target, config.context)
 
     return Source(hf, family, config, shapes, read, accompany)
 
 
-def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
+def _unpermute(value: np.ndarray, heads: int) -> np.ndarray:
     """Undo GGML's order of the rows of q and k. The shape [heads * d, ...] does not change.
 
     RoPE rotates rows 2i and 2i + 1 of a head together in GGML, and rows i and i + d / 2 in Hugging Face. The converter
@@ -489,14 +476,8 @@ def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
     return rows.swapaxes(1, 2).reshape(value.shape)
 
 
-def config_of(file: GGUFFile) -> dict[str, Any]:
-    """Build the config.json of a GGUF file from its metadata.
-
-    Raises:
-        ConfigError: the architecture is not supported, the model has experts, or config.json cannot express its RoPE
-            scaling exactly.
-        CheckpointError: a key is missing or has the wrong type, or the file is a part of a model.
-    """
+def _config_of(file: _GGUFFile) -> dict[str, Any]:
+    """Build the config.json of a GGUF file from its metadata."""
     metadata = file.metadata
     if metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
@@ -504,12 +485,12 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
             f"(split.no={metadata.get('split.no')!r}); join them first, with llama-gguf-split --merge"
         )
     name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ConfigError(f"general.architecture must be one of {list(ARCHITECTURES)}, got {name!r}")
-    architecture = ARCHITECTURES[name]
+    if name not in _ARCHITECTURES:
+        raise ConfigError(f"general.architecture must be one of {list(_ARCHITECTURES)}, got {name!r}")
+    architecture = _ARCHITECTURES[name]
     if metadata.get(f"{name}.expert_count"):
         raise ConfigError(f"{name}.expert_count must be 0 (no experts), got {metadata[f'{name}.expert_count']!r}")
-    hf: dict[str, Any] = {field: _number(metadata, f"{name}.{key}", kind) for field, key, kind in KEYS}
+    hf: dict[str, Any] = {field: _number(metadata, f"{name}.{key}", kind) for field, key, kind in _KEYS}
     heads, width = hf["num_attention_heads"], hf["hidden_size"]
     if heads < 1:
         raise CheckpointError(f"{name}.attention.head_count must be at least 1, got {heads}")
@@ -539,7 +520,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _eos(metadata: dict[str, Any], architecture: Architecture) -> int | list[int] | None:
+def _eos(metadata: dict[str, Any], architecture: _Architecture) -> int | list[int] | None:
     """Return the token ids that end a text: those that the file names, and those of the architecture."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -560,7 +541,7 @@ def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None)
         return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
 
 
-def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(file: _GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """Build rope_scaling of config.json. Raises ConfigError if no llama3 settings reproduce the divisors."""
     rope = f"{file.metadata['general.architecture']}.rope"
     kind = file.metadata.get(f"{rope}.scaling.type", "none")
@@ -568,11 +549,11 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": _number(file.metadata, f"{rope}.scaling.factor", float)}
     if kind != "none":
         raise ConfigError(f"{rope}.scaling.type must be 'none' or 'linear', got {kind!r}")
-    if ROPE_FACTORS not in file.tensors:
+    if _ROPE_FACTORS not in file.tensors:
         return None
-    divisors = file.read(ROPE_FACTORS).reshape(-1)
+    divisors = file.read(_ROPE_FACTORS).reshape(-1)
     theta = _number(file.metadata, f"{rope}.freq_base", float, 10000.0)
-    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_FACTORS}
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_FACTORS}
     sound = divisors.shape == (head_dim // 2,) and bool(np.isfinite(divisors).all()) and divisors.min() >= 1
     if sound:
         plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
@@ -580,7 +561,7 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
         if np.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
             return scaling
     raise ConfigError(
-        f"{ROPE_FACTORS} must be the divisors of llama3 scaling with {LLAMA3_FACTORS}, got {divisors[:4].tolist()}..."
+        f"{_ROPE_FACTORS} must be the divisors of llama3 scaling with {_LLAMA3_FACTORS}, got {divisors[:4].tolist()}..."
     )
 
 
@@ -592,19 +573,15 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
         raise type(error)(f"{source}, metadata read as a config: {error}") from error
 
 
-def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
-    """Rename the tensors of a GGUF file.
-
-    Returns:
-        Hugging Face name -> (GGUF name, transform); Hugging Face name -> shape; one line for each unknown tensor.
-    """
+def _renamed(file: _GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
+    """Rename the tensors of a GGUF file."""
     rules: dict[str, tuple[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for original, info in file.tensors.items():
-        if original == ROPE_FACTORS:
+        if original == _ROPE_FACTORS:
             continue  # already read for the config
-        matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
+        matches = [(name, rule.transform) for rule in _NAMES for name in rule.match(original)]
         if len(matches) != 1 or matches[0][0] in rules:
             problems.append(f"{original}: extra, no supported model has such a weight")
             continue

@@ -35,17 +35,17 @@ from jshadow.weights.convert.safetensors_file import (
 from jshadow.weights.convert.source import Placement, Shape, Source, placements
 from jshadow.weights.digest import host_array
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # The files that a hub download takes. It never takes *.bin, because unpickling runs code. Subfolders are ignored,
 # because they hold other formats of the same weights.
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-HUB_IGNORED = ("*/*", "consolidated*")
-LARGEST_SIZE = 2**31 - 1
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_HUB_IGNORED = ("*/*", "consolidated*")
+_LARGEST_SIZE = 2**31 - 1
 # Files that are copied along with config and weights.
-SIDE_FILES = (
+_SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,12 +59,12 @@ SIDE_FILES = (
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"  # without BASE
-BASE = "model."  # prefix of all names but the head's, unless the checkpoint was saved from the base class
+_BASE = "model."  # prefix of all names but the head's, unless the checkpoint was saved from the base class
 # Tensors of some checkpoints that are not weights of the model: buffers that the config implies, and layers of
 # multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
 # They are known by the names of the parts that no other layer has.
-IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
-DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
+_IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
+_DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
@@ -94,7 +94,7 @@ def _download(hub_id: str) -> Path:
 
     try:
         found = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)
+            hub_id, allow_patterns=list(_HUB_PATTERNS), ignore_patterns=list(_HUB_IGNORED)
         )
     except Exception as error:  # the hub client and its transport raise many unrelated types
         raise CheckpointError(
@@ -137,10 +137,12 @@ def untied(directory: Path, config: ModelConfig) -> bool:
     """
     if not config.tie_embeddings:
         return False
-    found = {name.removeprefix(BASE): (file, name) for file in open_files(directory) for name in file.shapes}
+    found = {name.removeprefix(_BASE): (file, name) for file in _open_files(directory) for name in file.shapes}
     if HEAD not in found or EMBEDDING not in found or same_tensor(found[HEAD], found[EMBEDDING]):
         return False
-    LOG.warning("%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", directory, HEAD)
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", directory, HEAD
+    )
     return True
 
 
@@ -156,22 +158,17 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
         raise ConfigError(f"{path} has a value of the wrong type: {error}") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, int) and value > LARGEST_SIZE:
-            raise ConfigError(f"config.{field.name} must be at most {LARGEST_SIZE}, got {value}")
+        if isinstance(value, int) and value > _LARGEST_SIZE:
+            raise ConfigError(f"config.{field.name} must be at most {_LARGEST_SIZE}, got {value}")
     return hf, family, config
 
 
-def open_files(directory: Path) -> list[TensorFile]:
-    """Open the safetensors files of a directory: model.safetensors, or every shard of the index.
-
-    Raises:
-        CheckpointError: there are no safetensors files (with a hint if there are pickles), a shard is missing or lies
-            outside the directory, or a file is damaged.
-    """
+def _open_files(directory: Path) -> list[TensorFile]:
+    """Open the safetensors files of a directory: model.safetensors, or every shard of the index."""
     if (directory / WEIGHTS).exists():
         return [TensorFile(directory / WEIGHTS)]
     if not (directory / INDEX).exists():
-        pickles = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+        pickles = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
         loose = sorted(path.name for path in directory.glob("*.safetensors"))
         hint = ""
         if loose:
@@ -219,8 +216,8 @@ def place(
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     weight_shapes = flat_abstract(config)
     expected = placements(family, weight_shapes)
-    if not any(name.startswith(BASE) for name in shapes):
-        expected = {name.removeprefix(BASE): placement for name, placement in expected.items()}
+    if not any(name.startswith(_BASE) for name in shapes):
+        expected = {name.removeprefix(_BASE): placement for name, placement in expected.items()}
     unused = _ignored(shapes, config)
     problems: list[str] = []
     for name, shape in shapes.items():
@@ -236,10 +233,10 @@ def place(
 
 def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
     """Return those of the tensors of a checkpoint that are not weights of the model."""
-    drafts = [match for name in names if (match := re.fullmatch(DRAFT_LAYER, name))]
+    drafts = [match for name in names if (match := re.fullmatch(_DRAFT_LAYER, name))]
     beginnings = tuple({match[1] for match in drafts if int(match[2]) >= config.num_layers})
     tied = {HEAD} if config.tie_embeddings else set()  # a copy of the embedding
-    return tied | {name for name in names if name.startswith(beginnings) or re.fullmatch(IGNORED, name)}
+    return tied | {name for name in names if name.startswith(beginnings) or re.fullmatch(_IGNORED, name)}
 
 
 def plan(
@@ -251,7 +248,7 @@ def plan(
         One (file, name in the file, placement) for each matching tensor, in file order, and one line for every other
         tensor.
     """
-    files = open_files(directory)
+    files = _open_files(directory)
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for file in files:
@@ -293,7 +290,7 @@ def open_huggingface(directory: Path) -> Source:
 
 def copy_side_files(directory: Path, target: Path) -> None:
     """Copy the tokenizer and generation files of a directory to `target`. Code (*.py) is never copied."""
-    for path in sorted({path for pattern in SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
+    for path in sorted({path for pattern in _SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, target / path.name)
 
 
@@ -332,7 +329,7 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
 
 
 SHARD_BYTES = 5 * 10**9  # maximum bytes of a file, as in transformers
-NAMES_OF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+_NAMES_OF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -348,7 +345,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.rope.original_context if config.rope.kind == "dynamic" else config.context,
-        "hidden_act": NAMES_OF_ACTIVATIONS[config.activation],
+        "hidden_act": _NAMES_OF_ACTIVATIONS[config.activation],
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,

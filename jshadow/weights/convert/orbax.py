@@ -2,7 +2,7 @@
 
 A directory has `config.json` and tokenizer files in the format of Hugging Face, a manifest, and `weights/`, an ordinary
 orbax checkpoint of the weight tree. Orbax writes a tree of arrays, but the tree of a large model does not fit into host
-memory. So the leaves are `Promise` objects, and a type handler for orbax reads them one after another. While small
+memory. So the leaves are `_Promise` objects, and a type handler for orbax reads them one after another. While small
 tensors are being written, the next ones are read.
 """
 
@@ -31,13 +31,13 @@ from jshadow.weights.convert.huggingface import Put, copy_side_files, flat_abstr
 from jshadow.weights.convert.safetensors_file import cast, raise_all
 from jshadow.weights.convert.source import Shape, Source, placements
 
-CHUNK_BYTES = 2**24  # size of a chunk of a stored array, and so the smallest read of a device that needs a part of it
-IN_FLIGHT_BYTES = 2**25  # maximum bytes of tensors being written at once; a larger tensor is written alone
-CACHE_BYTES = 2**20  # size of the cache of written data; it is small because the data is not read again
-CONCURRENT_GB = 1  # maximum GB of arrays being read at once
+_CHUNK_BYTES = 2**24  # size of a chunk of a stored array, and so the smallest read of a device that needs a part of it
+_IN_FLIGHT_BYTES = 2**25  # maximum bytes of tensors being written at once; a larger tensor is written alone
+_CACHE_BYTES = 2**20  # size of the cache of written data; it is small because the data is not read again
+_CONCURRENT_GB = 1  # maximum GB of arrays being read at once
 
 
-class Promise:
+class _Promise:
     """A weight that is not read yet.
 
     Attributes:
@@ -65,7 +65,7 @@ class Promise:
         return self.size * self.dtype.itemsize
 
 
-class PromiseHandler(type_handlers.NumpyHandler):
+class _PromiseHandler(type_handlers.NumpyHandler):
     """Type handler that makes orbax write promises in the format of NumPy arrays."""
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class PromiseHandler(type_handlers.NumpyHandler):
         writing: list[Any] = []
         held = 0
         # The default context of orbax caches up to 100 MB.
-        context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
+        context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
         infos = [copy.copy(info) for info in infos]
         for info in infos:
             info.ts_context = context
         try:
             for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-                if held + value.nbytes > IN_FLIGHT_BYTES:
+                if held + value.nbytes > _IN_FLIGHT_BYTES:
                     for done in writing:
                         await asyncio.to_thread(done.result)
                     writing, held = [], 0
@@ -130,10 +130,10 @@ def write_orbax(
             progress(done, len(shapes))
         return value
 
-    flat = {name: Promise(shape, dtype, functools.partial(checked, name)) for name, shape in shapes.items()}
+    flat = {name: _Promise(shape, dtype, functools.partial(checked, name)) for name, shape in shapes.items()}
     tree = traverse_util.unflatten_dict(flat, sep="/")
-    saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-    registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
+    saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    registry = type_handlers.create_type_handler_registry((_Promise, _PromiseHandler()))
     with _typed_errors(path, "cannot be written"):
         # Compression hardly makes weights smaller, and decompression on one core would slow down reading.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
@@ -142,7 +142,7 @@ def write_orbax(
     raise_all(str(path), problems)
 
 
-class OrbaxWeights:
+class _OrbaxWeights:
     """The orbax weights of a directory, opened for reading.
 
     Attributes:
@@ -199,7 +199,7 @@ class OrbaxWeights:
     def _restore(self, wanted: dict[str, Any]) -> dict[str, Any]:
         args = traverse_util.unflatten_dict(wanted, sep="/")
         item = jax.tree.map(lambda _: 0, args)
-        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
         with _typed_errors(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
             asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
             restored = checkpointer.restore(self.path.absolute(), args=asked)
@@ -230,7 +230,7 @@ def open_orbax(directory: Path) -> Source:
         ConfigError: see `read_config`.
     """
     hf, family, config = read_config(directory)
-    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    weights, weight_shapes = _OrbaxWeights(directory), flat_abstract(config)
     raise_all(str(directory), weights.misfits(weight_shapes))
     tensors = placements(family, weight_shapes)
 
@@ -272,7 +272,7 @@ def read_orbax(
         CheckpointError: the checkpoint is damaged, or weights are missing, extra, misshaped or not finite (all listed
             in one error).
     """
-    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    weights, weight_shapes = _OrbaxWeights(directory), flat_abstract(config)
     raise_all(str(directory), weights.misfits(weight_shapes))
     flat: dict[str, Any] = {}
     problems: list[str] = []

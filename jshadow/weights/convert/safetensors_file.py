@@ -42,8 +42,8 @@ TAGS = {
 DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | {"F64": np.dtype(np.float64)}
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
-CHECKED = 2**22  # how many values are checked at once
-MAX_HEADER = 100_000_000  # maximum bytes of a header, as the format defines
+_CHECKED = 2**22  # how many values are checked at once
+_MAX_HEADER = 100_000_000  # maximum bytes of a header, as the format defines
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (name of its dtype, shape), in the file's order
 
@@ -104,7 +104,7 @@ class TensorFile:
             self.sizes = {name: end - begin for name, (begin, end) in places.items()}
         except (SafetensorError, OSError, ValueError) as error:
             with readable(path):  # the file may have been removed by now
-                raise CheckpointError(describe_damage(path, error, kind)) from error
+                raise CheckpointError(_describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
         """Read tensor `name` in the dtype of the file, which must be F64 or one of TAGS.
@@ -142,14 +142,14 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
 
 
-def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
+def _describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
     """Return an error message for a file that the parser refused, which says what the user can do."""
     size = path.stat().st_size
     cut = "truncated, probably by an interrupted download or copy: fetch it again"
     with path.open("rb") as file:
         head = file.read(9)
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
-        if len(head) < 9 or length > MAX_HEADER or head[8:9] != b"{":
+        if len(head) < 9 or length > _MAX_HEADER or head[8:9] != b"{":
             return f"{path} must be {kind}, got {size} bytes of something else: {error}"
         begin = 8 + length  # of the tensors
         if begin > size:
@@ -184,7 +184,7 @@ def not_finite(value: np.ndarray) -> str | None:
     flat = value.ravel(order="K")  # a view if the tensor is contiguous, transposed or not
     bad = sum(
         block.size - int(np.count_nonzero(np.isfinite(block)))
-        for block in (flat[start : start + CHECKED] for start in range(0, flat.size, CHECKED))
+        for block in (flat[start : start + _CHECKED] for start in range(0, flat.size, _CHECKED))
     )
     return f"{bad} of {value.size} values are NaN or Inf in {value.dtype.name}" if bad else None
 

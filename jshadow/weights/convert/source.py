@@ -39,7 +39,7 @@ class Placement:
         """Return the weights of a tensor by path. They are views where possible."""
         value = value.T if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
-            value = value[..., half_split_order(value.shape[-1], config)]
+            value = value[..., _half_split_order(value.shape[-1], config)]
         ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
         return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
 
@@ -48,11 +48,11 @@ class Placement:
         parts = [weights[path] for path in self.paths]
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.rule.interleaved:
-            value = value[..., np.argsort(half_split_order(value.shape[-1], config))]
+            value = value[..., np.argsort(_half_split_order(value.shape[-1], config))]
         return value.T if self.rule.transform == "transpose" else value
 
 
-def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
+def _half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
     """Return the order that turns interleaved columns of q or k into the half-split layout, int [columns].
 
     Column i of the result is column order[i] of the source. The rotated part of each head takes its even columns first,
