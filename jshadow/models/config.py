@@ -37,6 +37,61 @@ class AttentionKind:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture-of-experts model.
+
+    Attributes:
+        count: number of experts of a layer.
+        chosen: number of experts that a token uses.
+        width: width of an expert's gated MLP.
+        layers: indices of the layers with experts. All other layers have a plain MLP.
+        router: "softmax" or "sigmoid", what turns the router's products into the experts' shares.
+        normalized: whether the shares of the chosen experts are divided by their sum.
+        least_sum: number that is added to this sum.
+        scale: factor of the shares.
+        corrected: whether the router has a bias that counts in the choice only (arXiv 2408.15664).
+        groups: number of groups of experts.
+        chosen_groups: number of groups whose experts a token may choose.
+        shared_width: width of the MLP that every token uses beside its experts, or 0.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    layers: tuple[int, ...]
+    router: str = "softmax"
+    normalized: bool = True
+    least_sum: float = 0.0
+    scale: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    shared_width: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = ("count", "chosen", "width", "groups", "chosen_groups")
+        check_positive("config.experts", **{name: getattr(self, name) for name in sizes})
+        if self.chosen > self.count:
+            raise ConfigError(f"config.experts.chosen must be at most count={self.count}, got {self.chosen}")
+        if self.count % self.groups or (self.groups > 1 and self.count // self.groups < 2):
+            raise ConfigError(
+                f"config.experts.groups must divide count={self.count} into groups of at least 2, got {self.groups}"
+            )
+        if self.chosen > self.chosen_groups * (self.count // self.groups) or self.chosen_groups > self.groups:
+            raise ConfigError(
+                f"config.experts.chosen_groups must be at most groups={self.groups} and have at least "
+                f"chosen={self.chosen} experts, got {self.chosen_groups}"
+            )
+        if self.router not in ("softmax", "sigmoid"):
+            raise ConfigError(f"config.experts.router must be 'softmax' or 'sigmoid', got {self.router!r}")
+
+    @property
+    def active_width(self) -> int:
+        """Width of all MLPs that a token uses in a layer."""
+        return self.chosen * self.width + self.shared_width
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer.
 
@@ -67,6 +122,7 @@ class ModelConfig:
         sliding_layers: indices of the sliding layers. All other layers see all tokens.
         sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
         unrotated_layers: indices of the layers without RoPE.
+        experts: the experts of some or all layers, or None.
     """
 
     model_type: str
@@ -95,6 +151,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
     sliding_rope: RopeConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
@@ -116,8 +173,10 @@ class ModelConfig:
             raise ConfigError(f"config.query_scalar must be above 0, got {self.query_scalar!r}")
         if self.sliding_window is not None:
             check_positive("config", sliding_window=self.sliding_window)
-        for name in ("sliding_layers", "unrotated_layers"):
-            for layer in getattr(self, name):
+        layers = {"sliding_layers": self.sliding_layers, "unrotated_layers": self.unrotated_layers}
+        layers["experts.layers"] = () if self.experts is None else self.experts.layers
+        for name, indices in layers.items():
+            for layer in indices:
                 if not 0 <= layer < self.num_layers:
                     raise ConfigError(f"config.{name} must lie in [0, {self.num_layers}), got {layer}")
 
@@ -130,6 +189,14 @@ class ModelConfig:
     def key_columns(self) -> int:
         """Width of all KV heads side by side. ShadowKV factorizes the matrix of keys that has these columns."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def active_width(self) -> int:
+        """Width of the MLPs that a token uses in a layer. If layers differ, it is that of the widest."""
+        experts = self.experts
+        if experts is None:
+            return self.ffn_dim
+        return max(experts.active_width, self.ffn_dim if len(experts.layers) < self.num_layers else 0)
 
     @property
     def attention_scale(self) -> float:

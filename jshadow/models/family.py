@@ -20,6 +20,8 @@ class Rule:
         parts: names of the weights in a fused tensor, in the order in which they lie side by side.
         interleaved: whether the two numbers that RoPE rotates together are neighbors in the file. Otherwise they are
             half the rotated part apart.
+        stacked: whether the tensors of all experts of a layer form one weight, whose first axis is the expert. Then the
+            second group of `pattern` is its index.
     """
 
     pattern: str
@@ -27,6 +29,7 @@ class Rule:
     transform: str = "copy"
     parts: tuple[str, ...] = ("",)
     interleaved: bool = False
+    stacked: bool = False
 
     def match(self, name: str) -> tuple[str, ...]:
         """Return the paths in the weight tree that tensor `name` fills, or () if the rule does not match it."""
@@ -34,15 +37,16 @@ class Rule:
         layer = matched.groups() or ("",) if matched else ("",)
         return tuple(self.path.format(*layer, part) for part in self.parts) if matched else ()
 
-    def source(self, path: str) -> str | None:
-        """Return the Hugging Face name of the tensor that fills the weight at `path`, or None if the rule has none."""
+    def sources(self, path: str, shape: tuple[int, ...]) -> list[str]:
+        """Return the Hugging Face names of the tensors that fill the weight at `path`, which has the shape `shape`."""
         parts = "|".join(map(re.escape, self.parts))
         pattern = re.escape(self.path).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", f"(?:{parts})")
         matched = re.fullmatch(pattern, path)
         if not matched:
-            return None
-        name = self.pattern.replace(r"(\d+)", "{0}").replace("\\", "")
-        return name.format(*matched.groups())
+            return []
+        name = self.pattern.replace(r"(\d+)", "{0}", 1).replace(r"(\d+)", "{1}").replace("\\", "")
+        experts = range(shape[0]) if self.stacked else [""]
+        return [name.format(*matched.groups() or [""], expert) for expert in experts]
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 
 _CHOICES = (None, "int8")
-_PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp)/(q|k|v|o|gate|up|down)/kernel")
+_PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp(/experts|/shared)?)/(q|k|v|o|gate|up|down)/kernel")
 BLOCK = 2**22  # how many numbers are converted to float32 at once
 
 
@@ -24,7 +24,7 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def quantized(path: str) -> bool:
-    """Whether the weight at `path` is one of the seven projections of a layer, which are stored in int8."""
+    """Whether the weight at `path` is a projection of a layer's attention or MLP, which are stored in int8."""
     return _PROJECTIONS.fullmatch(path) is not None
 
 
@@ -32,8 +32,12 @@ def quantize_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a kernel [D, F] column by column, so that the largest magnitude of a column becomes 127.
 
     Returns:
-        The kernel as int8 [D, F], and the factors of its columns, float32 [F].
+        The kernel as int8 [D, F], and the factors of its columns, float32 [F]. For kernels [E, D, F], both have the
+        first axis E.
     """
+    if kernel.ndim == 3:
+        both = [quantize_int8(one) for one in kernel]
+        return np.stack([one for one, _ in both]), np.stack([factors for _, factors in both])
     factors = np.empty(kernel.shape[1], np.float32)
     out = np.empty(kernel.shape, np.int8, order="F" if kernel.flags.f_contiguous else "C")
     step = max(1, BLOCK // kernel.shape[0])
@@ -135,7 +139,7 @@ class Linear(nn.Module):
         return out
 
 
-def _activate(name: str, x: Array) -> Array:
+def activate(name: str, x: Array) -> Array:
     """Apply the activation "gelu_tanh" or "silu" to x."""
     return jax.nn.gelu(x, approximate=True) if name == "gelu_tanh" else jax.nn.silu(x)
 
@@ -144,14 +148,15 @@ class MLP(nn.Module):
     """The gated MLP: down(activation(gate(x)) * up(x))."""
 
     config: ModelConfig
+    width: int | None = None  # None: that of the config
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Apply the MLP to x [..., D]. The result has the same shape."""
-        bias = self.config.mlp_bias
-        gate = Linear(self.config.ffn_dim, bias, True, name="gate")(x)
-        up = Linear(self.config.ffn_dim, bias, True, name="up")(x)
-        return Linear(self.config.model_dim, bias, name="down")(_activate(self.config.activation, gate) * up)
+        bias, width = self.config.mlp_bias, self.width or self.config.ffn_dim
+        gate = Linear(width, bias, True, name="gate")(x)
+        up = Linear(width, bias, True, name="up")(x)
+        return Linear(self.config.model_dim, bias, name="down")(activate(self.config.activation, gate) * up)
 
 
 class Attention(nn.Module):

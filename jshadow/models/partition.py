@@ -16,9 +16,11 @@ _LEFT = ("split", "everywhere")  # how left rows of a key code lie on the device
 _SPLITS = (
     (r"embed/embedding", 0),
     (r"head/kernel", 1),
-    (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/kernel", 1),
-    (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/(bias|kernel_scale)", 0),
-    (r"layer_\d+/(attention/o|mlp/down)/kernel", 0),
+    (r"layer_\d+/(attention/(q|k|v)|mlp/(shared/)?(gate|up))/kernel", 1),
+    (r"layer_\d+/(attention/(q|k|v)|mlp/(shared/)?(gate|up))/(bias|kernel_scale)", 0),
+    (r"layer_\d+/(attention/o|mlp/(shared/)?down)/kernel", 0),
+    (r"layer_\d+/mlp/experts/(gate|up)/kernel", 2),
+    (r"layer_\d+/mlp/experts/(down/kernel|(gate|up)/kernel_scale)", 1),
 )
 
 

@@ -11,10 +11,12 @@ from jshadow.models.llama import LLAMA
 from jshadow.models.mistral import MISTRAL
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
+from jshadow.models.qwen_moe import QWEN3_MOE
 from jshadow.models.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3)
 }
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.models.config import ModelConfig
+from jshadow.models.experts import ExpertMLP
 from jshadow.models.layers import MLP, Attention, RMSNorm
 
 
@@ -41,6 +42,7 @@ class _Block(nn.Module):
     """Attention and MLP, each with a norm before it (and after it, with post_norms) and a residual connection."""
 
     config: ModelConfig
+    has_experts: bool = False
 
     def setup(self) -> None:
         """Declare the parts."""
@@ -48,7 +50,7 @@ class _Block(nn.Module):
         self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
         self.attention = Attention(c)
         self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
-        self.mlp = MLP(c)
+        self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
         if c.post_norms:
             self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
@@ -81,7 +83,8 @@ class Transformer(nn.Module):
         """Declare the parts."""
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
-        self.blocks = [_Block(c, name=f"layer_{i}") for i in range(c.num_layers)]
+        with_experts = () if c.experts is None else c.experts.layers
+        self.blocks = [_Block(c, i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps, c.unit_norms)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
@@ -117,7 +120,8 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
 
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
     """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
-    return _Block(config).apply({"params": weights[f"layer_{layer}"]}, x, cache)
+    own = weights[f"layer_{layer}"]
+    return _Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:

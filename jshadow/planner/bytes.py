@@ -240,7 +240,7 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
     """
     c, spec, rows = config, specs[0], specs[0].batch * rows_of(policy)
     tp = 1 if spec.shards is None else spec.shards.tp
-    token = 6 * c.model_dim - 3 * (-c.ffn_dim // tp) + 3 * (spec.q_heads + 2 * spec.kv_heads) * c.head_dim
+    token = 6 * c.model_dim - 3 * (-c.active_width // tp) + 3 * (spec.q_heads + 2 * spec.kv_heads) * c.head_dim
     return {
         "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
         "activations": 4 * rows * token,

@@ -438,12 +438,14 @@ class Planner:
             passes: whether to count what the GPU kernels move beyond the state (`Costs.step_passes`).
         """
         state = abstract_of(self.specs(policy, batch), policy)
-        table = device_weights(self.whole, self.workload.shards).embedding * self.item
+        weights, rows = device_weights(self.whole, self.workload.shards), batch * rows_of(policy)
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
-        hbm: dict[str, float] = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
-        flops = 2 * batch * rows_of(policy) * int(hbm["weights"]) // self.item
+        read_once = weights.numbers - weights.experts - (0 if self.share.tie_embeddings else weights.embedding)
+        chosen, some = _experts_read(self.whole, rows)
+        hbm: dict[str, float] = {"weights": self.item * (read_once + round(some * weights.experts))}
+        flops = 2 * rows * (read_once + round(chosen * weights.experts))
         share, moved = self.repeats(state.specs), 0.0
-        links = model_links(self.whole, self.workload.shards, batch * rows_of(policy), self.item)
+        links = model_links(self.whole, self.workload.shards, rows, self.item)
         for spec, layer in zip(state.specs, state.layers, strict=True):
             costs = costs_of(spec.policy)
             read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
@@ -462,3 +464,14 @@ class Planner:
         gather = None if by_kernel or whole else self.gpu.gather_bytes_per_second
         read_bytes = {part: round(size) for part, size in hbm.items() if size}
         return step_bound(self.gpu, read_bytes, round(moved), flops, batch, gather, links)
+
+
+def _experts_read(config: ModelConfig, rows: int) -> tuple[float, float]:
+    """Return the share of the experts' weights that a token uses, and the share that a step of `rows` tokens reads.
+
+    The prediction is that the tokens choose independently and evenly.
+    """
+    if config.experts is None:
+        return 1.0, 1.0
+    share = config.experts.chosen / config.experts.count
+    return share, 1 - (1 - share) ** rows

@@ -26,7 +26,8 @@ from jshadow.models.partition import AXES, check_left, sharding_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies.links import Links, gathered, reduced
 
-_SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/down)/kernel"  # split weights whose products are summed over tp
+# Split weights whose products are summed over tp
+_SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/((experts|shared)/)?down)/kernel"
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,12 +53,14 @@ class _DeviceWeights(NamedTuple):
     Attributes:
         numbers: how many numbers they have.
         embedding: how many of them the embedding has.
+        experts: how many of them the experts of all layers have.
         sums: number of products of a step that are summed over tp.
         splits_logits: whether each device of tp computes some of the logits.
     """
 
     numbers: int
     embedding: int
+    experts: int
     sums: int
     splits_logits: bool
 
@@ -74,6 +77,7 @@ def device_weights(config: ModelConfig, shards: Shards | None) -> _DeviceWeights
     return _DeviceWeights(
         sum(map(math.prod, own.values())),
         math.prod(own["embed/embedding"]),
+        sum(math.prod(shape) for path, shape in own.items() if "/experts/" in path),
         sum(re.fullmatch(_SUMMED, path) is not None for path in split),
         ("embed/embedding" if config.tie_embeddings else "head/kernel") in split,
     )
@@ -101,11 +105,16 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
 
     Heads, MLP and vocabulary are split. The residual stream is not. `count` must divide the KV heads.
     """
+    experts = config.experts
+    if experts is not None:
+        widths = {name: -(-getattr(experts, name) // count) for name in ("width", "shared_width")}
+        experts = dataclasses.replace(experts, **widths)
     return dataclasses.replace(
         config,
         q_heads=config.q_heads // count,
         kv_heads=config.kv_heads // count,
         ffn_dim=-(-config.ffn_dim // count),
+        experts=experts,
         vocab_size=-(-config.vocab_size // count),
         eos_ids=(),
     )

@@ -54,7 +54,9 @@ def token_numbers(config: ModelConfig) -> int:
     They are the residual and the normalized input, the queries before and after RoPE and the attention's output, the
     keys before and after RoPE and the values, and the two halves of the MLP.
     """
-    return 2 * config.model_dim + 3 * config.q_heads * config.head_dim + 3 * config.key_columns + 2 * config.ffn_dim
+    return (
+        2 * config.model_dim + 3 * config.q_heads * config.head_dim + 3 * config.key_columns + 2 * config.active_width
+    )
 
 
 def tile_numbers(config: ModelConfig) -> int:
@@ -201,7 +203,7 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
     item, columns = jnp.dtype(state.specs[0].dtype).itemsize, config.key_columns
     # As in a prefill: the residual and the normalized input, queries, keys and values before and after RoPE, the
     # attention's output and the two halves of the MLP. The hooks cut queries, keys, values and output into blocks.
-    token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.ffn_dim
+    token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.active_width
     hooks = 0
     for spec, layer in zip(state.specs, state.layers, strict=True):
         split, block = split_of(spec), block_tokens(spec, size)

@@ -18,7 +18,7 @@ def projection_operations(config: ModelConfig, tokens: int) -> int:
 
 def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
-    return 2 * tokens * config.model_dim * (config.q_heads * config.head_dim + 3 * config.ffn_dim)
+    return 2 * tokens * config.model_dim * (config.q_heads * config.head_dim + 3 * config.active_width)
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:

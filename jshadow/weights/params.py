@@ -151,7 +151,8 @@ def load(
         return jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
-        value_cast, problem = cast(value, target)
+        # The choice of experts is sensitive to the rounding of the bias behind it.
+        value_cast, problem = cast(value, np.dtype(np.float32) if path.endswith("/correction") else target)
         if quantize is None or not quantized(path) or problem:
             return {path: give(path, value_cast)}, problem
         kernel, factors = quantize_int8(value)
@@ -264,5 +265,7 @@ def _initial(path: str, shape: tuple[int, ...], generator: np.random.Generator) 
     kind = path.rsplit("/", 1)[-1]
     if kind == "scale":
         return np.ones(shape, np.float32)
-    deviation = {"bias": 0.02, "embedding": shape[-1] ** -0.5}.get(kind, shape[0] ** -0.5)
+    deviation = {"bias": 0.02, "correction": 0.02, "embedding": shape[-1] ** -0.5}.get(
+        kind, shape[-2] ** -0.5 if len(shape) > 1 else 1.0
+    )
     return generator.standard_normal(shape, np.float32) * np.float32(deviation)

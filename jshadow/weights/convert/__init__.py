@@ -30,7 +30,7 @@ from jshadow.weights.convert.huggingface import (
 )
 from jshadow.weights.convert.orbax import open_orbax, write_orbax
 from jshadow.weights.convert.safetensors_file import DTYPES, check_dtype
-from jshadow.weights.convert.source import Source, placements
+from jshadow.weights.convert.source import Placement, Source, Stacks, placements
 
 __all__ = ["convert"]
 
@@ -101,10 +101,17 @@ def _open_source(src: str | os.PathLike[str]) -> Source:
 def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
     """Write the weights of a source as an orbax checkpoint at `path`."""
     weight_shapes = flat_abstract(source.config)
-    tensor_of = {path: tensor for tensor in placements(source.family, weight_shapes).values() for path in tensor.paths}
+    tensors_of: dict[str, list[Placement]] = {}
+    for tensor in placements(source.family, weight_shapes).values():
+        for name in tensor.paths:
+            tensors_of.setdefault(name, []).append(tensor)
 
     def read(path: str) -> np.ndarray:
-        tensor = tensor_of[path]
-        return tensor.to_weights(source.read(tensor.name), weight_shapes, source.config)[path]
+        stacks, whole = Stacks(), None
+        for tensor in tensors_of[path]:
+            part = tensor.to_weights(source.read(tensor.name), weight_shapes, source.config)[path]
+            whole = stacks.whole(path, part, tensor.expert, weight_shapes[path])
+        assert whole is not None
+        return whole
 
     write_orbax(path, weight_shapes, DTYPES[dtype], read, progress)

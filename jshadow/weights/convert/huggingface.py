@@ -32,7 +32,7 @@ from jshadow.weights.convert.safetensors_file import (
     same_tensor,
     write_tensors,
 )
-from jshadow.weights.convert.source import Placement, Shape, Source, placements
+from jshadow.weights.convert.source import Placement, Shape, Source, Stacks, placements
 from jshadow.weights.digest import host_array
 
 _LOG = logging.getLogger(__name__)
@@ -315,10 +315,14 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
     sound = not problems
     weight_shapes = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
+    stacks = Stacks()
     for file, name, placement in order:
         if sound:
             for path, part in placement.to_weights(file.read(name), weight_shapes, config).items():
-                leaves, problem = put(path, part)
+                whole = stacks.whole(path, part, placement.expert, weight_shapes[path])
+                if whole is None:
+                    continue
+                leaves, problem = put(path, whole)
                 flat |= leaves
                 if problem:
                     problems.append(f"{name}: {problem}")
@@ -369,9 +373,11 @@ def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, 
     weight_shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     tensors = placements(FAMILIES[config.model_type], weight_shapes)
 
+    on_host = functools.lru_cache(maxsize=2)(lambda path: host_array(flat[path]))  # experts share an array
+
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
-        return tensor.to_tensor({path: host_array(flat[path]) for path in tensor.paths}, config)
+        return tensor.to_tensor({path: on_host(path) for path in tensor.paths}, config)
 
     return {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}, read
 

@@ -234,9 +234,11 @@ def open_orbax(directory: Path) -> Source:
     raise_all(str(directory), weights.misfits(weight_shapes))
     tensors = placements(family, weight_shapes)
 
+    read_paths = functools.lru_cache(maxsize=1)(weights.read)  # experts share an array
+
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
-        return tensor.to_tensor(weights.read(tensor.paths), config)
+        return tensor.to_tensor(read_paths(tensor.paths), config)
 
     shapes = {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}
     return Source(hf, family, config, shapes, read, functools.partial(copy_side_files, directory))

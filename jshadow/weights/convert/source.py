@@ -21,22 +21,24 @@ class Placement:
         name: name of the tensor.
         paths: paths of the weights, in the order in which they lie in the tensor.
         rule: rule of the family that matches the tensor.
+        expert: the index of the expert whose part of the weights the tensor has. None: it has all of them.
     """
 
     name: str
     paths: tuple[str, ...]
     rule: Rule
+    expert: int | None = None
 
     def tensor_shape(self, weight_shapes: Mapping[str, Shape]) -> Shape:
         """Return the shape that the tensor must have. `weight_shapes` has the shape of each weight by path."""
-        shapes = [weight_shapes[path] for path in self.paths]
+        shapes = [weight_shapes[path][0 if self.expert is None else 1 :] for path in self.paths]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         return whole[::-1] if self.rule.transform == "transpose" else whole
 
     def to_weights(
         self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
     ) -> dict[str, np.ndarray]:
-        """Return the weights of a tensor by path. They are views where possible."""
+        """Return the weights of a tensor by path, or the parts of one expert. They are views where possible."""
         value = value.T if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., _half_split_order(value.shape[-1], config)]
@@ -45,7 +47,7 @@ class Placement:
 
     def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
         """Undo `to_weights`: build the tensor from its weights."""
-        parts = [weights[path] for path in self.paths]
+        parts = [weights[path] if self.expert is None else weights[path][self.expert] for path in self.paths]
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.rule.interleaved:
             value = value[..., np.argsort(_half_split_order(value.shape[-1], config))]
@@ -68,10 +70,28 @@ def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[
     result: dict[str, Placement] = {}
     for path in weight_shapes:
         for rule in family.rules:
-            name = rule.source(path)
-            if name is not None and name not in result:
-                result[name] = Placement(name, rule.match(name), rule)
+            for index, name in enumerate(rule.sources(path, weight_shapes[path])):
+                if name not in result:
+                    result[name] = Placement(name, rule.match(name), rule, index if rule.stacked else None)
     return result
+
+
+class Stacks:
+    """Weights of which the tensors of a checkpoint have one expert each. They wait until all experts are read."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[int, np.ndarray]] = {}
+
+    def whole(self, path: str, part: np.ndarray, expert: int | None, shape: Shape) -> np.ndarray | None:
+        """Add a part of the weight at `path`, and return the weight of shape `shape` if it is complete."""
+        if expert is None:
+            return part
+        parts = self._parts.setdefault(path, {})
+        parts[expert] = part
+        if len(parts) < shape[0]:
+            return None
+        del self._parts[path]
+        return np.stack([parts[index] for index in range(shape[0])])
 
 
 @dataclasses.dataclass(frozen=True)

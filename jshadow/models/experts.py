@@ -1,0 +1,155 @@
+"""The mixture-of-experts MLP (arXiv 1701.06538): a router chooses a few experts for each token, and only these run."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshadow.models.config import Experts, ModelConfig
+from jshadow.models.layers import MLP, activate
+
+_MOST_TILE = 64  # rows that one product of an expert takes
+
+
+class ExpertMLP(nn.Module):
+    """The weighted sum of the chosen experts' gated MLPs, and of a shared MLP if the model has one."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Apply the MLP to x [..., D]. The result has the same shape and dtype."""
+        experts = self.config.experts
+        assert experts is not None
+        rows = x.reshape(-1, x.shape[-1])
+        ids, shares = _Router(experts, name="router")(rows)
+        out = _Experts(self.config, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
+        if experts.shared_width:
+            out = out + MLP(self.config, experts.shared_width, name="shared")(x)
+        return out
+
+
+class _Router(nn.Module):
+    experts: Experts
+
+    @nn.compact
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        """Return the chosen experts of rows x [N, D], int32 [N, k], and their shares, float32 [N, k]."""
+        e = self.experts
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], e.count))
+        scores = jnp.einsum("nd,de->ne", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if e.router == "sigmoid":  # the published code computes these scores in float32
+            scores = jnp.einsum("nd,de->ne", x.astype(jnp.float32), kernel.astype(jnp.float32))
+            shares = jax.nn.sigmoid(scores)
+        else:
+            shares = jax.nn.softmax(scores, axis=-1)
+        wanted = shares
+        if e.corrected:
+            wanted = wanted + self.param("correction", nn.initializers.zeros, (e.count,)).astype(jnp.float32)
+        if e.groups > 1:
+            wanted = _best_groups(wanted, e)
+        _, ids = lax.top_k(wanted, e.chosen)
+        shares = jnp.take_along_axis(shares, ids, axis=-1)
+        if e.normalized:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + e.least_sum)
+        return ids, shares * e.scale
+
+
+def _best_groups(wanted: Array, e: Experts) -> Array:
+    """Set the scores [N, E] of all experts but those of the best groups to -inf (DeepSeek-V3, arXiv 2412.19437).
+
+    The score of a group is the sum of its two best experts.
+    """
+    grouped = wanted.reshape(-1, e.groups, e.count // e.groups)
+    _, best = lax.top_k(lax.top_k(grouped, 2)[0].sum(axis=-1), e.chosen_groups)
+    kept = jax.nn.one_hot(best, e.groups, dtype=jnp.bool_).any(axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(wanted.shape)
+
+
+class _Tiles(NamedTuple):
+    """Pairs of a row and one of its experts, sorted by expert, in tiles of one expert each.
+
+    Attributes:
+        number: how many tiles there are, int32.
+        expert: the expert of each tile, int32 [M].
+        first, end: the pairs of each tile, int32 [M].
+        order: the pairs in the order of their experts, int32 [P].
+    """
+
+    number: Array
+    expert: Array
+    first: Array
+    end: Array
+    order: Array
+
+
+def _tiles(ids: Array, experts: int, size: int) -> _Tiles:
+    """Return the tiles of at most `size` pairs. `ids` has the expert of each pair, int32 [P]."""
+    order = jnp.argsort(ids, stable=True)
+    counts = jnp.bincount(ids, length=experts)
+    ends = jnp.cumsum(counts)
+    tiles = jnp.cumsum(-(-counts // size))  # of all experts up to each one
+    most = ids.size if size == 1 else ids.size // size + min(experts, ids.size)
+    number = jnp.arange(most)
+    expert = jnp.minimum(jnp.searchsorted(tiles, number, side="right"), experts - 1)
+    before = jnp.where(expert > 0, tiles[expert - 1], 0)
+    first = ends[expert] - counts[expert] + (number - before) * size
+    return _Tiles(tiles[-1], expert, first, jnp.minimum(first + size, ends[expert]), order)
+
+
+class _Experts(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array, ids: Array, shares: Array) -> Array:
+        """Return the sum of the chosen experts' outputs, float32 [N, D], for rows x [N, D].
+
+        The loop goes over tiles, so a step reads the weights of the chosen experts alone.
+        """
+        c, e = self.config, self.config.experts
+        assert e is not None
+        gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
+        down = _Stack(e.count, c.model_dim, name="down")(e.width)
+        size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
+        tiles, chosen = _tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
+        shares = shares.reshape(-1)
+
+        def add(tile: Array, out: Array) -> Array:
+            expert = tiles.expert[tile]
+            places = tiles.first[tile] + jnp.arange(size)
+            pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
+            rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
+            taken = x[jnp.minimum(rows, len(x) - 1)]
+            inner = activate(c.activation, gate(taken, expert)) * up(taken, expert)
+            made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
+            return out.at[rows].add(made, mode="drop")
+
+        return lax.fori_loop(0, tiles.number, add, jnp.zeros(x.shape, jnp.float32))
+
+
+class _Stack(nn.Module):
+    """The kernels of one projection of all experts, [E, D, F]: floating, or int8 with a float32 factor [E, F]."""
+
+    count: int
+    features: int
+
+    @nn.compact
+    def __call__(self, inputs: int) -> "_Product":
+        """Return the product with the kernel of an expert."""
+        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (self.count, inputs, self.features))
+        int8 = self.has_variable("params", "kernel_scale")
+        return _Product(kernel, self.get_variable("params", "kernel_scale") if int8 else None)
+
+
+class _Product(NamedTuple):
+    kernel: Array
+    factors: Array | None
+
+    def __call__(self, x: Array, expert: Array) -> Array:
+        kernel = lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False).astype(x.dtype)
+        if self.factors is None:
+            return x @ kernel
+        wide = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return (wide * lax.dynamic_index_in_dim(self.factors, expert, keepdims=False)).astype(x.dtype)
