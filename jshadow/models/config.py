@@ -6,6 +6,7 @@ and share compiled programs.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from jshadow.ops.rope import RopeConfig as RopeConfig
 
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+ROUTERS = ("softmax", "sigmoid", "softmax_of_chosen")
 
 
 def check_positive(owner: str, **fields: Any) -> None:
@@ -45,7 +49,8 @@ class Experts:
         chosen: number of experts that a token uses.
         width: width of an expert's gated MLP.
         layers: indices of the layers with experts. All other layers have a plain MLP.
-        router: "softmax" or "sigmoid", what turns the router's products into the experts' shares.
+        router: what turns the router's products into the experts' shares: "softmax" over all experts, "sigmoid", or
+            "softmax_of_chosen".
         normalized: whether the shares of the chosen experts are divided by their sum.
         least_sum: number that is added to this sum.
         scale: factor of the shares.
@@ -82,8 +87,8 @@ class Experts:
                 f"config.experts.chosen_groups must be at most groups={self.groups} and have at least "
                 f"chosen={self.chosen} experts, got {self.chosen_groups}"
             )
-        if self.router not in ("softmax", "sigmoid"):
-            raise ConfigError(f"config.experts.router must be 'softmax' or 'sigmoid', got {self.router!r}")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"config.experts.router must be one of {ROUTERS}, got {self.router!r}")
 
     @property
     def active_width(self) -> int:
@@ -113,10 +118,14 @@ class ModelConfig:
         eos_ids: token ids that end a generation.
         output_bias: whether attention_bias also applies to the o projection.
         qk_norm: whether each head's queries and keys are normalized before RoPE.
+        joint_qk_norm: whether the queries of all heads are normalized together, and so are the keys.
+        pre_norms: whether the inputs of attention and MLP are normalized.
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
         unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
         activation: activation of the gated MLP, "silu" or "gelu_tanh".
-        scale_embedding: whether embeddings are multiplied by sqrt(model_dim).
+        embedding_scale: factor of the embeddings.
+        residual_scale: factor of the outputs of attention and MLP, before they join the residual stream.
+        logit_scale: factor of the logits.
         query_scalar: scores are divided by the square root of this number. None means head_dim.
         sliding_window: number of tokens that a query of a sliding layer sees, including itself.
         sliding_layers: indices of the sliding layers. All other layers see all tokens.
@@ -142,10 +151,14 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     output_bias: bool = True
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     unit_norms: bool = False
     activation: str = "silu"
-    scale_embedding: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     query_scalar: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
@@ -169,8 +182,10 @@ class ModelConfig:
             raise ConfigError(
                 f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
             )
-        if self.query_scalar is not None and not self.query_scalar > 0:
-            raise ConfigError(f"config.query_scalar must be above 0, got {self.query_scalar!r}")
+        for name in ("query_scalar", "embedding_scale", "residual_scale", "logit_scale"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"config.{name} must be above 0 and finite, got {value!r}")
         if self.sliding_window is not None:
             check_positive("config", sliding_window=self.sliding_window)
         layers = {"sliding_layers": self.sliding_layers, "unrotated_layers": self.unrotated_layers}

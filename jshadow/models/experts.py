@@ -39,12 +39,11 @@ class _Router(nn.Module):
         """Return the chosen experts of rows x [N, D], int32 [N, k], and their shares, float32 [N, k]."""
         e = self.experts
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], e.count))
-        scores = jnp.einsum("nd,de->ne", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-        if e.router == "sigmoid":  # the published code computes these scores in float32
-            scores = jnp.einsum("nd,de->ne", x.astype(jnp.float32), kernel.astype(jnp.float32))
-            shares = jax.nn.sigmoid(scores)
-        else:
-            shares = jax.nn.softmax(scores, axis=-1)
+        scores = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+        if e.router == "softmax_of_chosen":
+            best, ids = lax.top_k(scores, e.chosen)
+            return ids, jax.nn.softmax(best, axis=-1) * e.scale
+        shares = jax.nn.sigmoid(scores) if e.router == "sigmoid" else jax.nn.softmax(scores, axis=-1)
         wanted = shares
         if e.corrected:
             wanted = wanted + self.param("correction", nn.initializers.zeros, (e.count,)).astype(jnp.float32)

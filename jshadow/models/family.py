@@ -16,7 +16,8 @@ class Rule:
     Attributes:
         pattern: regular expression that must match the whole Hugging Face tensor name. Its group is the layer index.
         path: path in the weight tree, joined by "/". `{0}` stands for the layer index and `{1}` for one of `parts`.
-        transform: "copy", or "transpose" for a linear layer that is stored as [out, in].
+        transform: "copy", "transpose" for a linear layer that is stored as [out, in] (all experts: [E, out, in]), or
+            "flatten" for a vector that is stored as [1, N].
         parts: names of the weights in a fused tensor, in the order in which they lie side by side.
         interleaved: whether the two numbers that RoPE rotates together are neighbors in the file. Otherwise they are
             half the rotated part apart.
@@ -67,6 +68,7 @@ class ModelFamily:
         defaults: values for keys that `config.json` may lack. They are those of transformers' config class.
         read: turns `config.json` into the fields of ModelConfig that Llama does not set.
         write: turns a ModelConfig into the keys of `config.json` beyond Llama's.
+        attention_keys: keys of `config.json` about attention that `read` reads. Unknown ones are refused.
         partial_rotary: whether RoPE may rotate only a part of each head.
         published_code: classes that checkpoints name in `auto_map` although transformers has the model built in. A
             checkpoint that names only these is accepted, and the classes are never run.
@@ -80,6 +82,7 @@ class ModelFamily:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
     write: Callable[[ModelConfig], dict[str, Any]] = nothing
+    attention_keys: tuple[str, ...] = ()
     partial_rotary: bool = False
     published_code: tuple[str, ...] = ()
 
@@ -98,7 +101,8 @@ class ModelFamily:
             models = {value for key, value in code.items() if key.startswith(("AutoConfig", "AutoModel"))}
             if models <= set(self.published_code):
                 whole["auto_map"] = None
-        config = ModelConfig.from_hf(whole, **self.read(whole))
+        fields = self.read(whole)
+        config = ModelConfig.from_hf({key: whole[key] for key in whole.keys() - {*self.attention_keys}}, **fields)
         if config.rope.rotary_share != 1 and not self.partial_rotary:
             share = config.rope.rotary_share
             raise ConfigError(

@@ -10,8 +10,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, activation_of, check_positive
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
-from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, sliding_fields
-from jshadow.ops.rope import RopeConfig
+from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, rope_of_kind, ropes_to_hf, sliding_fields
 
 _NORMS = (
     Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
@@ -30,24 +29,15 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_positive("config.json", sliding_window_pattern=pattern)
     return {
         **sliding_fields(hf, [(layer + 1) % pattern != 0 for layer in range(layer_count(hf))]),
-        "rope": _rope(hf, FULL, "rope_theta", hf.get("rope_scaling")),
-        "sliding_rope": _rope(hf, SLIDING, "rope_local_base_freq"),
+        "rope": rope_of_kind(hf, FULL, hf["rope_theta"], hf.get("rope_scaling")),
+        "sliding_rope": rope_of_kind(hf, SLIDING, hf["rope_local_base_freq"]),
         "activation": activation_of(hf, "hidden_activation"),
         "qk_norm": True,
         "post_norms": True,
         "unit_norms": True,
-        "scale_embedding": True,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
         "query_scalar": hf["query_pre_attn_scalar"],
     }
-
-
-def _rope(hf: Mapping[str, Any], kind: str, theta: str, scaling: Mapping[str, Any] | None = None) -> RopeConfig:
-    """Read the RoPE of one kind of layer.
-
-    Newer files have one `rope_parameters` object for each kind. It is converted to the older keys first.
-    """
-    scaling_of_kind = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
-    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": scaling_of_kind, "rope_parameters": None})
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -56,17 +46,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": config.query_scalar,
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
-        "rope_scaling": None,  # rope_parameters replaces it
-        "rope_parameters": {
-            FULL: _rope_parameters(config.rope),
-            SLIDING: _rope_parameters(config.sliding_rope or config.rope),
-        },
+        **ropes_to_hf(config),
     }
-
-
-def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    keys = rope.to_hf()
-    return {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
 
 
 GEMMA3_TEXT = ModelFamily(

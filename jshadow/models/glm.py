@@ -1,15 +1,27 @@
-"""GLM-4 (arXiv 2406.12793, section 2).
+"""GLM-4 (arXiv 2406.12793, section 2) and GLM-4.5 (arXiv 2508.06471, section 2).
 
-RoPE rotates half of each head, in pairs of neighboring columns. There are few KV heads.
+RoPE rotates half of each head. In GLM-4, the columns of a pair are neighbors. GLM-4.5 has experts.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import Experts, ModelConfig
 from jshadow.models.family import ModelFamily, Rule
-from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTPUT, VALUES
+from jshadow.models.llama import (
+    ATTENTION,
+    DOWN,
+    EMBEDDING,
+    EXPERTS,
+    FUSED_GATE_AND_UP,
+    NORMS,
+    OUTPUT,
+    QK_NORMS,
+    RULES,
+    VALUES,
+)
+from jshadow.models.sliding import layer_count
 
 _INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
 _POST_NORMS = (
@@ -17,6 +29,7 @@ _POST_NORMS = (
     Rule(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
 )
 _RULES = EMBEDDING + NORMS + _INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
+_CORRECTION = Rule(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias", "layer_{0}/mlp/router/correction")
 _DEFAULTS = {
     "vocab_size": 151552,
     "num_hidden_layers": 40,
@@ -39,6 +52,42 @@ def _glm(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _glm4(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"output_bias": False, "post_norms": True}
+
+
+def _glm4_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = Experts(
+        count=hf.get("num_local_experts") or hf["n_routed_experts"],
+        chosen=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        layers=tuple(range(hf["first_k_dense_replace"], layer_count(hf))),
+        router="sigmoid",
+        normalized=bool(hf["norm_topk_prob"]),
+        least_sum=1e-20,
+        scale=float(hf["routed_scaling_factor"]),
+        corrected=True,
+        groups=hf["n_group"],
+        chosen_groups=hf["topk_group"],
+        shared_width=hf["n_shared_experts"] * hf["moe_intermediate_size"],
+    )
+    return {"output_bias": False, "qk_norm": bool(hf.get("use_qk_norm")), "experts": experts}
+
+
+def _write_moe(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        **_share(config),
+        "use_qk_norm": config.qk_norm,
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.width,
+        "first_k_dense_replace": config.num_layers - len(experts.layers),
+        "norm_topk_prob": experts.normalized,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups,
+        "topk_group": experts.chosen_groups,
+        "n_shared_experts": experts.shared_width // experts.width,
+    }
 
 
 def _share(config: ModelConfig) -> dict[str, Any]:
@@ -65,5 +114,36 @@ GLM4 = ModelFamily(
     defaults=_DEFAULTS,
     read=_glm4,
     write=_share,
+    partial_rotary=True,
+)
+GLM4_MOE = ModelFamily(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
+    rules=(*RULES, *QK_NORMS, *EXPERTS, _CORRECTION),
+    differs="half of each head rotated; experts beside an MLP that all tokens share",
+    defaults={
+        "vocab_size": 151552,
+        "num_hidden_layers": 46,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    read=_glm4_moe,
+    write=_write_moe,
     partial_rotary=True,
 )

@@ -171,20 +171,22 @@ class Attention(nn.Module):
         self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
-        if c.qk_norm:
+        if c.qk_norm or c.joint_qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, c.unit_norms)
             self.k_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def query(self, x: Array) -> Array:
         """Return the queries before RoPE [B, T, h_q, d] of x [B, T, D]."""
-        q = self.q(x).reshape(*x.shape[:-1], self.config.q_heads, self.config.head_dim)
-        return self.q_norm(q) if self.config.qk_norm else q
+        c, q = self.config, self.q(x)
+        q = (self.q_norm(q) if c.joint_qk_norm else q).reshape(*x.shape[:-1], c.q_heads, c.head_dim)
+        return self.q_norm(q) if c.qk_norm else q
 
     def key_value(self, x: Array) -> tuple[Array, Array]:
         """Return the keys before RoPE and the values of x [B, T, D], both [B, T, h_kv, d]."""
-        shape = (*x.shape[:-1], self.config.kv_heads, self.config.head_dim)
-        k, v = self.k(x).reshape(shape), self.v(x).reshape(shape)
-        return self.k_norm(k) if self.config.qk_norm else k, v
+        c, k = self.config, self.k(x)
+        shape = (*x.shape[:-1], c.kv_heads, c.head_dim)
+        k = (self.k_norm(k) if c.joint_qk_norm else k).reshape(shape)
+        return self.k_norm(k) if c.qk_norm else k, self.v(x).reshape(shape)
 
     def output(self, heads: Array) -> Array:
         """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]."""

@@ -44,6 +44,27 @@ DOWN = (
 )
 RULES = EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + GATE_AND_UP + DOWN
 
+EXPERTS = (  # of the later families that have experts
+    Rule(r"model\.layers\.(\d+)\.mlp\.gate\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
+    *(
+        Rule(
+            rf"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.{name}_proj\.weight",
+            f"layer_{{0}}/mlp/experts/{name}/kernel",
+            "transpose",
+            stacked=True,
+        )
+        for name in ("gate", "up", "down")
+    ),
+    *(
+        Rule(
+            rf"model\.layers\.(\d+)\.mlp\.shared_experts\.{name}_proj\.weight",
+            f"layer_{{0}}/mlp/shared/{name}/kernel",
+            "transpose",
+        )
+        for name in ("gate", "up", "down")
+    ),
+)
+
 LLAMA = ModelFamily(
     model_type="llama",
     architecture="LlamaForCausalLM",

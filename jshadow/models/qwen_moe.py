@@ -5,22 +5,9 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import Experts, ModelConfig, check_positive
-from jshadow.models.family import ModelFamily, Rule
-from jshadow.models.llama import QK_NORMS, RULES
+from jshadow.models.family import ModelFamily
+from jshadow.models.llama import EXPERTS, QK_NORMS, RULES
 from jshadow.models.sliding import layer_count
-
-EXPERTS = (
-    Rule(r"model\.layers\.(\d+)\.mlp\.gate\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    *(
-        Rule(
-            rf"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.{name}_proj\.weight",
-            f"layer_{{0}}/mlp/experts/{name}/kernel",
-            "transpose",
-            stacked=True,
-        )
-        for name in ("gate", "up", "down")
-    ),
-)
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:

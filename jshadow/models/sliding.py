@@ -1,10 +1,11 @@
-"""Reading and writing the keys of `config.json` that say which layers have a sliding window."""
+"""Reading and writing the keys of `config.json` in which sliding layers and full ones differ."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, check_positive
+from jshadow.ops.rope import RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -76,3 +77,27 @@ def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not hf.get("use_sliding_window"):
         return {}
     return sliding_fields(hf, [layer >= hf["max_window_layers"] for layer in range(layer_count(hf))])
+
+
+def rope_of_kind(
+    hf: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any] | None = None
+) -> RopeConfig:
+    """Read the RoPE of one kind of layer, FULL or SLIDING.
+
+    Newer files have one `rope_parameters` object for each kind. Older ones have the keys whose values are `theta` and
+    `scaling`, which replace those of the object.
+    """
+    newer = (hf.get("rope_parameters") or {}).get(kind) or {}
+    merged = {"rope_type": "default", "rope_theta": theta, **newer, **(scaling or {})}
+    return RopeConfig.from_hf({**hf, "rope_scaling": merged, "rope_parameters": None})
+
+
+def ropes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Undo `rope_of_kind` for both kinds of layers."""
+
+    def parameters(rope: RopeConfig) -> dict[str, Any]:
+        keys = rope.to_hf()
+        return {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
+
+    full, near = parameters(config.rope), parameters(config.sliding_rope or config.rope)
+    return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: near}}

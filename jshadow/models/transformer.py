@@ -39,7 +39,7 @@ _Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class _Block(nn.Module):
-    """Attention and MLP, each with a norm before it (and after it, with post_norms) and a residual connection."""
+    """Attention and MLP, each with a norm before it or after it, or both, and a residual connection."""
 
     config: ModelConfig
     has_experts: bool = False
@@ -47,24 +47,29 @@ class _Block(nn.Module):
     def setup(self) -> None:
         """Declare the parts."""
         c = self.config
-        self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
         self.attention = Attention(c)
-        self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
+        if c.pre_norms:
+            self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
         if c.post_norms:
             self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
         """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
-        x_in = self.attention_norm(x)
+        c = self.config
+        x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
             out, aux = cache(Heads(self.attention.query(x_in), *self.attention.key_value(x_in), x_in))
             out = self.attention.output(out.astype(x.dtype))
-            x = x + (self.attention_post_norm(out) if self.config.post_norms else out)
+            x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.mlp_norm(x))
-            return x + (self.mlp_post_norm(out) if self.config.post_norms else out), aux
+            out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
+            return x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out), aux
+
+    def _scaled(self, out: Array) -> Array:
+        return out if self.config.residual_scale == 1 else out * jnp.asarray(self.config.residual_scale, out.dtype)
 
     def query(self, x_in: Array) -> Array:
         """Return this block's queries before RoPE [B, T, h_q, d] for the x_in of another block.
@@ -100,11 +105,15 @@ class Transformer(nn.Module):
         """Turn token ids [B, T] into hidden states [B, T, D]."""
         x = self.embed(tokens)
         # The factor is rounded to x's dtype first, as in the training of the models.
-        return x * jnp.asarray(self.config.model_dim**0.5, x.dtype) if self.config.scale_embedding else x
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, x: Array) -> Array:
         """Apply the final norm and the output head to x [..., D]. Return float32 logits [..., V]."""
-        x = self.norm(x)
+        out = self._products(self.norm(x))
+        return out if self.config.logit_scale == 1 else out * self.config.logit_scale
+
+    def _products(self, x: Array) -> Array:
         if self.config.tie_embeddings:
             return jnp.einsum("...d,vd->...v", x, self.embed.embedding, preferred_element_type=jnp.float32)
         kernel = self.head.variables["params"]["kernel"] if not self.is_initializing() else None

@@ -26,8 +26,9 @@ TURN = np.random.default_rng(5).integers(3, 97, (len(LENGTHS), 20), dtype=np.int
 NEW = np.array([20, 7, 0])
 TOKENS = PROMPT % 97
 SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
-# Windows and two kinds of rotation, and layers without rotation. Sliding layers of `full` are those of `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope")
+# Windows and two kinds of rotation, layers without rotation, and experts. Sliding layers of `full` are those of
+# `shadowkv`.
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full())]
 params_of = functools.cache(lambda name: init_params(family_config(name), seed=4))
 

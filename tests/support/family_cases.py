@@ -20,6 +20,8 @@ ONE_OF_EACH = (
     "glm",
     "glm4",
     "gemma3",
+    "olmo3",
+    "glm4_moe_groups",
     "smollm3",
 )
 

@@ -33,13 +33,17 @@ class Placement:
         """Return the shape that the tensor must have. `weight_shapes` has the shape of each weight by path."""
         shapes = [weight_shapes[path][0 if self.expert is None else 1 :] for path in self.paths]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return whole[::-1] if self.rule.transform == "transpose" else whole
+        if self.rule.transform == "flatten":
+            return (1, *whole)
+        return (*whole[:-2], whole[-1], whole[-2]) if self.rule.transform == "transpose" else whole
 
     def to_weights(
         self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
     ) -> dict[str, np.ndarray]:
         """Return the weights of a tensor by path, or the parts of one expert. They are views where possible."""
-        value = value.T if self.rule.transform == "transpose" else value
+        if self.rule.transform == "flatten":
+            value = value.reshape(-1)
+        value = value.swapaxes(-1, -2) if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., _half_split_order(value.shape[-1], config)]
         ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
@@ -51,7 +55,9 @@ class Placement:
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.rule.interleaved:
             value = value[..., np.argsort(_half_split_order(value.shape[-1], config))]
-        return value.T if self.rule.transform == "transpose" else value
+        if self.rule.transform == "flatten":
+            return value[None]
+        return value.swapaxes(-1, -2) if self.rule.transform == "transpose" else value
 
 
 def _half_split_order(columns: int, config: ModelConfig) -> np.ndarray:

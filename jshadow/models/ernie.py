@@ -1,0 +1,109 @@
+"""ERNIE 4.5 (Baidu, "ERNIE 4.5 technical report"): RoPE in pairs of neighboring columns; some models have experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.models.config import Experts, ModelConfig, check_positive
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, VALUES
+from jshadow.models.sliding import layer_count
+
+_INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
+_RULES = EMBEDDING + NORMS + _INTERLEAVED + VALUES + OUTPUT + GATE_AND_UP + DOWN
+_CORRECTION = Rule(
+    r"model\.layers\.(\d+)\.mlp\.moe_statics\.e_score_correction_bias", "layer_{0}/mlp/router/correction", "flatten"
+)
+_DEFAULTS = {
+    "vocab_size": 103424,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": bool(hf.get("use_bias")), "mlp_bias": bool(hf.get("use_bias"))}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {"use_bias": config.attention_bias}
+
+
+def _read_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
+    layers, first, last = layer_count(hf), hf["moe_layer_start_index"], hf["moe_layer_end_index"]
+    check_positive("config.json", moe_layer_interval=hf["moe_layer_interval"], width=hf["moe_intermediate_size"])
+    last = layers - 1 if last == -1 else last
+    experts = Experts(
+        hf["moe_num_experts"],
+        hf["moe_k"],
+        hf["moe_intermediate_size"],
+        tuple(
+            layer for layer in range(layers) if (layer + 1) % hf["moe_layer_interval"] == 0 and first <= layer <= last
+        ),
+        corrected=True,
+        least_sum=0.0,
+        shared_width=hf["moe_intermediate_size"] * hf["moe_num_shared_experts"],
+    )
+    return {**_read(hf), "experts": experts}
+
+
+def _write_moe(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        **_write(config),
+        "moe_num_experts": experts.count,
+        "moe_k": experts.chosen,
+        "moe_intermediate_size": experts.width,
+        "moe_num_shared_experts": experts.shared_width // experts.width,
+        "moe_layer_start_index": min(experts.layers, default=config.num_layers),
+        "moe_layer_end_index": max(experts.layers, default=config.num_layers),
+        "moe_layer_interval": 1,
+    }
+
+
+ERNIE45 = ModelFamily(
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    models="ERNIE 4.5 0.3B",
+    rules=_RULES,
+    differs="interleaved RoPE; biases where the config says so",
+    defaults={
+        **_DEFAULTS,
+        "num_hidden_layers": 18,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    read=_read,
+    write=_write,
+)
+ERNIE45_MOE = ModelFamily(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    models="ERNIE 4.5 21B-A3B",
+    rules=(*_RULES, *EXPERTS, _CORRECTION),
+    differs="as `ernie4_5`, with experts and MLPs that all tokens share",
+    defaults={
+        **_DEFAULTS,
+        "num_hidden_layers": 28,
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+    },
+    read=_read_moe,
+    write=_write_moe,
+)

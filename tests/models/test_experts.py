@@ -1,0 +1,210 @@
+"""The MLP with experts beside NumPy, what a step reads of them, and how their weights are stored."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_cases import family_config
+from seeded import write_checkpoint
+
+import jshadow
+from jshadow.errors import CheckpointError, ConfigError
+from jshadow.models.config import Experts
+from jshadow.models.experts import ExpertMLP
+from jshadow.models.layers import quantize_int8, quantized
+from jshadow.planner.bytes import Workload
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_specs import GPUS
+from jshadow.policies import Full
+from jshadow.weights.params import init_params, load, save
+
+SIZES = dict(count=6, chosen=3, width=20, layers=(0, 1, 2))
+CASES = {
+    "softmax": Experts(**SIZES, normalized=False),
+    "sigmoid in groups": Experts(
+        **SIZES, router="sigmoid", corrected=True, groups=3, chosen_groups=2, scale=1.5, shared_width=28
+    ),
+    "softmax of the chosen": Experts(**SIZES, router="softmax_of_chosen"),
+}
+
+
+def config_of(experts):
+    return dataclasses.replace(family_config("qwen3_moe"), experts=experts)
+
+
+def shares_of(experts, weights, x):
+    """The share of each expert for rows x, float64 [N, E], 0 where it is not chosen."""
+    z = x @ weights["router"]["kernel"]
+    if experts.router == "softmax_of_chosen":
+        shares = wanted = np.exp(z - z.max(1, keepdims=True))
+    elif experts.router == "sigmoid":
+        shares = 1 / (1 + np.exp(-z))
+        wanted = shares + weights["router"]["correction"]
+    else:
+        shares = wanted = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    out = np.zeros_like(z)
+    for row in range(len(x)):
+        size = experts.count // experts.groups
+        groups = [range(first, first + size) for first in range(0, experts.count, size)]
+        best = sorted(groups, key=lambda group: -sum(sorted(wanted[row, group])[-2:]))[: experts.chosen_groups]
+        allowed = [expert for group in best for expert in group]
+        chosen = sorted(allowed, key=lambda expert: -wanted[row, expert])[: experts.chosen]
+        out[row, chosen] = shares[row, chosen]
+    normalized = experts.normalized or experts.router == "softmax_of_chosen"
+    return experts.scale * (out / out.sum(1, keepdims=True) if normalized else out)
+
+
+def mlp(weights, x):
+    gate = x @ weights["gate"]["kernel"]
+    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"]["kernel"])) @ weights["down"]["kernel"]
+
+
+def expected(experts, weights, x):
+    shares = shares_of(experts, weights, x)
+    out = mlp(weights["shared"], x) if experts.shared_width else np.zeros_like(x)
+    for expert in range(experts.count):
+        own = {name: {"kernel": part["kernel"][expert]} for name, part in weights["experts"].items()}
+        out += shares[:, expert, None] * mlp(own, x)
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def applied(config, weights, x):
+    return ExpertMLP(config).apply({"params": weights}, x)
+
+
+def run(config, weights, x):
+    """The output for rows x [N, D]."""
+    return np.asarray(applied(config, weights, np.asarray(x[None], np.float32)))[0]
+
+
+def layer_of(experts, seed=0):
+    return init_params(config_of(experts), seed).weights["layer_1"]["mlp"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [1, 150])
+def test_the_chosen_experts_are_added_as_in_numpy(name, rows):
+    """With 150 rows an expert has several tiles, and the last one of each has rows of no token."""
+    experts = CASES[name]
+    weights, x = layer_of(experts), np.random.default_rng(rows).standard_normal((rows, 48))
+    got = run(config_of(experts), weights, x)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+    np.testing.assert_allclose(got, expected(experts, wide, x), atol=2e-5)
+
+
+def test_all_rows_may_choose_the_same_experts():
+    """Then one expert has all tiles, and others have none."""
+    experts = CASES["softmax"]
+    weights = layer_of(experts)
+    x = np.tile(np.random.default_rng(3).standard_normal((1, 48)), (150, 1))
+    got = run(config_of(experts), weights, x)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+    np.testing.assert_allclose(got, expected(experts, wide, x), atol=2e-5)
+
+
+def users_of(jaxpr, shape):
+    """The names of the operations that take an array of a shape, also inside loops."""
+    names = set()
+    for equation in jaxpr.eqns:
+        inner = [value for value in equation.params.values() if hasattr(value, "jaxpr")]
+        if inner:
+            names |= set().union(*(users_of(one.jaxpr, shape) for one in inner))
+        elif any(getattr(operand.aval, "shape", None) == shape for operand in equation.invars):
+            names.add(equation.primitive.name)
+    return names
+
+
+def test_a_step_reads_the_chosen_experts_alone():
+    experts = CASES["softmax"]
+    layer = ExpertMLP(config_of(experts))
+    traced = jax.make_jaxpr(lambda weights, x: layer.apply({"params": weights}, x))(
+        layer_of(experts), jnp.ones((1, 1, 48))
+    )
+    for shape in ((6, 48, 20), (6, 20, 48)):
+        assert users_of(traced.jaxpr, shape) == {"dynamic_slice"}
+
+
+def test_a_plan_counts_what_a_step_reads():
+    """One row of 3 of 6 experts reads half of their weights, and does half of their operations."""
+    config = config_of(CASES["softmax"])
+    gpu, sizes = GPUS["h100"], {"dtype": "float32", "fetch": "resident"}
+    one, two = (capacity_plan(config, Full(), gpu, Workload(64, 8, rows, **sizes)).chosen.step for rows in (1, 2))
+    stacks = 3 * 3 * 6 * 48 * 20
+    rest = sum(leaf.size for leaf in jax.tree.leaves(init_params(config).weights)) - stacks - config.vocab_size * 48
+    assert one.hbm_bytes["weights"] == 4 * (rest + stacks // 2)
+    assert two.hbm_bytes["weights"] == 4 * (rest + stacks * 3 // 4)
+    held = capacity_plan(config, Full(), gpu, Workload(64, 8, 1, **sizes)).weights_bytes
+    assert held == 4 * (rest + stacks + config.vocab_size * 48)
+
+
+def test_int8_experts_have_a_factor_for_each_output():
+    """The products are those of the dequantized weights."""
+    config = config_of(CASES["sigmoid in groups"])
+    weights, x = layer_of(CASES["sigmoid in groups"]), np.random.default_rng(5).standard_normal((4, 48))
+    assert quantized("layer_0/mlp/experts/up/kernel")
+    assert quantized("layer_0/mlp/shared/up/kernel")
+    assert not quantized("layer_0/mlp/router/kernel")
+    small = {**weights, "experts": {}}
+    for name, part in weights["experts"].items():
+        kernel, factors = quantize_int8(np.asarray(part["kernel"]))
+        assert (kernel.shape, factors.shape) == (part["kernel"].shape, (6, part["kernel"].shape[-1]))
+        small["experts"][name] = {"kernel": kernel, "kernel_scale": factors}
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), small)
+    for part in wide["experts"].values():
+        part["kernel"] = part["kernel"] * part.pop("kernel_scale")[:, None]
+    got = run(config, small, x)
+    np.testing.assert_allclose(got, expected(config.experts, wide, x), atol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["huggingface", "orbax"])
+def test_experts_are_stored_and_read_again(tmp_path, form):
+    params = init_params(config_of(CASES["softmax"]))
+    save(params, tmp_path / form, format=form)
+    again = load(tmp_path / form, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, params.weights, again.weights)
+
+
+def test_an_orbax_checkpoint_of_experts_becomes_files_and_back(tmp_path):
+    theirs = write_checkpoint("glm4_moe", tmp_path / "theirs")
+    jshadow.weights.convert.convert(theirs, tmp_path / "orbax", "float32", format="orbax")
+    jshadow.weights.convert.convert(tmp_path / "orbax", tmp_path / "again", "float32")
+    first, last = (load(tmp_path / name, dtype="float32").weights for name in ("theirs", "again"))
+    jax.tree.map(np.testing.assert_array_equal, first, last)
+
+
+def test_the_bias_of_a_choice_is_not_rounded(tmp_path):
+    params = load(write_checkpoint("glm4_moe", tmp_path / "m"), dtype="bfloat16")
+    router = params.weights["layer_1"]["mlp"]["router"]
+    assert (router["correction"].dtype, router["kernel"].dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    folder = write_checkpoint("qwen3_moe", tmp_path / "m")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"num_local_experts": 6', '"num_local_experts": 7'))
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.6\.down_proj\.weight: missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"count": 0}, "count must be an integer of at least 1, got 0"),
+        ({"chosen": 7}, "chosen must be at most count=6, got 7"),
+        ({"groups": 4}, "groups must divide count=6 into groups of at least 2, got 4"),
+        ({"groups": 3, "chosen_groups": 1}, "chosen_groups must be at most groups=3 and have at least chosen=3"),
+        ({"router": "hash"}, "router must be one of"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        Experts(**SIZES | changes)
+
+
+def test_a_layer_that_does_not_exist_has_no_experts():
+    with pytest.raises(ConfigError, match=r"experts.layers must lie in \[0, 3\), got 5"):
+        config_of(Experts(**SIZES | {"layers": (5,)}))
