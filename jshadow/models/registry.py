@@ -28,6 +28,28 @@ _FAMILIES = (
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 
 
+# Models of texts and images: the type of the text model inside, where the file leaves it out. Its keys are under
+# `text_config`. These keys of the whole model count for the text too.
+_WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_SHARED_KEYS = ("eos_token_id", "tie_word_embeddings", "quantization_config", "auto_map")
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `config.json` of the text model: that of the file, or that inside of a model of texts and images.
+
+    Raises:
+        ConfigError: `text_config` is not an object.
+    """
+    inner = hf.get("text_config")
+    if hf.get("model_type") not in _WRAPPERS:
+        return dict(hf)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config.json text_config must be an object, got {inner!r:.80}")
+    outer = {key: hf[key] for key in _SHARED_KEYS if key in hf}
+    kind = {"model_type": _WRAPPERS[hf["model_type"]], "tie_word_embeddings": True}
+    return {**kind, **inner, **outer}
+
+
 def family_of(hf: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a parsed `config.json`. Raises ConfigError if its `model_type` is unknown."""
     model_type = hf.get("model_type")

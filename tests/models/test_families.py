@@ -36,8 +36,8 @@ def read(model_type: str, **changes) -> ModelConfig:
     return family_of(hf).config_from_hf(hf)
 
 
-# The models of the paper: the published number of parameters, the elements of keys and values of a token, by hand
-# (2 x layers x KV heads x head width), and the context.
+# The models of the paper, and two with experts: the published number of parameters, the elements of keys and values of a
+# token, by hand (2 x layers x KV heads x head width), and the context.
 PUBLISHED = {
     "llama-3-8b-1m": (8_030_261_248, 2 * 32 * 8 * 128, 2**20),
     "llama-3.1-8b": (8_030_261_248, 2 * 32 * 8 * 128, 131_072),
@@ -46,6 +46,8 @@ PUBLISHED = {
     "glm-4-9b-1m": (9_484_000_000, 2 * 40 * 4 * 128, 2**20),
     "phi-3-mini-128k": (3_821_079_552, 2 * 32 * 32 * 96, 131_072),
     "qwen2-7b": (7_615_616_512, 2 * 28 * 4 * 128, 32_768),
+    "qwen3-30b-a3b": (30_532_122_624, 2 * 48 * 4 * 128, 262_144),
+    "glm-4.5-air": (106_852_251_264, 2 * 46 * 8 * 128, 131_072),
 }
 
 

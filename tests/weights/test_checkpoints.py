@@ -18,7 +18,7 @@ from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, s
 from family_cases import FAMILY_CASES, family_config
 from few import one_of
 from forced_devices import FLAGS
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_text import byte_tokenizer
 
 from jshadow.cli.main import main
@@ -27,7 +27,7 @@ from jshadow.models.config import RopeConfig
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.weights.convert import convert
-from jshadow.weights.convert.huggingface import config_to_hf, flat_abstract, write_shards
+from jshadow.weights.convert.huggingface import config_to_hf, flat_abstract, read_config, write_shards
 from jshadow.weights.convert.source import placements
 from jshadow.weights.params import Params, init_params, load, save
 
@@ -402,3 +402,48 @@ def test_load_without_torch_is_silent(tmp_path, source):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     assert done.stdout.strip() == str([TINY.vocab_size - 3])
+
+
+WRAPPERS = {  # the type of the whole model -> a case of its text model, and the text's prefixes in files old and new
+    "gemma3": ("gemma3", ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")),
+    "mistral3": (
+        "mistral",
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("age", [1, 2], ids=["older", "newer"])
+def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, wrapper, age):
+    """A conversion and a save write the text model alone."""
+    case, prefixes = WRAPPERS[wrapper][0], WRAPPERS[wrapper][age]
+    plain = seeded.write_checkpoint(case, tmp_path / "plain")
+    whole = seeded.write_checkpoint(case, tmp_path / "whole")
+    config = json.loads((whole / "config.json").read_text())
+    outer = {"model_type": wrapper, "tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"a": 1}}
+    if wrapper == "mistral3":
+        del config["model_type"]  # that of the text may be left out
+    (whole / "config.json").write_text(json.dumps(outer | {"text_config": config}))
+    tensors = load_file(whole / "model.safetensors")
+    renamed = {
+        prefixes[0] + name.removeprefix("model.")
+        if name.startswith("model.")
+        else prefixes[1] + name.removeprefix("lm_head."): value
+        for name, value in tensors.items()
+    }
+    images = {"vision_tower.encoder.weight": np.ones(3, np.float32), "multi_modal_projector.w": np.ones(2, np.float32)}
+    save_file(renamed | images, whole / "model.safetensors")
+    first, second = (load(folder, dtype="float32") for folder in (plain, whole))
+    assert first.config == second.config
+    jax.tree.map(np.testing.assert_array_equal, first.weights, second.weights)
+    convert(whole, tmp_path / "text", "float32")
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == first.config.model_type
+    assert load(tmp_path / "text", dtype="float32").config == first.config
+
+
+def test_a_text_config_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": 3}))
+    with pytest.raises(ConfigError, match="text_config must be an object, got 3"):
+        read_config(tmp_path)

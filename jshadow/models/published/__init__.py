@@ -1,4 +1,5 @@
-"""The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10).
+"""The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10), of
+Qwen3-30B-A3B (revision 2507) and of GLM-4.5-Air.
 
 `jshadow plan` uses them to compute the size of a model without its checkpoint. They have the values that the authors of
 the models published, with one exception. The converted checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000. Its

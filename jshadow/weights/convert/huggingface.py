@@ -20,7 +20,7 @@ from flax import traverse_util
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.config import ACTIVATIONS, ModelConfig, token_ids
 from jshadow.models.family import ModelFamily
-from jshadow.models.registry import FAMILIES, family_of
+from jshadow.models.registry import FAMILIES, family_of, text_config
 from jshadow.models.transformer import abstract_weights
 from jshadow.weights.convert.files import check_path, read_json, readable, write_json
 from jshadow.weights.convert.safetensors_file import (
@@ -64,6 +64,13 @@ _BASE = "model."  # prefix of all names but the head's, unless the checkpoint wa
 # multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
 # They are known by the names of the parts that no other layer has.
 _IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
+# The same for images and sounds, and the names that the text has beside them.
+_NOT_TEXT = r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+"
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 _DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
 
 
@@ -137,7 +144,9 @@ def untied(directory: Path, config: ModelConfig) -> bool:
     """
     if not config.tie_embeddings:
         return False
-    found = {name.removeprefix(_BASE): (file, name) for file in _open_files(directory) for name in file.shapes}
+    found = {
+        text_name(name).removeprefix(_BASE): (file, name) for file in _open_files(directory) for name in file.shapes
+    }
     if HEAD not in found or EMBEDDING not in found or same_tensor(found[HEAD], found[EMBEDDING]):
         return False
     _LOG.warning(
@@ -150,6 +159,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     """Read a config.json without generation_config.json. Results and errors are those of `read_config`."""
     hf = read_json(path)
     try:
+        hf = text_config(hf)
         family = family_of(hf)
         config = family.config_from_hf(hf)
     except JshadowError:
@@ -216,19 +226,30 @@ def place(
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     weight_shapes = flat_abstract(config)
     expected = placements(family, weight_shapes)
-    if not any(name.startswith(_BASE) for name in shapes):
+    alone = {name: text_name(name) for name in shapes}
+    if not any(name.startswith(_BASE) for name in alone.values()):
         expected = {name.removeprefix(_BASE): placement for name, placement in expected.items()}
-    unused = _ignored(shapes, config)
+    unused = _ignored(alone.values(), config)
     problems: list[str] = []
     for name, shape in shapes.items():
-        if name not in expected:
-            if name not in unused:
+        placement = expected.get(alone[name])
+        if placement is None:
+            if alone[name] not in unused:
                 problems.append(f"{name}: extra, this {config.model_type} config has no such weight")
-        elif shape != (right := expected[name].tensor_shape(weight_shapes)):
-            paths = ", ".join(expected[name].paths)
+        elif shape != (right := placement.tensor_shape(weight_shapes)):
+            paths = ", ".join(placement.paths)
             problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
-    problems += [f"{name}: missing" for name in expected if name not in shapes]
-    return {name: expected[name] for name in shapes if name in expected}, problems
+    found = set(alone.values())
+    problems += [f"{name}: missing" for name in expected if name not in found]
+    return {name: expected[inner] for name, inner in alone.items() if inner in expected}, problems
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor of the text model, without what a model of texts and images puts before it."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
@@ -236,7 +257,9 @@ def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
     drafts = [match for name in names if (match := re.fullmatch(_DRAFT_LAYER, name))]
     beginnings = tuple({match[1] for match in drafts if int(match[2]) >= config.num_layers})
     tied = {HEAD} if config.tie_embeddings else set()  # a copy of the embedding
-    return tied | {name for name in names if name.startswith(beginnings) or re.fullmatch(_IGNORED, name)}
+    return tied | {
+        name for name in names if name.startswith(beginnings) or re.fullmatch(f"{_IGNORED}|{_NOT_TEXT}", name)
+    }
 
 
 def plan(
