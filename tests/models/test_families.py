@@ -36,8 +36,8 @@ def read(model_type: str, **changes) -> ModelConfig:
     return family_of(hf).config_from_hf(hf)
 
 
-# The models of the paper, and two with experts: the published number of parameters, the elements of keys and values of a
-# token, by hand (2 x layers x KV heads x head width), and the context.
+# The models of the paper, and two with experts: the published number of parameters, the elements of keys and values of
+# a token, by hand (2 x layers x KV heads x head width), and the context.
 PUBLISHED = {
     "llama-3-8b-1m": (8_030_261_248, 2 * 32 * 8 * 128, 2**20),
     "llama-3.1-8b": (8_030_261_248, 2 * 32 * 8 * 128, 131_072),

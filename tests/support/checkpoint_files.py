@@ -31,6 +31,8 @@ GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_n
 GGUF_NAMES |= {f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"}
 GGUF_NAMES |= {f"self_attn.{one}_norm": f"attn_{one}_norm" for one in "qk"}
 GGUF_NAMES |= {f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")}
+GGUF_NAMES |= {f"mlp.experts.{one}_proj": f"ffn_{one}_exps" for one in ("gate", "up", "down")}
+GGUF_NAMES["mlp.gate"] = "ffn_gate_inp"
 GGUF_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -137,7 +139,15 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
     for key, value in (fields | options.get("metadata", {})).items():
         if value is not None:
             getattr(writer, f"add_{adders[type(value)]}")(key, value)
-    for name, value in load_file(directory / "model.safetensors").items():
+    tensors = load_file(directory / "model.safetensors")
+    if config.experts is not None:
+        fields = {"expert_count": config.experts.count, "expert_used_count": config.experts.chosen}
+        for key, value in (fields | {"expert_feed_forward_length": config.experts.width}).items():
+            writer.add_uint32(f"{arch}.{key}", value)
+        for name in [name for name in tensors if ".experts.0." in name]:  # one tensor has all experts
+            parts = [name.replace(".experts.0.", f".experts.{expert}.") for expert in range(config.experts.count)]
+            tensors[name.replace(".experts.0.", ".experts.")] = np.stack([tensors.pop(part) for part in parts])
+    for name, value in tensors.items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
         kind = options.get("kind") if value.ndim == 2 else None

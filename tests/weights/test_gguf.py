@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
+from jshadow.models.config import Experts
 from jshadow.weights.convert import convert
 from jshadow.weights.params import load
 
@@ -50,13 +51,18 @@ def test_gguf_gives_the_same_model(tmp_path: Path, changes: dict[str, Any]) -> N
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == TINY.norm_eps
 
 
-QWEN = {"qwen2": {"attention_bias": True, "output_bias": False}, "qwen3": {"qk_norm": True}}
+QWEN = {
+    "qwen2": {"attention_bias": True, "output_bias": False},
+    "qwen3": {"qk_norm": True},
+    "qwen3moe": {"qk_norm": True, "experts": Experts(4, 2, 24, (0, 1))},
+}
 
 
 @pytest.mark.parametrize("arch", QWEN)
 def test_a_gguf_of_qwen_gives_the_same_model(tmp_path: Path, arch: str) -> None:
     """Its rows are not permuted, and `<|endoftext|>` ends a text too. Words and digits are split as the model does."""
-    directory, params = tiny_directory(tmp_path / "m", model_type=arch, **QWEN[arch])
+    model_type = arch.replace("moe", "_moe")
+    directory, params = tiny_directory(tmp_path / "m", model_type=model_type, **QWEN[arch])
     tokens = [token.replace("<|bot|>", "<|endoftext|>") for token in TOKENS]
     metadata = {"tokenizer.ggml.tokens": tokens, PRE: "qwen2", "tokenizer.ggml.merges": ["h e", "1 2"]}
     convert(

@@ -1,8 +1,10 @@
-"""Reading a GGUF file of the architectures llama, qwen2 and qwen3 as a Hugging Face checkpoint.
+"""Reading a GGUF file of the architectures llama, qwen2, qwen3 and qwen3moe as a Hugging Face checkpoint.
 
 The tables below map GGUF's tensor names and metadata keys to those of Hugging Face."""
 
+import functools
 import mmap
+import re
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -392,7 +394,10 @@ _STEMS = (
     (r"blk\.(\d+)\.ffn_gate", "model.layers.{0}.mlp.gate_proj", "copy"),
     (r"blk\.(\d+)\.ffn_up", "model.layers.{0}.mlp.up_proj", "copy"),
     (r"blk\.(\d+)\.ffn_down", "model.layers.{0}.mlp.down_proj", "copy"),
+    (r"blk\.(\d+)\.ffn_gate_inp", "model.layers.{0}.mlp.gate", "copy"),
 )
+# One tensor has all experts of a layer.
+_STACKED = r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight"
 _NAMES = tuple(
     Rule(rf"{stem}\.{part}", f"{name}.{part}", transform)
     for stem, name, transform in _STEMS
@@ -414,16 +419,20 @@ _LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_p
 
 
 class _Architecture(NamedTuple):
-    """How GGUF stores the models of a `general.architecture`, whose name is that of the model type of Hugging Face.
+    """How GGUF stores the models of a `general.architecture`.
 
     Attributes:
         class_name: the class of the model in Hugging Face.
+        model_type: the model type of Hugging Face, if it has not the name of the architecture.
+        has_experts: whether the layers have experts.
         permuted: whether the rows of q and k are in GGML's order.
         has_biases: whether config.json says which projections have biases.
         ends: tokens that end a text in every model, beside those that the file names.
     """
 
     class_name: str
+    model_type: str | None = None
+    has_experts: bool = False
     permuted: bool = False
     has_biases: bool = False
     ends: tuple[str, ...] = ()
@@ -433,6 +442,7 @@ _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", permuted=True, has_biases=True),
     "qwen2": _Architecture("Qwen2ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
     "qwen3": _Architecture("Qwen3ForCausalLM", ends=("<|im_end|>", "<|endoftext|>")),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", "qwen3_moe", True, ends=("<|im_end|>", "<|endoftext|>")),
 }
 
 
@@ -450,11 +460,14 @@ def open_gguf(path: Path) -> Source:
     rules, shapes, problems = _renamed(file)
     _, misfits = place(shapes, family, config)
     raise_all(str(path), problems + misfits)
+    permuted = _ARCHITECTURES[file.metadata["general.architecture"]].permuted
+    decoded = functools.lru_cache(maxsize=1)(file.read)  # experts share a tensor
 
     def read(name: str) -> np.ndarray:
-        original, transform = rules[name]
+        original, transform, expert = rules[name]
+        if expert is not None:
+            return decoded(original)[expert]
         value = file.read(original)
-        permuted = _ARCHITECTURES[hf["model_type"]].permuted
         heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform) if permuted else None
         return _unpermute(value, heads) if heads else value
 
@@ -488,7 +501,7 @@ def _config_of(file: _GGUFFile) -> dict[str, Any]:
     if name not in _ARCHITECTURES:
         raise ConfigError(f"general.architecture must be one of {list(_ARCHITECTURES)}, got {name!r}")
     architecture = _ARCHITECTURES[name]
-    if metadata.get(f"{name}.expert_count"):
+    if metadata.get(f"{name}.expert_count") and not architecture.has_experts:
         raise ConfigError(f"{name}.expert_count must be 0 (no experts), got {metadata[f'{name}.expert_count']!r}")
     hf: dict[str, Any] = {field: _number(metadata, f"{name}.{key}", kind) for field, key, kind in _KEYS}
     heads, width = hf["num_attention_heads"], hf["hidden_size"]
@@ -504,9 +517,14 @@ def _config_of(file: _GGUFFile) -> dict[str, Any]:
     if architecture.has_biases:
         hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         hf["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if architecture.has_experts:
+        keys = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+        keys["moe_intermediate_size"] = "expert_feed_forward_length"
+        hf |= {field: _number(metadata, f"{name}.{key}", int) for field, key in keys.items()}
+        hf |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return hf | {
         "architectures": [architecture.class_name],
-        "model_type": name,
+        "model_type": architecture.model_type or name,
         "vocab_size": embedding.shape[0],
         "num_key_value_heads": _number(metadata, f"{name}.attention.head_count_kv", int, heads),
         "head_dim": head_dim,
@@ -573,18 +591,26 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
         raise type(error)(f"{source}, metadata read as a config: {error}") from error
 
 
-def _renamed(file: _GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
+_Origin = tuple[str, str, int | None]  # the tensor of the file, how its rows change, and which of its experts it is
+
+
+def _renamed(file: _GGUFFile) -> tuple[dict[str, _Origin], dict[str, tuple[int, ...]], list[str]]:
     """Rename the tensors of a GGUF file."""
-    rules: dict[str, tuple[str, str]] = {}
+    rules: dict[str, _Origin] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for original, info in file.tensors.items():
         if original == _ROPE_FACTORS:
             continue  # already read for the config
+        if (stack := re.fullmatch(_STACKED, original)) and len(info.shape) == 3:
+            for expert in range(info.shape[0]):
+                name = f"model.layers.{stack[1]}.mlp.experts.{expert}.{stack[2]}_proj.weight"
+                rules[name], shapes[name] = (original, "copy", expert), info.shape[1:]
+            continue
         matches = [(name, rule.transform) for rule in _NAMES for name in rule.match(original)]
         if len(matches) != 1 or matches[0][0] in rules:
             problems.append(f"{original}: extra, no supported model has such a weight")
             continue
-        rules[matches[0][0]] = (original, matches[0][1])
+        rules[matches[0][0]] = (original, matches[0][1], None)
         shapes[matches[0][0]] = info.shape
     return rules, shapes, problems
