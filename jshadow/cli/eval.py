@@ -13,7 +13,7 @@ from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights
 from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks import TASK_TURNS, TASKS
+from jshadow.evaluation.tasks import TASKS
 from jshadow.evaluation.tasks.ruler import RULER_TASKS, SUITES, check_tasks
 
 if TYPE_CHECKING:
@@ -65,10 +65,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--fetch", default="auto", help=FETCH_HELP)
     add_weights_options(add)
     add_cache_option(add)
-    add.add_argument("--out", metavar="DIR", help="directory for per-sample results, pictures and report.html")
+    add.add_argument("--out", metavar="DIR", help="directory for the result of every sample and of all (results.json)")
     add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
     add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
-    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
     add_mesh_options(add)
     add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -195,10 +194,10 @@ def asked_for(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Run `jshadow eval`, and return 0 when all samples are evaluated."""
+
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.evaluation.parts import parse_part
-    from jshadow.evaluation.plots import check_plot
     from jshadow.policies import parse_policy, split_policy
 
     if args.merge is not None:
@@ -206,8 +205,8 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("MODEL must be given, except with --merge")
     part = None if args.part is None else parse_part(args.part)
-    if part is not None and (args.out is None or args.plot is not None):
-        raise ConfigError("--part must come with --out and without --plot, because --merge draws the plot")
+    if part is not None and args.out is None:
+        raise ConfigError("--part must come with --out, because --merge reads the parts there")
     asked = asked_for(args)
     policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
     prefill = parse_prefill(args.prefill or "exact")
@@ -217,8 +216,6 @@ def run_eval(args: argparse.Namespace) -> int:
     settings |= {"together": args.together, "cases": args.cases}
     settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
-    if args.plot is not None:
-        check_plot(args.plot, asked["tasks"], TASK_TURNS)
     with joined(args):
         params = load_model(args)
         check_same(args, params, {"data": settings["data"], "fitted": files})
@@ -262,34 +259,26 @@ def run_merge(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is given that the parts have decided.
     """
+
     from jshadow.evaluation.parts.merge import merge_parts
-    from jshadow.evaluation.plots import check_plot
 
     options = argparse.ArgumentParser()
     add_options(options)
     for action in options._actions:
         name = action.dest
-        if (
-            name not in ("help", "merge", "out", "plot", "compile_cache", "json")
-            and getattr(args, name) != action.default
-        ):
+        if name not in ("help", "merge", "out", "compile_cache", "json") and getattr(args, name) != action.default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigError(f"--merge must come without {given}, because the parts have decided it")
-    if args.plot is not None:
-        check_plot(args.plot, [row["task"] for row in merge_parts(args.merge)], TASK_TURNS)
     return tell(args, merge_parts(args.merge, out=args.out))
 
 
 def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
-    """Write the pictures and the report that the options ask for, print the rows, and return 0."""
+    """Write results.json if there is an --out, print the rows, and return 0."""
     from jshadow.evaluation import results
-    from jshadow.evaluation.html import write_results
-    from jshadow.evaluation.plots import plot_turns
+    from jshadow.evaluation.speed import machine
 
-    if args.plot is not None:
-        plot_turns(rows, args.plot)
     if args.out is not None:
-        write_results(rows, args.out, args.command_line)
+        results.write_results(rows, args.out, {"command": args.command_line, "machine": machine()})
     if args.json:
         print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:

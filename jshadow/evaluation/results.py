@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jshadow.evaluation.metrics import mean_known, mean_stderr
+from jshadow.evaluation.whole_file import whole_file
 from jshadow.policies import Policy, Wrapper
 from jshadow.policies.settings import changed_settings, policy_settings
 
+RESULTS_FILE = "results.json"
 SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the label of a policy
 TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
@@ -266,6 +270,21 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     for sentence in told:
         console.print(sentence, highlight=False)
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
+
+
+def write_results(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
+    """Write the rows and their recall over all tasks to out/results.json, completely or not at all.
+
+    Args:
+        rows: the rows of `evaluate`.
+        out: a directory that exists.
+        about: further entries of the file, such as the command line and the machine.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with whole_file(Path(out) / RESULTS_FILE, "out") as part:
+        part.write_text(json.dumps({"results": rows, "pooled": pooled(rows), **about}), encoding="utf-8")
 
 
 def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:

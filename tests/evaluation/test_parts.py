@@ -268,7 +268,6 @@ def test_a_damaged_record_is_refused(parts, change, told):
 
 BAD = [
     (["m", "--part", "1/3"], "--part must come with --out"),
-    (["m", "--part", "1/3", "--out", "o", "--plot", "p.svg"], "without --plot"),
     (["m", "--part", "3", "--out", "o"], "part must be I/N with I from 1 to N, such as 2/3, got '3'"),
     (["m", "--part", "4/3", "--out", "o"], "part must be I/N with I from 1 to N, got 4/3"),
     (["--tasks", "agreement"], "MODEL must be given, except with --merge"),

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import report
 from evaluations import CONFIG, records_of
 from rich.console import Console
 
@@ -13,7 +14,7 @@ from jshadow import cli, load, save, save_fitted
 from jshadow.cli import eval as cli_eval
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, html, results, runner
+from jshadow.evaluation import cases, results, runner
 from jshadow.evaluation import rows as result_rows
 from jshadow.evaluation.settings import Entry
 from jshadow.planner.bytes import footprint
@@ -77,13 +78,10 @@ def test_the_command_prints_one_line_a_policy(params, tmp_path, capsys):
     save(params, tmp_path / "model")
     call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1"]
     call += ["--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]
-    picture = tmp_path / "turns.svg"
-    assert cli.main([*call, "--plot", str(picture)]) == 0
+    assert cli.main(call) == 0
     out = capsys.readouterr().out
     assert out.count("streaming_llm") == 2
     assert "at least" in out  # omnikv at 2 %
-    assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-    assert [path.name for path in tmp_path.glob(".turns*")] == []
     assert cli.main([*call, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["results"]
     assert {row["share"] for row in told} == {None, 0.5, 0.02}
@@ -131,12 +129,13 @@ def test_sweeps_run_beside_shares(params, tmp_path):
         assert settings == [(8, 32), (16, 32), (16, 64)]
         assert not any(row["control_of"] for row in rows)
     assert len({row["capacity"] for row in made}) == 1
-    *pictures, report = html.write_results(json.loads(json.dumps(made)), tmp_path, "jshadow eval")
+    results.write_results(made, tmp_path, {"command": "jshadow eval"})
+    *pictures, page = report.write_results(tmp_path)
     names = {path.name for path in pictures}
     assert names >= {"sweep_rank.png", "sweep_budget.png", "memory_score.png", "memory_kl.png"}
-    assert names | {"report.html", "samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
+    assert names | {"report.html", "results.json", "samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    assert "h2o" in report.read_text(encoding="utf-8")
+    assert "h2o" in page.read_text(encoding="utf-8")
 
 
 def test_sweeps_and_lists_of_policies_are_read():

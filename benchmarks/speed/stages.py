@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jshadow.cache import offload
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
-from jshadow.evaluation.speed.timing import Times, compiled, measure, timed
+from jshadow.evaluation.speed import Shape, Times, compiled, layer_state, measure, random_step, timed
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of, query_rows
 from jshadow.policies.shadowkv.costs import packed_landmarks, selected_numbers, sizes_of

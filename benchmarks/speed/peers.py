@@ -1,14 +1,15 @@
-"""Dense attention of one query for each row, on the same shapes. These are the baselines of `bench layer`."""
+"""What is timed beside jshadow: dense attention in JAX and torch, and whole requests with transformers."""
 
+import functools
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jshadow.evaluation.speed.layer import Shape, random_prompt, random_step
-from jshadow.evaluation.speed.timing import Times, measure, timed
+from jshadow.evaluation.speed import Answer, Request, Shape, System, Times, measure, random_prompt, random_step, timed
 from jshadow.policies import Full
 
 
@@ -88,3 +89,53 @@ def bench_baselines(shape: Shape, repeats: int = 10) -> Iterator[dict[str, Any]]
             "bytes_moved": size,
             "flops": 4 * shape.batch * shape.context * shape.heads * shape.head_dim,
         }
+
+
+CACHES = ("DynamicCache", "OffloadedCache")
+
+
+def answer_transformers(request: Request, cache: str) -> Answer:
+    """Answer a request twice with one of transformers' caches, and return the second answer."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    kind = getattr(torch, request.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(request.model, dtype=kind).eval()
+    ids = torch.tensor(request.prompts(model.config.vocab_size).astype("int64"))
+
+    def step(tokens: Any, kv_cache: Any) -> Any:
+        logits = model(tokens, past_key_values=kv_cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
+
+    def once() -> Answer:
+        kv_cache: Any = DynamicCache(config=model.config, offloading=cache == "OffloadedCache")
+        start = time.perf_counter()
+        token = step(ids, kv_cache)
+        middle = time.perf_counter()
+        for _ in range(request.steps):
+            token = step(token, kv_cache)
+        end = time.perf_counter()
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in kv_cache.layers)
+        return Answer(middle - start, end - middle, size, 0)
+
+    with torch.no_grad():
+        once()
+        return once()
+
+
+def transformers_systems(request: Request) -> list[System]:
+    """Return transformers with each of its caches, for `bench_model`. On a GPU or without torch there is none.
+
+    torch runs on the CPU here, so it is left out if JAX runs on a GPU.
+    """
+    if importlib.util.find_spec("torch") is None or jax.default_backend() != "cpu":
+        return []
+    none = dict.fromkeys(("bytes_read", "bytes_fetched", "bytes_moved", "flops", "prefill_flops", "fallback"))
+    about = {"policy": "transformers", "fetch": None} | none
+    return [
+        ({"setting": f"transformers {cache}"} | about, functools.partial(answer_transformers, request, cache))
+        for cache in CACHES
+    ]

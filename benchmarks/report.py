@@ -1,30 +1,35 @@
-"""Writing the results of an evaluation as one self-contained HTML file, and as pictures."""
+"""Write the pictures and one HTML file of the results of `jshadow eval`.
 
+    python benchmarks/report.py DIR [--plot FILE]
+
+DIR is the --out of `jshadow eval`, or a file that has what `jshadow eval --json` printed. report.html and the pictures
+are written beside it. --plot also draws right answers by turn to a .svg, .png or .pdf file.
+"""
+
+import argparse
 import base64
 import functools
-import importlib.metadata
-import importlib.resources
+import json
 import os
-import platform
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jinja2
+import plots
+from plots import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import plots
-from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
-from jshadow.evaluation.results import pooled
+from jshadow.evaluation.results import RESULTS_FILE, pooled
+from jshadow.evaluation.speed import machine
 from jshadow.evaluation.whole_file import whole_file
 
 Row = Mapping[str, Any]
-TEMPLATE = "report.html.jinja"
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 REPORT = "report.html"
-PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
 NOTHING = "–"
 POOLED = {"policy", "control_of", "asked", "found", "found_by_full", "found_by_both"}
 
@@ -53,25 +58,6 @@ class Cell(NamedTuple):
 
     text: str
     value: float | None = None
-
-
-def machine() -> dict[str, str]:
-    """Describe the hardware and the package versions. The result has no host name, user name or path."""
-    device, info = jax.devices()[0], Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    facts = {
-        "processor": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
-        "device": f"{device.device_kind} ({device.platform}), {len(jax.devices())}",
-        "system": f"{platform.system()} {platform.machine()}",
-        "Python": platform.python_version(),
-    }
-    for package in PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed as a package"
-    return facts
 
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
@@ -215,20 +201,19 @@ def embedded(picture: Picture, folder: Path) -> dict[str, str]:
     return {"caption": picture.caption, "source": f"data:image/svg+xml;base64,{data}"}
 
 
-def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
+def report(rows: Sequence[Row], command: str | Sequence[str], ran_on: Mapping[str, str] | None) -> str:
     """Return the HTML text of the report that `write_report` writes."""
     check_rows(rows)
     by_task = {task: [row for row in rows if row["task"] == task] for task in dict.fromkeys(r["task"] for r in rows)}
     with tempfile.TemporaryDirectory() as folder:
         drawn = [embedded(picture, Path(folder)) for picture in pictures(rows)]
     needles = pooled([row for row in rows if row.keys() >= POOLED])
-    source = importlib.resources.files("jshadow.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(source)
+    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         command=command if isinstance(command, str) else shlex.join(command),
-        machine=machine(),
+        machine=machine() if ran_on is None else ran_on,
         ran=sorted({row["fetch"] for row in rows if row.get("fetch")}),
         tables=[table_of(task, of_task) for task, of_task in by_task.items()],
         pooled=needles,
@@ -236,7 +221,13 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
     )
 
 
-def write_report(rows: Sequence[Row], path: str | os.PathLike[str], *, command: str | Sequence[str] = "") -> None:
+def write_report(
+    rows: Sequence[Row],
+    path: str | os.PathLike[str],
+    *,
+    command: str | Sequence[str] = "",
+    ran_on: Mapping[str, str] | None = None,
+) -> None:
     """Write an evaluation as one HTML file without external resources.
 
     It has tables, pictures, a description of the machine, the package versions and the command line.
@@ -245,40 +236,69 @@ def write_report(rows: Sequence[Row], path: str | os.PathLike[str], *, command: 
         rows: the rows that `evaluate` returned, or the "results" of `jshadow eval --json`.
         path: file to create or to replace. It is written completely or not at all.
         command: the command line that produced the rows, as one string or as a list of arguments.
+        ran_on: the description of the machine, as `jshadow.evaluation.speed.machine` gives it. None: this machine.
 
     Raises:
         ConfigError: there are no rows, a row lacks its task, length, policy or name, or the file cannot be written.
     """
-    text = report(rows, command=command)
+    text = report(rows, command, ran_on)
     with whole_file(path, "report") as part:
         part.write_text(text, encoding="utf-8")
 
 
-def write_results(
-    rows: Sequence[Row], directory: str | os.PathLike[str], command: str | Sequence[str] = ""
-) -> list[Path]:
-    """Write the pictures (PNG) of an evaluation and report.html to a directory. It is created if it does not exist.
+def write_results(path: str | os.PathLike[str]) -> list[Path]:
+    """Write the pictures (PNG) and report.html of some results beside their file. Older ones are replaced.
 
     Args:
-        rows: see `write_report`.
-        directory: directory to write to. Existing files with the same names are replaced.
-        command: see `write_report`.
+        path: results.json of `jshadow eval --out`, the directory that holds it, or a file with the output of --json.
 
     Returns:
         The paths of the written files, report.html last.
 
     Raises:
-        ConfigError: see `write_report`; or the directory cannot be created.
+        ConfigError: see `read_results` and `write_report`.
     """
-    check_rows(rows)
-    folder = Path(directory)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out must be a directory that can be written, got {str(directory)!r}: {error}") from error
+    found = read_results(path)
+    rows, folder = found["results"], file_of(path).parent
     paths = []
     for picture in pictures(rows):
         paths.append(folder / f"{picture.name}.png")
         picture.draw(paths[-1])
-    write_report(rows, folder / REPORT, command=command)
+    write_report(rows, folder / REPORT, command=found.get("command", ""), ran_on=found.get("machine"))
     return [*paths, folder / REPORT]
+
+
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """Return the file of results that a path stands for."""
+    return Path(path) / RESULTS_FILE if Path(path).is_dir() else Path(path)
+
+
+def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the object in a file of results. Raises ConfigError if it cannot be read or has no rows."""
+    try:
+        found = json.loads(file_of(path).read_bytes())
+        check_rows(found["results"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"results must be a file that jshadow eval wrote, got {str(path)!r}: {error!r}") from error
+    return dict(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write what the command line asks for. Returns 0, or 2 for an error of jshadow's."""
+    add = argparse.ArgumentParser(description="Write the pictures and one HTML file of the results of `jshadow eval`.")
+    add.add_argument("results", metavar="DIR", help="the --out of `jshadow eval`, or a file with its JSON output")
+    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf)")
+    args = add.parse_args(argv)
+    try:
+        if args.plot is not None:
+            plots.plot_turns(read_results(args.results)["results"], args.plot)
+        for path in write_results(args.results):
+            print(path)
+    except ConfigError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

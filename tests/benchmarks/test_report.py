@@ -1,17 +1,19 @@
-"""The HTML report: it is well-formed and self-contained, has every row, and no text of a row becomes markup."""
+"""benchmarks/report.py: a well-formed page of its own with every row, in which no text of a row becomes markup."""
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import jax
+import plots
 import pytest
+import report
 from result_rows import AGREEMENT, NEEDLES, TURNS, row
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import html, plots
 
 VOID = {"meta", "img", "br", "link", "input"}
 HOSTILE = '<script>alert("x")</script><img src="http://example.org/x" onerror=alert(1)>\'"&'
@@ -62,7 +64,7 @@ class Reader(HTMLParser):
 def page(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """A report of all rows."""
     path = tmp_path_factory.mktemp("report") / "r.html"
-    html.write_report(ROWS, path, command=["jshadow", "eval", "a model", "--tasks", "needle_noise"])
+    report.write_report(ROWS, path, command=["jshadow", "eval", "a model", "--tasks", "needle_noise"])
     return Reader(path)
 
 
@@ -108,7 +110,7 @@ def test_machine_versions_and_command_are_told_in_light_and_dark(page):
     assert "jshadow eval 'a model' --tasks needle_noise" in page.text
     told = dict(page.tables[-1])
     assert told["jax"] == jax.__version__
-    assert told["Python"].count(".") == 2
+    assert told["python"].count(".") == 2
     assert "cpu" in told["device"]
     assert "cores" in told["processor"]
     assert "prefers-color-scheme: dark" in page.source
@@ -117,7 +119,7 @@ def test_machine_versions_and_command_are_told_in_light_and_dark(page):
 
 def test_nothing_in_a_row_is_markup(tmp_path):
     texts = ("policy", "name", "task", "infeasible", "control", "fetch", "prefill")
-    html.write_report([row(**dict.fromkeys(texts, HOSTILE))], tmp_path / "r.html", command=HOSTILE)
+    report.write_report([row(**dict.fromkeys(texts, HOSTILE))], tmp_path / "r.html", command=HOSTILE)
     page = Reader(tmp_path / "r.html")
     assert page.tags.count("script") == 1
     assert all(image["src"].startswith("data:") for image in page.images)
@@ -128,8 +130,8 @@ def test_nothing_in_a_row_is_markup(tmp_path):
 @pytest.mark.parametrize("rows", [[], "rows", {"task": 1}, [{"task": "t", "length": 1, "policy": "p"}], [3]], ids=str)
 def test_what_are_no_rows_is_refused(rows, tmp_path):
     with pytest.raises(ConfigError, match=r"rows must be|a row must"):
-        html.write_results(rows, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        report.write_report(rows, tmp_path / "r.html")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -143,17 +145,32 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         with pytest.raises(ConfigError, match=r"report must be a file that can be written.*No space"):
-            html.write_report(ROWS[:1], target)
+            report.write_report(ROWS[:1], target)
     assert target.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="out must be a directory"):
-        html.write_results(ROWS[:1], tmp_path / "file")
 
 
 def test_without_matplotlib_there_are_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots.results.importlib.util, "find_spec", lambda name: None)
-    assert [path.name for path in html.write_results(ROWS, tmp_path)] == ["report.html"]
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "results.json").write_text(json.dumps({"results": ROWS, "command": "a line", "machine": {"jax": "7"}}))
+    assert [path.name for path in report.write_results(tmp_path)] == ["report.html"]
     page = Reader(tmp_path / "report.html")
     assert not page.images
     assert len(page.of_tasks) == 3
+    assert "a line" in page.text
+    assert dict(page.tables[-1]) == {"jax": "7"}  # where the evaluation ran
+
+
+def test_the_command_draws_results(tmp_path, capsys):
+    """From the file of --out, and from what --json printed."""
+    (tmp_path / "printed").write_text(json.dumps({"results": ROWS, "pooled": []}))
+    turns = tmp_path / "figures.svg"
+    assert report.main([str(tmp_path / "printed"), "--plot", str(turns)]) == 0
+    names = [*(f"{name}.png" for name in ("memory_score", "memory_kl", "needles", "turns")), "report.html"]
+    assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in names]
+    assert all((tmp_path / name).stat().st_size for name in names)
+    assert turns.read_bytes().startswith(b"<?xml")
+    assert report.main([str(tmp_path)]) == 2  # no results.json
+    assert "results must be a file that jshadow eval wrote" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "printed"), "--plot", "turns.gif"]) == 2
+    assert "ends with one of" in capsys.readouterr().err

@@ -8,12 +8,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import plots
 import pytest
 from result_rows import AGREEMENT, NEEDLES, TURNS, row
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import plots
-from jshadow.evaluation.plots import results, style
 from jshadow.policies import POLICIES
 
 SWEEP = [
@@ -59,13 +58,13 @@ def legend(figure: Any) -> list[str]:
 
 
 def test_every_method_has_a_look_of_its_own():
-    assert all({"color", "marker"} <= set(style.look_of(name)) for name in POLICIES)
-    assert len(set(style.METHODS.values())) == len(style.METHODS)
-    assert len({style.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
-    one, two = style.look_of("shadowkv", 0), style.look_of("shadowkv", 1)
+    assert all({"color", "marker"} <= set(plots.look_of(name)) for name in POLICIES)
+    assert len(set(plots.METHODS.values())) == len(plots.METHODS)
+    assert len({plots.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
+    one, two = plots.look_of("shadowkv", 0), plots.look_of("shadowkv", 1)
     assert one["color"] == two["color"]
     assert all(one[part] != two[part] for part in ("linestyle", "marker"))
-    assert style.look_of("probe") == style.look_of("probe")
+    assert plots.look_of("probe") == plots.look_of("probe")
 
 
 @pytest.mark.slow
@@ -101,9 +100,9 @@ def test_memory_has_a_line_a_method_and_a_mark_a_setting():
     [axis] = figure.axes
     colors = [box.lines[0].get_color() for box in axis.containers]
     drawn = dict(zip(colors, points(axis), strict=True))
-    assert drawn[style.METHODS["shadowkv"][0]] == ([10.0, 20.0], [50.0, 75.0])  # MB, rising
-    assert drawn[style.METHODS["quest"][0]][0] == [10.0]
-    assert style.METHODS["kivi"][0] not in drawn  # nothing ran
+    assert drawn[plots.METHODS["shadowkv"][0]] == ([10.0, 20.0], [50.0, 75.0])  # MB, rising
+    assert drawn[plots.METHODS["quest"][0]][0] == [10.0]
+    assert plots.METHODS["kivi"][0] not in drawn  # nothing ran
     assert legend(figure) == ["full", "shadowkv", "quest"]
     rows = [row("full", length=length) for length in range(100, 600, 100)]
     assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
@@ -141,14 +140,14 @@ def test_landmarks_of_another_length_are_a_line_of_their_own():
     marks = [(2, "keys.bits"), (8, "keys.bits"), (2, "landmarks.tokens"), (8, "landmarks.tokens")]
     rows = [row(settings=settings | {"landmarks.tokens": tokens}, sweeps=[sweep]) for tokens, sweep in marks]
     wanted = [", landmarks of 2, bits a column", ", bits a column", ", tokens a landmark", ", tokens a landmark"]
-    assert [name for one in rows for name in results.lines_of(one)] == [f"shadowkv transform{more}" for more in wanted]
+    assert [name for one in rows for name in plots.lines_of(one)] == [f"shadowkv transform{more}" for more in wanted]
     both = row(settings=settings | {"landmarks.tokens": 2, "landmarks.levels": 2, "landmarks.order": 2})
     for swept, more in (
         ("keys.bits", ", 2 levels, variance"),
         ("landmarks.order", ", 2 levels"),
         ("landmarks.levels", ", variance"),
     ):
-        assert results.kind_of(both, swept) == f"shadowkv transform, landmarks of 2{more}"
+        assert plots.kind_of(both, swept) == f"shadowkv transform, landmarks of 2{more}"
     bits = [
         row(score=50.0, settings=settings | {"landmarks.tokens": tokens, "keys.bits": bits}, sweeps=["keys.bits"])
         for tokens in (2, 8)
@@ -163,8 +162,8 @@ def test_a_control_and_a_taught_method_are_lines_of_their_own():
 
 
 def test_titles_of_policies():
-    assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
-    assert results.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"
+    assert plots.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
+    assert plots.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"
 
 
 # Needles and turns
@@ -186,7 +185,7 @@ def test_turns_draw_two_settings_of_a_method_apart():
     [axis] = plots.plot_turns([*TURNS, row(task="needle_multiturn", turns=[0.0, 0.0], share=0.25)]).axes
     full, one, two = axis.lines
     assert full.get_linewidth() > one.get_linewidth()
-    assert one.get_color() == two.get_color() == style.METHODS["shadowkv"][0]
+    assert one.get_color() == two.get_color() == plots.METHODS["shadowkv"][0]
     assert one.get_linestyle() != two.get_linestyle()
     assert two.get_ydata().tolist() == [0, 0]
 
@@ -238,7 +237,6 @@ def test_a_sweep_has_a_line_a_task_and_length():
 
 # Files and refusals
 
-MANY = {"needle_multiturn": 4}
 OTHER_DEPTHS = row(length=2048, depths=[0.5, 1.0], depth_scores=[100.0, 0.0])
 REFUSED = [
     (lambda path: plots.plot_turns([row()]), "turns"),
@@ -251,10 +249,6 @@ REFUSED = [
     (lambda path: plots.plot_spectra({}), "spectra"),
     (lambda path: plots.plot_turns(TURNS, path / "turns.gif"), "ends with one of"),
     (lambda path: plots.plot_turns(TURNS, path / "nowhere" / "turns.svg"), "can be written"),
-    # before an evaluation
-    (lambda path: plots.check_plot(path / "turns.gif", ["needle_multiturn"], MANY), "ends with one of"),
-    (lambda path: plots.check_plot(path / "nowhere/turns.svg", ["needle_multiturn"], MANY), "directory that exists"),
-    (lambda path: plots.check_plot(path / "turns.svg", ["needle_noise"], MANY), "needs a task of several turns"),
 ]
 
 

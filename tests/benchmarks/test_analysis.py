@@ -2,15 +2,15 @@
 
 import dataclasses
 
+import analysis
 import numpy as np
 import pytest
+from analysis import Spectra
 from cases import TINY, model, random_tokens
 
 from jshadow.cache.prompt_walk import prompts_of
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, PromptError
-from jshadow.evaluation import analysis
-from jshadow.evaluation.analysis.spectra import Spectra
 from jshadow.policies import Full, Quest, ShadowKV
 
 TEXT = random_tokens(72, seed=5)
