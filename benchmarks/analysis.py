@@ -12,10 +12,9 @@ from jshadow.cache import offload
 from jshadow.cache.prompt_walk import check_text, walk_layers
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, PromptError
-from jshadow.evaluation.cases import run_case
-from jshadow.evaluation.rows import task_rows
-from jshadow.evaluation.runner import Progress
-from jshadow.evaluation.settings import Entry, Setup, TaskPlan
+from jshadow.evaluation.plan import Entry, Setup, TaskPlan
+from jshadow.evaluation.results import task_rows
+from jshadow.evaluation.runner import Progress, run_case
 from jshadow.evaluation.tasks import Case, Sample
 from jshadow.models.transformer import Heads
 from jshadow.ops.attention import causal_attention

@@ -27,9 +27,8 @@ from jshadow.cache.accounting import FETCH_QUANTUM
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.metrics import mean_stderr
-from jshadow.evaluation.plan import plan_tasks
+from jshadow.evaluation.plan import EvalSettings, Setup, plan_tasks
 from jshadow.evaluation.runner import run_case
-from jshadow.evaluation.settings import EvalSettings, Setup
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, TransformCode, Values

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.whole_file import whole_file
+from jshadow.evaluation.data import whole_file
 
 LONG = 72  # maximum length of a line's name in a wide legend
 FORMATS = (".svg", ".png", ".pdf")

@@ -23,9 +23,9 @@ import plots
 from plots import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 
 from jshadow.errors import ConfigError
+from jshadow.evaluation.data import whole_file
 from jshadow.evaluation.results import RESULTS_FILE, pooled
 from jshadow.evaluation.speed import machine
-from jshadow.evaluation.whole_file import whole_file
 
 Row = Mapping[str, Any]
 TEMPLATE = Path(__file__).with_name("report.html.jinja")

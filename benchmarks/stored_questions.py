@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 import jshadow
-from jshadow.evaluation.metrics import kl, mean_stderr
+from jshadow.evaluation.metrics import kl, mean_stderr, score
 from jshadow.evaluation.tasks import make
-from jshadow.evaluation.tasks.framing import frame
-from jshadow.evaluation.text_metrics import score
+from jshadow.weights.templates import frame
 
 TASKS = ("needle_noise", "needle_docs")
 POLICIES = {

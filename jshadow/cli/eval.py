@@ -17,7 +17,7 @@ from jshadow.evaluation.tasks import TASKS
 from jshadow.evaluation.tasks.ruler import RULER_TASKS, SUITES, check_tasks
 
 if TYPE_CHECKING:
-    from jshadow.evaluation.parts import Part
+    from jshadow.ops.parts import Part
     from jshadow.policies import Policy
 
 ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
@@ -197,7 +197,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.evaluation.parts import parse_part
+    from jshadow.ops.parts import parse_part
     from jshadow.policies import parse_policy, split_policy
 
     if args.merge is not None:
@@ -235,9 +235,9 @@ def evaluate_all(
         asked: the policies, the tasks and the lengths.
         settings: the fields of `EvalSettings`.
     """
-    from jshadow.evaluation.parts.run import evaluate_part, part_folder
+    from jshadow.evaluation.parts import evaluate_part, part_folder
+    from jshadow.evaluation.plan import EvalSettings
     from jshadow.evaluation.runner import evaluate, plan_evaluation
-    from jshadow.evaluation.settings import EvalSettings
 
     with SlowProgress("evaluating" if part is None else f"evaluating part {part}") as progress:
         if part is None:
@@ -260,7 +260,7 @@ def run_merge(args: argparse.Namespace) -> int:
         ConfigError: an option is given that the parts have decided.
     """
 
-    from jshadow.evaluation.parts.merge import merge_parts
+    from jshadow.evaluation.parts import merge_parts
 
     options = argparse.ArgumentParser()
     add_options(options)

@@ -1,33 +1,147 @@
-"""Batched log-likelihoods of given continuations, and batched generations, under one policy.
-
-The context of a request is prefilled and compressed. Then the tokens of its continuation attend through the policy one
-by one, as in a generation. So the log-likelihood measures the policy. With full attention it is that of the model
-itself.
-"""
+"""Batched log-likelihoods of given continuations, and batched generations, under one policy."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jshadow.cache import offload
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_room
 from jshadow.engine.prefill.job import prepared_attention
-from jshadow.engine.sampling import Sampler, seed_key
+from jshadow.engine.sampling import Sampler, sample, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, row_keys, target_scores
-from jshadow.evaluation.replies import generate_rows
-from jshadow.models.config import check_positive
+from jshadow.models.config import ModelConfig, check_positive
 from jshadow.ops.buckets import round_up, step_of
+from jshadow.ops.layout import fit_tokens
+from jshadow.planner.turn_pieces import turn_piece
 from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
+
+Draw = Callable[[Array, int], np.ndarray]
+Take = Callable[[int, int], bool]
+
+
+def generate_rows(
+    params: Any, logits: Array, state: KVState, most: int, draw: Draw, take: Take, rows: int | None = None
+) -> KVState:
+    """Draw tokens and feed them until every row has ended. This consumes the state.
+
+    The last token of a row is never fed, whether it ends the row or is the last of `most` tokens.
+
+    Args:
+        params: the Params that the state was prefilled with.
+        logits: float32 [B, V], the logits of each row's last token.
+        state: the state after these tokens.
+        most: maximum number of tokens of each row, at least 1.
+        draw: called as draw(logits [B, V], number of tokens drawn before). It returns the next tokens, int32 [B].
+        take: called with each new token as take(row, token). It returns whether the row continues.
+        rows: only the first `rows` rows generate; the others are padding. None means all rows.
+
+    Returns:
+        The state after the last fed token.
+    """
+    active = np.arange(state.batch) < (state.batch if rows is None else rows)
+    for index in range(most):
+        tokens = draw(logits, index)
+        for row in np.flatnonzero(active):
+            active[row] = take(int(row), int(tokens[row]))
+        if not active.any() or index == most - 1:
+            break
+        logits, state = decode.decode_step(params, tokens, state, active=active)
+    return state
+
+
+def greedy(logits: Array, index: int) -> np.ndarray:
+    """Return the most likely token of each row of logits [B, V], int32 [B]. The lower id wins a tie.
+
+    `index` is ignored. It is there because `generate_rows` passes it.
+    """
+    return np.asarray(logits).argmax(-1).astype(np.int32)
+
+
+def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Score targets [B, T] by logits [B, T, V].
+
+    Returns:
+        Log-probabilities float32 [B, T], and whether each target is the most likely token, bool [B, T].
+    """
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
+    return scores, logits.argmax(-1) == targets
+
+
+target_scores = jax.jit(chosen)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=decode.COMPILER_OPTIONS
+)
+def forced_scores(
+    weights: dict, tokens: Array, lengths: Array, targets: Array, reads: Reads, writes: Writes, *, config: ModelConfig
+) -> tuple[Array, Array, Writes]:
+    """Feed tokens, and score the target that follows each of them.
+
+    The loop runs only as many pieces as the longest row needs. So one program is efficient for short and long
+    continuations.
+
+    Args:
+        weights: weights of the model.
+        tokens: int32 [B, T], padded on the right.
+        lengths: int32 [B], the number of real tokens of each row.
+        targets: int32 [B, T], the token that follows each of `tokens`.
+        reads: the half of the state that does not change.
+        writes: the half of the state that changes. It is donated.
+        config: config of the model.
+
+    Returns:
+        Log-probabilities float32 [B, T], whether each target is the most likely token, bool [B, T], and the new
+        `writes`.
+    """
+    size = turn_piece(reads, tokens.shape[1])
+    tokens, targets = (fit_tokens(x, round_up(x.shape[1], size)) for x in (tokens, targets))
+
+    def body(index: Array, carry: tuple[Writes, Array, Array]) -> tuple[Writes, Array, Array]:
+        writes, scores, greedy = carry
+        piece, following = (lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (tokens, targets))
+        (score, top), state = decode.extend_steps(
+            weights,
+            config,
+            piece,
+            jnp.clip(lengths - index * size, 0, size),
+            KVState.of(reads, writes),
+            lambda logits: chosen(logits, following),
+        )
+        scores = lax.dynamic_update_slice_in_dim(scores, score, index * size, axis=1)
+        return state.split()[1], scores, lax.dynamic_update_slice_in_dim(greedy, top, index * size, axis=1)
+
+    start = writes, jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(tokens.shape, bool)
+    writes, scores, greedy = lax.fori_loop(0, -(-jnp.max(lengths) // size), body, start)
+    return scores, greedy, writes
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def draw_tokens(logits: Array, keys: Array, index: Array, *, sampler: Sampler) -> Array:
+    """Draw the next token of each row with the row's key, so that no row depends on another: int32 [B]."""
+
+    def one(row: Array, key: Array) -> Array:
+        return sample(sampler, row[None], jax.random.fold_in(key, index))[0]
+
+    return jax.vmap(one)(logits, keys)
+
+
+@jax.jit
+def row_keys(key: Array, names: Array) -> Array:
+    """Return the random key of each row, by the number that names it: int32 [B]."""
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(names)
+
 
 NARROWEST = 64  # the smallest width, in tokens
 WIDTHS = 4  # a width is a multiple of 1 / WIDTHS of the next power of two

@@ -8,8 +8,8 @@ import numpy as np
 
 from jshadow.engine.checks import check_ids
 from jshadow.errors import CheckpointError, PromptError
-from jshadow.evaluation.parts.dealing import deal, parse_part
 from jshadow.library.pdf import Begun, read_pdf
+from jshadow.ops.parts import deal, parse_part
 from jshadow.weights.convert.files import readable
 from jshadow.weights.params import Params
 from jshadow.weights.templates import document_ids

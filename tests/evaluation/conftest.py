@@ -9,13 +9,13 @@ from ruler_package import write_package, write_sessions
 from tiny_text import byte_tokenizer
 
 from jshadow.evaluation import runner
-from jshadow.evaluation.tasks import package_texts
+from jshadow.evaluation.tasks import agreement_texts
 from jshadow.weights.params import Params
 
 
 def forget_texts() -> None:
     """Forget the texts that were read, so that those of another package are read."""
-    for cached in (package_texts.essays, package_texts.encyclopedia, package_texts.sessions):
+    for cached in (agreement_texts.essays, agreement_texts.encyclopedia, agreement_texts.sessions):
         cached.cache_clear()
 
 

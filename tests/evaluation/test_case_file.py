@@ -11,8 +11,8 @@ from tokenizers_by_kind import TOKENIZERS
 from jshadow import Full, StreamingLLM, cli, save
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plan
+from jshadow.evaluation.plan import EvalSettings
 from jshadow.evaluation.runner import plan_evaluation
-from jshadow.evaluation.settings import EvalSettings
 from jshadow.evaluation.tasks import Case, Sample, ruler
 
 # Tasks with depths, forced tokens, turns, independent questions and several answers.

@@ -15,7 +15,7 @@ from tokenizers_by_kind import TOKENIZERS
 from jshadow import Full, ShadowKV, cli, save
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, runner, samples, tasks
+from jshadow.evaluation import data, runner, tasks
 
 TOKENIZER = byte_tokenizer()
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
@@ -273,9 +273,9 @@ def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(param
     assert ran == [0, 1, 2, 3]
     assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
     assert [record.get("truncated", 0) > 0 for record in records_of(out)] == [False, False, False, True]
-    lines = (out / samples.SAMPLES_FILE).read_bytes().splitlines()
+    lines = (out / runner.SAMPLES_FILE).read_bytes().splitlines()
     lines[1], lines[2] = lines[1][:50], b"null"
-    (out / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    (out / runner.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
     assert runner.evaluate(params, [], [], [Full()], **call) == first
     assert ran[4:] == [1, 2]
     assert "2 damaged line(s)" in capsys.readouterr().err

@@ -7,14 +7,14 @@ from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import ShadowKV, load
 from jshadow.errors import ConfigError
-from jshadow.evaluation import rows, tasks
+from jshadow.evaluation import results, tasks
 from jshadow.evaluation.results import pooled
 from jshadow.evaluation.runner import evaluate
-from jshadow.evaluation.tasks import package_texts
-from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, PHASES
+from jshadow.evaluation.tasks import agreement_texts
+from jshadow.evaluation.tasks.needles import PHASE_TASKS, PHASES
 
 NEEDLES = [name for name in tasks.TASKS if name.startswith("needle")]
-AGREEMENT = [name for name in tasks.TASKS if name.startswith("agreement") and name not in package_texts.PACKAGE_TASKS]
+AGREEMENT = [name for name in tasks.TASKS if name.startswith("agreement") and name not in agreement_texts.PACKAGE_TASKS]
 each_kind = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
@@ -128,10 +128,10 @@ def test_figures_by_phase():
     common = {"kl": None, "attended_tokens": 1.0, "hit_rate": None, "outputs": [""]}
     records = [[common | {"score": 100.0 * (i % 3 == 0), "hits": [i % 3 == 0]}] for i in range(11)]
     head = {"task": "needle_noise_phases", "infeasible": None, "control_of": None}
-    [row] = rows.with_figures([head], [None] * 11, records)
+    [row] = results.with_figures([head], [None] * 11, records)
     assert row["phase_asked"] == [2, 2, 2, 1, 1, 1, 1, 1]
     assert row["phase_found"] == [1, 1, 0, 1, 0, 0, 1, 0]
-    [row] = rows.with_figures([head | {"task": "needle_noise"}], [None] * 11, records)
+    [row] = results.with_figures([head | {"task": "needle_noise"}], [None] * 11, records)
     assert "phase_found" not in row
 
 

@@ -12,18 +12,16 @@ from typing import Any
 
 import byte_models
 import pytest
-from evaluations import records_of
+from evaluations import records_of, run_case
 
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, runner, tasks
-from jshadow.evaluation.parts import Part, deal, parse_part
-from jshadow.evaluation.parts.merge import merge_parts
-from jshadow.evaluation.parts.record import PART_FILE
-from jshadow.evaluation.parts.run import evaluate_part, part_folder
-from jshadow.evaluation.samples import SAMPLES_FILE
-from jshadow.evaluation.settings import EvalSettings
+from jshadow.evaluation import runner, tasks
+from jshadow.evaluation.parts import PART_FILE, evaluate_part, merge_parts, part_folder
+from jshadow.evaluation.plan import EvalSettings
+from jshadow.evaluation.runner import SAMPLES_FILE
+from jshadow.ops.parts import Part, deal, parse_part
 from jshadow.weights.params import init_params
 
 pytestmark = pytest.mark.usefixtures("made_up")
@@ -66,7 +64,7 @@ def parts(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate_part` writes what a part has to do, and runs no sample."""
-    monkeypatch.setattr("jshadow.evaluation.parts.run.finish_samples", lambda *_: {})
+    monkeypatch.setattr("jshadow.evaluation.parts.finish_samples", lambda *_: {})
 
 
 def plain(rows: list[dict[str, Any]]) -> Any:
@@ -126,7 +124,7 @@ def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path,
 
 @pytest.mark.slow
 def test_parts_of_a_model_are_one_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_case", run_case)
     asked = {"tasks": ["agreement", "needle_docs"], "lengths": [240]}
     rows = runner.evaluate(PARAMS, **TASKS | asked, samples=2)
     for index in (2, 1):

@@ -13,7 +13,7 @@ from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, metrics, runner, samples, tasks
+from jshadow.evaluation import metrics, runner, tasks
 from jshadow.weights.params import Params
 
 POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
@@ -74,7 +74,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params):
     prompt, texts = (np.array([case.prompt]), np.array([700])), []
     for policy in policies:
         [(logits, state)] = decode.prefill_many(params, *prompt, [policy], capacity=700 + case.growth)
-        said, state = cases.answers(params, case, logits, state)
+        said, state = runner.answers(params, case, logits, state)
         texts.append(said)
         answered = sum(map(len, case.turns)) + tasks.TURNS * tasks.NEW_TOKENS
         assert 700 + sum(map(len, case.turns)) < int(state.lengths[0]) <= 700 + answered
@@ -101,7 +101,7 @@ def test_prefills_of_few_states_and_forgotten_programs_change_nothing(params, mo
     monkeypatch.setattr(runner.jax, "clear_caches", lambda: forgotten.append(1))
     want = evaluate(params, **options)
     assert not forgotten
-    monkeypatch.setattr(cases, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(runner, "MOST_TOGETHER", 2)
     monkeypatch.setattr(runner, "MOST_PROGRAMS", 1)
     got = evaluate(params, **options)
     assert len(forgotten) == 2  # before each of two tasks
@@ -150,7 +150,7 @@ def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeyp
     assert evaluate(params, tmp_path, tasks=both) == first
     assert len(ran) == 4, "a finished run computes nothing"
 
-    file = tmp_path / samples.SAMPLES_FILE
+    file = tmp_path / runner.SAMPLES_FILE
     data = file.read_bytes()
     file.write_bytes(data[:-40])  # killed in the middle of its last line
     assert evaluate(params, tmp_path, tasks=both) == first

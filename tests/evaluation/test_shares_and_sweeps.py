@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 import report
-from evaluations import CONFIG, records_of
+from evaluations import CONFIG, records_of, run_case
 from rich.console import Console
 
 from jshadow import cli, load, save, save_fitted
 from jshadow.cli import eval as cli_eval
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, results, runner
-from jshadow.evaluation import rows as result_rows
-from jshadow.evaluation.settings import Entry
+from jshadow.evaluation import results, runner
+from jshadow.evaluation import results as result_rows
+from jshadow.evaluation.plan import Entry, label
 from jshadow.planner.bytes import footprint
 from jshadow.policies import H2O, KIVI, LESS, DenseFirst, Full, InfLLM, Pyramid, Quest, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.settings import policy_settings
@@ -61,7 +61,7 @@ def test_every_policy_is_at_or_under_its_share_of_memory(params):
 
 @pytest.mark.slow
 def test_a_smaller_share_agrees_less_and_a_budget_that_takes_no_memory_stays(params, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_case", run_case)
     rows = evaluate(params, POLICIES[:3], shares=[0.5, 0.06], fetch="device_put")
     kl = {(row["name"], row["share"]): row["kl"] for row in rows if not row["infeasible"]}
     assert kl["full", None] == pytest.approx(0, abs=1e-6)
@@ -167,7 +167,7 @@ def test_a_swept_setting_that_another_one_stands_for_is_told_as_given():
 
 @pytest.mark.slow
 def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_case", run_case)
     learned = LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
     policies = [LEARNER, StreamingLLM(sinks=2, window=14)]
     plain = evaluate(params, policies, out=tmp_path / "out")
@@ -182,7 +182,7 @@ def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys, monke
     save_fitted(file, learned, LEARNER, load(tmp_path / "model", dtype="float32"))
     call = ["eval", str(tmp_path / "model"), "--tasks", "agreement", "--lengths", str(LENGTH), "--samples", "1"]
     call += ["--dtype", "float32", "--fitted", file, "--json", "--policies"]
-    assert cli.main([*call, results.label(LEARNER)]) == 0
+    assert cli.main([*call, label(LEARNER)]) == 0
     [_, row] = json.loads(capsys.readouterr().out)["results"]
     assert row["fitted"]
     assert row["kl"] == pytest.approx(kl[1][1], rel=1e-4)

@@ -20,10 +20,10 @@ from tokenizers_by_kind import TOKENIZERS
 from jshadow import Full, save
 from jshadow.errors import ConfigError
 from jshadow.evaluation import data, plan, runner, tasks
-from jshadow.evaluation.tasks import package_texts
+from jshadow.evaluation.metrics import SCORERS, score
+from jshadow.evaluation.tasks import agreement_texts
 from jshadow.evaluation.tasks.__main__ import main
 from jshadow.evaluation.tasks.framing import padded
-from jshadow.evaluation.text_metrics import SCORERS, score
 from jshadow.weights.params import Params
 
 OLD = ("needle", "agreement")  # test_needle_prompts.py tests these
@@ -234,7 +234,7 @@ def model_dir(params, tmp_path_factory):
 @pytest.mark.slow
 def test_every_task_runs(params, monkeypatch, text_packages):
     """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
-    monkeypatch.setattr(package_texts, "TURNS_FORCED", tasks.FORCED)
+    monkeypatch.setattr(agreement_texts, "TURNS_FORCED", tasks.FORCED)
 
     def short(*args: Any) -> tuple[tasks.Case, float]:
         case, depth = tasks.sample_of(*args)

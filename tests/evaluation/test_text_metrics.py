@@ -7,8 +7,8 @@ import random
 import pytest
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import text_metrics
-from jshadow.evaluation.text_metrics import SCORERS, score
+from jshadow.evaluation import metrics
+from jshadow.evaluation.metrics import SCORERS, score
 
 RECORDS = json.dumps([{"order": 17, "name": "Ada", "count": 3}, {"order": 18, "name": "Leo", "count": 5}])
 EVE_BEFORE = "[" + RECORDS[1:-1].replace("Ada", "Eve") + ", " + RECORDS[1:]
@@ -92,13 +92,13 @@ def test_common_subsequences_are_those_of_the_usual_table():
     rng = random.Random(0)
     for sizes in itertools.product((0, 1, 2, 7, 40), repeat=2):
         one, other = ("".join(rng.choices("abc", k=size)) for size in sizes)
-        assert text_metrics.common_subsequence(one, other) == by_table(one, other)
-        assert text_metrics.common_subsequence(one.split(), other.split()) <= 1
+        assert metrics.common_subsequence(one, other) == by_table(one, other)
+        assert metrics.common_subsequence(one.split(), other.split()) <= 1
 
 
 def test_an_answer_is_found_only_whole():
     for output in ("1234567", " It is 1234567.", "1234568 or 1234567"):
-        assert text_metrics.found("1234567", output), output
+        assert metrics.found("1234567", output), output
     for output in ("", "123456", "12345678", "01234567", "1,234,567"):
-        assert not text_metrics.found("1234567", output), output
-    assert not text_metrics.found("", "anything")
+        assert not metrics.found("1234567", output), output
+    assert not metrics.found("", "anything")

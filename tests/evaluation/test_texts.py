@@ -14,7 +14,7 @@ from tokenizers_by_kind import TOKENIZERS
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import tasks
-from jshadow.evaluation.tasks import filling, package_texts, texts
+from jshadow.evaluation.tasks import agreement_texts, framing, texts
 
 TOKENIZER = TOKENIZERS["chat"]
 
@@ -38,13 +38,13 @@ def test_a_case_holds_the_text_before_and_after_its_end(text_packages):
 
 @pytest.mark.parametrize(("kind", "user", "agent"), [("chat", "<user>", "<assistant>"), ("plain", "User: ", "Agent: ")])
 def test_a_session_goes_on_with_the_agent_s_message(text_packages, kind, user, agent):
-    assert [len(messages) for messages in package_texts.sessions()] == [31, 27]  # the longest recordings count
+    assert [len(messages) for messages in agreement_texts.sessions()] == [31, 27]  # the longest recordings count
     tokenizer = TOKENIZERS[kind]
     seen = set()
     for seed in range(8):
         case = make("agreement_agents", 2000, seed, tokenizer)
         prompt, forced = tokenizer.decode(case.prompt), tokenizer.decode(case.forced)
-        assert (len(case.prompt), len(case.forced)) == (2000, package_texts.TURNS_FORCED)
+        assert (len(case.prompt), len(case.forced)) == (2000, agreement_texts.TURNS_FORCED)
         assert prompt.endswith(agent)
         name, _, rest = forced.partition(" turn ")
         place = int(rest.partition(":")[0])
@@ -57,14 +57,14 @@ def test_a_session_goes_on_with_the_agent_s_message(text_packages, kind, user, a
         make("agreement_agents", 50_000)
 
 
-@pytest.mark.parametrize("task", package_texts.PACKAGE_TASKS)
+@pytest.mark.parametrize("task", agreement_texts.PACKAGE_TASKS)
 def test_the_seed_decides_everything(text_packages, task):
     one, again, other = (make(task, 700, seed) for seed in (3, 3, 5))
     assert one == again
     assert one.prompt != other.prompt
 
 
-EXTRAS = {task: "agents" if task == "agreement_agents" else "ruler" for task in package_texts.PACKAGE_TASKS}
+EXTRAS = {task: "agents" if task == "agreement_agents" else "ruler" for task in agreement_texts.PACKAGE_TASKS}
 EXTRAS |= dict.fromkeys(("qa_1", "qa_2", "agreement_bible"), "eval")
 
 
@@ -114,11 +114,11 @@ def test_the_bible_is_whole():
 
 def test_filling_is_exact_where_every_byte_is_a_token():
     for room in range(200, 260):
-        assert len(filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)) == room
+        assert len(framing.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)) == room
 
 
 def test_largest_finds_the_cut_among_uneven_pieces():
     sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
     for room in (5, 100, 5000, 90_000):
-        found = filling.largest(lambda count: sum(sizes[:count]), 0, room)
+        found = framing.largest(lambda count: sum(sizes[:count]), 0, room)
         assert sum(sizes[:found]) <= room < sum(sizes[: found + 1])

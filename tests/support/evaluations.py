@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshadow.evaluation import results
-from jshadow.evaluation.cases import judged
-from jshadow.evaluation.settings import Setup, TaskPlan
+from jshadow.evaluation.plan import Setup, TaskPlan, label
+from jshadow.evaluation.runner import judged
+from jshadow.evaluation.runner import run_case as run_case  # made_up_case takes its place
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.weights.params import Params, init_params
@@ -31,7 +31,7 @@ def made_up_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Po
     """Yield the records that `run_case` yields, with figures that follow from sample and policy."""
     case = plan.cases[index]
     for policy in policies:
-        number = zlib.crc32(f"{setup.params.digest} {case.prompt} {results.label(policy)}".encode())
+        number = zlib.crc32(f"{setup.params.digest} {case.prompt} {label(policy)}".encode())
         figures = {"attended_tokens": 10 + number % 89 / 8, "hit_rate": None if number % 3 else 0.5}
         if case.forced:
             kl = 0.0 if policy == Full() else number % 997 / 1000

@@ -13,18 +13,21 @@ from jshadow.evaluation.laws.inputs import (
     BATCH,
     CAPACITY,
     LENGTHS,
+    NEIGHBOR,
     PROMPT,
     STEPS,
     abstract,
+    as_seen,
+    later_rows,
     model,
     prefilled,
     random_tokens,
     remembered,
     run_steps,
+    same_codes,
     state_of,
 )
 from jshadow.evaluation.laws.law import Case, Subject, close, holds, in_each_mode, in_one_mode, law
-from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, later_rows, same_codes
 
 # Number of tokens of each row's turn. The second row has none.
 TURN = np.array([7, 0, 4])

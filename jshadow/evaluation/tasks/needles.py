@@ -1,22 +1,26 @@
-"""Needle tasks: facts planted in a long text, and questions that ask for them.
-
-There are two families. The `needle_*` tasks were written for this project. Their facts are numbers of cities. The
-`niah_*` tasks follow RULER (arXiv 2404.06654, section 3.1 and appendix B) with different wording. Their keys are pairs
-of words or UUIDs, and their values are numbers or UUIDs. Their text is filler, documentation instead of essays, or only
-other needles. So their scores differ from those on RULER's files.
-"""
+"""Needle tasks: facts planted in a long text or table, and questions that ask for them."""
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.drawing import numbers, uuids, word_pairs
-from jshadow.evaluation.tasks.filling import Pieces, filled, planted
-from jshadow.evaluation.tasks.framing import HEAD, Case, Sample
-from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
+from jshadow.evaluation.tasks.framing import (
+    HEAD,
+    Case,
+    Pieces,
+    Sample,
+    filled,
+    numbers,
+    place,
+    planted,
+    uuids,
+    word_pairs,
+)
+from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise, noise_pieces, story
 from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode
 
@@ -191,3 +195,133 @@ def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
     sample = Sample("", "What is the pass key?", "The pass key is", number, PASSKEY_NEW_TOKENS)
     return filled(tokenizer, length, compose, [sample])
+
+
+PHASES = 8  # number of tokens of a chunk, which is the default of ShadowKV
+
+
+def needle_at_phase(
+    tokenizer: Any,
+    length: int,
+    depth: float,
+    seed: int,
+    *,
+    source: Callable[[Any, random.Random], Iterator[int]],
+) -> Case:
+    """Plant one fact, so that the index of its first token modulo PHASES is the seed modulo PHASES.
+
+    The case is that of the needle task for a slightly longer prompt, without the first tokens of its text.
+
+    Args:
+        tokenizer, length, depth: see `make`.
+        seed: seed of the fact and of the text. It also decides the phase.
+        source: returns the endless token ids of a text for (tokenizer, random generator).
+    """
+    for extra in itertools.count():
+        case = needles(tokenizer, length + extra, depth, seed, source=source)
+        planted = case.planted[0] - extra
+        if planted % PHASES == seed % PHASES:
+            break
+    sample = case.samples[0]
+    head, tail = frame(tokenizer, sample.question, sample.answer_prefix, head=HEAD)
+    text = case.prompt[len(head) + extra : len(case.prompt) - len(tail)]
+    shown = decode(tokenizer, text).strip("\ufffd")  # the first and the last character may be incomplete
+    samples = (dataclasses.replace(sample, context=shown),)
+    return dataclasses.replace(case, samples=samples, prompt=(*head, *text, *tail), planted=(planted,))
+
+
+PHASE_TASKS = {
+    f"needle_{name}_phases": functools.partial(needle_at_phase, source=source)
+    for name, source in (("noise", noise), ("story", story), ("docs", documentation))
+}
+
+
+def seed_at_phase(seed: int, index: int) -> int:
+    """Return a seed near `seed` whose phase is that of sample number `index`."""
+    return seed - seed % PHASES + index % PHASES
+
+
+KV_NEW_TOKENS = 50  # as in InfiniteBench
+STAGES_NEW_TOKENS = 32
+LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
+LONG_KEY = 99_999  # a key with at least as many tokens as any other
+COLORS = (
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "black",
+    "white",
+    "brown",
+    "purple",
+    "orange",
+    "pink",
+    "teal",
+    "gray",
+    "maroon",
+    "violet",
+    "beige",
+    "cyan",
+)
+
+
+def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """Ask for the value of one key in a JSON object of random UUIDs.
+
+    The task is that of arXiv 2307.03172, section 4, and of Retrieve.KV of InfiniteBench (arXiv 2402.13718).
+    """
+    names = uuids(random.Random(seed))
+    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(names, names, strict=False))
+    key, value = next(names), next(names)
+
+    def compose(count: int, padding: str) -> str:
+        pairs = pieces.first(count)
+        at = place([len(pair) for pair in pairs], depth)
+        return "{" + ", ".join([*pairs[:at], f'"{key}": "{value}"', *pairs[at:]]) + "}" + padding
+
+    sample = Sample(
+        "",
+        f'What is the value of the key "{key}" in the JSON object above?',
+        f'The value of "{key}" is "',
+        value,
+        KV_NEW_TOKENS,
+        "string_match_part",
+    )
+    return filled(tokenizer, length, compose, [sample])
+
+
+def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """Ask for a sum, and for the color of that key in a dictionary (2StageRetr of OmniKV, ICLR 2025, appendix A).
+
+    As in the paper, keys are counted from 0, and the question comes after the dictionary. The paper has 200 keys. Here
+    there are as many as the length allows.
+    """
+    rng = random.Random(seed)
+    pieces = Pieces(colors(rng))
+    share = rng.random()
+
+    def compose(count: int, padding: str) -> str:
+        pairs = ", ".join(f"{key}: {color}" for key, color in enumerate(pieces.first(count)))
+        return "{" + pairs + "}" + padding
+
+    def sample(key: int, answer: str) -> Sample:
+        second = int(share * min(key, LARGEST_STEP))
+        question = (
+            f"The dictionary above has numbers and their colours. Add {key - second} + {second}, look the sum up, "
+            "and answer with its colour."
+        )
+        return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
+
+    # The number of keys is known only after filling the text. So the text is filled with a longest question first. The
+    # final question is not longer, so the final text has at least as many keys.
+    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLORS[0])], least=2).samples[0].context.count(":")
+    key = min(int(depth * count), count - 1)
+    return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
+
+
+def colors(rng: random.Random) -> Iterator[str]:
+    """Yield random colors without end. Neighbors differ."""
+    before = ""
+    for _ in itertools.count():
+        before = rng.choice([color for color in COLORS if color != before])
+        yield before

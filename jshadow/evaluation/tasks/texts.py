@@ -1,10 +1,7 @@
-"""Endless texts that hide the facts of a task. They come from this machine, without network.
-
-Each kind is a stream of pieces: sentences, paragraphs, blocks of source code or verses. The seed decides where it
-starts. Texts that ship with Python differ between its versions, so a seed gives the same text only with one version.
-"""
+"""Endless texts that hide the facts of a task. They come from this machine, without network."""
 
 import functools
+import importlib.metadata
 import itertools
 import json
 import random
@@ -15,8 +12,40 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.installed import installed_file
 from jshadow.weights.tokenizer import encode
+
+
+def installed_file(distribution: str, version: str | None, file: str, install: str) -> Path:
+    """Return the path of a file of an installed package.
+
+    Args:
+        distribution: name of the package in an index.
+        version: the version that it must have, or None for any.
+        file: path of the file in the folder of installed packages.
+        install: the command that installs the package.
+
+    Raises:
+        ConfigError: the package is not installed or has another version, or the file is missing.
+    """
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"this task needs the package {distribution}: {install}") from error
+    if version is not None and found.version != version:
+        raise ConfigError(f"{distribution} must have the version {version}, got {found.version}: {install}")
+    path = Path(str(found.locate_file(file)))
+    if not path.is_file():
+        raise ConfigError(f"this task needs the file {path}, which is missing: {install}")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raises ConfigError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"this task needs {path}, which cannot be read: {error!r}") from error
+
 
 # Short sentences, as in the usual filler of such tasks. Their length matters. With the sentences of STORY, which are
 # twice as long, ShadowKV with rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens, while SmolLM2 with full

@@ -1,4 +1,4 @@
-"""A program that runs the scripts of RULER with their options. The package `ruler` starts it as a child process.
+"""A program that runs the scripts of RULER with their options. The module `ruler` starts it as a child process.
 
 It imports nothing from jshadow. The scripts read `sys.argv` and seed the global generators when they are loaded. Some
 of them try forever to make a sample that cannot be made, and they catch every exception. So the program counts the

