@@ -35,7 +35,7 @@ def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SuiteTask:
+class _SuiteTask:
     """One task of a suite.
 
     Attributes:
@@ -61,40 +61,40 @@ CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
 BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
 
 LONGBENCH = {
-    "narrativeqa": SuiteTask("f1", 128, SHORT),
-    "qasper": SuiteTask("f1", 128, SHORT),
-    "multifieldqa_en": SuiteTask("f1", 64, SHORT),
-    "hotpotqa": SuiteTask("f1", 32, SHORT),
-    "2wikimqa": SuiteTask("f1", 32, SHORT),
-    "musique": SuiteTask("f1", 32, SHORT),
-    "gov_report": SuiteTask("rouge_l", 512, SUMMARY),
-    "qmsum": SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
-    "multi_news": SuiteTask("rouge_l", 512, SUMMARY),
-    "trec": SuiteTask("classes", 64, chat=False),
-    "triviaqa": SuiteTask("f1_line", 32, chat=False),
-    "samsum": SuiteTask("rouge_l_line", 128, chat=False),
-    "passage_count": SuiteTask("number_share", 32, DIFFERENT),
-    "passage_retrieval_en": SuiteTask("number_share", 32, PARAGRAPH),
-    "lcc": SuiteTask("edit_similarity", 64, chat=False),
-    "repobench-p": SuiteTask("edit_similarity", 64, chat=False),
+    "narrativeqa": _SuiteTask("f1", 128, SHORT),
+    "qasper": _SuiteTask("f1", 128, SHORT),
+    "multifieldqa_en": _SuiteTask("f1", 64, SHORT),
+    "hotpotqa": _SuiteTask("f1", 32, SHORT),
+    "2wikimqa": _SuiteTask("f1", 32, SHORT),
+    "musique": _SuiteTask("f1", 32, SHORT),
+    "gov_report": _SuiteTask("rouge_l", 512, SUMMARY),
+    "qmsum": _SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
+    "multi_news": _SuiteTask("rouge_l", 512, SUMMARY),
+    "trec": _SuiteTask("classes", 64, chat=False),
+    "triviaqa": _SuiteTask("f1_line", 32, chat=False),
+    "samsum": _SuiteTask("rouge_l_line", 128, chat=False),
+    "passage_count": _SuiteTask("number_share", 32, DIFFERENT),
+    "passage_retrieval_en": _SuiteTask("number_share", 32, PARAGRAPH),
+    "lcc": _SuiteTask("edit_similarity", 64, chat=False),
+    "repobench-p": _SuiteTask("edit_similarity", 64, chat=False),
 }
-LONGBENCH_V2 = SuiteTask("letter", 128, CHOICE, "The correct answer is")
+LONGBENCH_V2 = _SuiteTask("letter", 128, CHOICE, "The correct answer is")
 INFINITEBENCH = {
-    "passkey": SuiteTask("first_number", 6, prefix="The pass key is"),
-    "number_string": SuiteTask("first_number", 12, prefix="The sequence of digits is"),
-    "kv_retrieval": SuiteTask("string_match_part", 50),
-    "longdialogue_qa_eng": SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
-    "longbook_sum_eng": SuiteTask("rouge_l", 1200, SUMMARY),
-    "longbook_choice_eng": SuiteTask("letter", 40, CHOICE),
-    "longbook_qa_eng": SuiteTask("f1", 40, SHORT),
-    "math_find": SuiteTask("decimal", 3),
-    "math_calc": SuiteTask("leading_numbers", 30000),
-    "code_run": SuiteTask("last_number", 5),
-    "code_debug": SuiteTask("letter", 5, BROKEN, "The letter is"),
+    "passkey": _SuiteTask("first_number", 6, prefix="The pass key is"),
+    "number_string": _SuiteTask("first_number", 12, prefix="The sequence of digits is"),
+    "kv_retrieval": _SuiteTask("string_match_part", 50),
+    "longdialogue_qa_eng": _SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
+    "longbook_sum_eng": _SuiteTask("rouge_l", 1200, SUMMARY),
+    "longbook_choice_eng": _SuiteTask("letter", 40, CHOICE),
+    "longbook_qa_eng": _SuiteTask("f1", 40, SHORT),
+    "math_find": _SuiteTask("decimal", 3),
+    "math_calc": _SuiteTask("leading_numbers", 30000),
+    "code_run": _SuiteTask("last_number", 5),
+    "code_debug": _SuiteTask("letter", 5, BROKEN, "The letter is"),
 }
 RULER = {
     **{
-        name: SuiteTask("string_match_all", 128, chat=False)
+        name: _SuiteTask("string_match_all", 128, chat=False)
         for name in (
             "niah_single_1",
             "niah_single_2",
@@ -106,18 +106,18 @@ RULER = {
             "niah_multiquery",
         )
     },
-    "vt": SuiteTask("string_match_all", 30, chat=False),
-    "cwe": SuiteTask("string_match_all", 120, chat=False),
-    "fwe": SuiteTask("string_match_all", 50, chat=False),
-    "qa_1": SuiteTask("string_match_part", 32, chat=False),
-    "qa_2": SuiteTask("string_match_part", 32, chat=False),
+    "vt": _SuiteTask("string_match_all", 30, chat=False),
+    "cwe": _SuiteTask("string_match_all", 120, chat=False),
+    "fwe": _SuiteTask("string_match_all", 50, chat=False),
+    "qa_1": _SuiteTask("string_match_part", 32, chat=False),
+    "qa_2": _SuiteTask("string_match_part", 32, chat=False),
 }
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
 ALIASES = {"repobench_p": "repobench-p"}
 GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # the columns of kvpress
 
 
-def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
+def _kind_of(suite: str, kinds: Mapping[str, _SuiteTask], task: str) -> _SuiteTask:
     """Return the SuiteTask of a task. Raises ConfigError if the suite lacks it, or if it is in Chinese."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
@@ -127,48 +127,43 @@ def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
     return kinds[name]
 
 
-def texts(value: Any) -> tuple[str, ...]:
+def _texts(value: Any) -> tuple[str, ...]:
     """Convert one answer or a list of answers to a tuple of strings."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
 
 
-def listed(options: Any) -> str:
+def _listed(options: Any) -> str:
     """Format choices with their letters, one on each line."""
     return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
 
 
-def sample_of(kind: SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
+def sample_of(
+    kind: _SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()
+) -> Sample:
     """Build the sample of a row. `asked` replaces {input} and `options` replaces {options} in the question."""
-    question = kind.ask.format(input=asked or "", options=listed(options) if options else "")
+    question = kind.ask.format(input=asked or "", options=_listed(options) if options else "")
     return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
 
 
-def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of LongBench v1 (input, context, answers, all_classes).
-
-    Returns:
-        The sample, and whether its prompt is a chat.
-    """
+def _of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of LongBench v1 (input, context, answers, all_classes)."""
     task = str(row.get("dataset") or task)
-    kind = kind_of("LongBench", LONGBENCH, task)
-    sample = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
-    return dataclasses.replace(sample, choices=texts(row.get("all_classes") or ())), kind.chat
+    kind = _kind_of("LongBench", LONGBENCH, task)
+    sample = sample_of(kind, row["context"], _texts(row["answers"]), asked=row["input"])
+    return dataclasses.replace(sample, choices=_texts(row.get("all_classes") or ())), kind.chat
 
 
-def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context). Returns as `of_longbench`."""
+def _of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context). Returns as `_of_longbench`."""
     options = [row[f"choice_{name}"] for name in LETTERS]
-    sample = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
+    sample = sample_of(LONGBENCH_V2, row["context"], _texts(row["answer"]), asked=row["question"], options=options)
     return sample, LONGBENCH_V2.chat
 
 
-def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of InfiniteBench (context, input, answer, options). Returns as `of_longbench`.
-
-    An answer is a letter or the text of a choice.
-    """
-    kind = kind_of("InfiniteBench", INFINITEBENCH, task)
-    answers, options = texts(row["answer"]), list(row.get("options") or ())
+def _of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of InfiniteBench (context, input, answer, options). Returns as `_of_longbench`."""
+    kind = _kind_of("InfiniteBench", INFINITEBENCH, task)
+    answers, options = _texts(row["answer"]), list(row.get("options") or ())
     if kind.scorer == "letter":
         if len(options) != len(LETTERS):
             raise ConfigError(f"options must be {len(LETTERS)}, got {len(options)}")
@@ -177,40 +172,36 @@ def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     return sample_of(kind, row["context"], answers, asked=row["input"], options=options), kind.chat
 
 
-def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of RULER (input, outputs). The input is the whole prompt. Returns as `of_longbench`."""
-    kind = kind_of("RULER", RULER, task)
+def _of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of RULER (input, outputs). The input is the whole prompt. Returns as `_of_longbench`."""
+    kind = _kind_of("RULER", RULER, task)
     sample = Sample(
-        row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer
+        row["input"], "", row.get("answer_prefix") or "", _texts(row["outputs"]), kind.new_tokens, kind.scorer
     )
     return sample, kind.chat
 
 
-def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row with the columns of kvpress. Returns as `of_longbench`.
-
-    The scorer is that of the row, or that of the task if it is known. Otherwise one answer is scored by
-    "string_match_part", and a list of answers by "string_match_all".
-    """
+def _of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row with the columns of kvpress. Returns as `_of_longbench`."""
     answers = row["answer"]
-    answers = str(answers) if isinstance(answers, str | int | float) else texts(answers)
+    answers = str(answers) if isinstance(answers, str | int | float) else _texts(answers)
     known = RULER | LONGBENCH | INFINITEBENCH
     usual = "string_match_part" if isinstance(answers, str) else "string_match_all"
     scorer = row.get("scorer") or (known[task].scorer if task in known else usual)
     most = row["max_new_tokens"]
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
-    choices = texts(row.get("choices") or row.get("all_classes") or ())
+    choices = _texts(row.get("choices") or row.get("all_classes") or ())
     sample = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
     return sample, True
 
 
 READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (
-    (("question", "choice_A", "choice_B", "choice_C", "choice_D", "answer", "context"), of_longbench_v2),
-    (GIVEN, of_kvpress),
-    (("input", "context", "answers"), of_longbench),
-    (("input", "outputs"), of_ruler),
-    (("context", "input", "answer"), of_infinitebench),
+    (("question", "choice_A", "choice_B", "choice_C", "choice_D", "answer", "context"), _of_longbench_v2),
+    (GIVEN, _of_kvpress),
+    (("input", "context", "answers"), _of_longbench),
+    (("input", "outputs"), _of_ruler),
+    (("context", "input", "answer"), _of_infinitebench),
 )
 
 
@@ -219,7 +210,7 @@ TRUNCATIONS = ("middle",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class _Row:
     """One parsed row.
 
     Attributes:
@@ -246,7 +237,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataTask:
+class _DataTask:
     """All cases of one task in the data.
 
     Attributes:
@@ -263,7 +254,7 @@ class DataTask:
 # Reading
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_objects(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, row) for the rows of a file, counted from 1. Raises ConfigError if it cannot be read."""
     try:
         if path.suffix == ".parquet":
@@ -285,7 +276,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
         raise ConfigError(f"data {path} cannot be read: {error}") from error
 
 
-def read_row(row: Any, path: Path, number: int) -> Row:
+def _read_row(row: Any, path: Path, number: int) -> _Row:
     """Parse row `number` (counted from 1) of the file `path`. Raises ConfigError that names the file and the row."""
     where = f"row {number} of {path}"
     if not isinstance(row, dict):
@@ -300,7 +291,7 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         sample, chat = reader(row, task)
         # In other suites, the column `length` has a different meaning.
         length = row.get("length") if reader is READERS[1][1] else None
-        result = Row(
+        result = _Row(
             sample=sample,
             task=str(row.get("dataset") or task),
             where=where,
@@ -313,10 +304,10 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    return checked(result)
+    return _checked(result)
 
 
-def checked(row: Row) -> Row:
+def _checked(row: _Row) -> _Row:
     """Check a row, and remove the instruction from its context. Raises ConfigError if a column is missing or wrong."""
     sample = row.sample
     for name in ("context", "question", "answer_prefix"):
@@ -334,30 +325,26 @@ def checked(row: Row) -> Row:
     return dataclasses.replace(row, sample=dataclasses.replace(sample, context=context))
 
 
-def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[Row]:
+def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[_Row]:
     """Read the first `limit` rows of each file, or all rows. Raises ConfigError for a bad limit, file or row."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for path in map(Path, paths):
-        of_file: list[Row] = []
-        for number, row in read_objects(path):
+        of_file: list[_Row] = []
+        for number, row in _read_objects(path):
             if len(of_file) == limit:
                 break
-            of_file.append(read_row(row, path, number))
+            of_file.append(_read_row(row, path, number))
         if not of_file:
             raise ConfigError(f"data {path} must have rows, got none")
         rows += of_file
     return rows
 
 
-def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group consecutive rows that have the same context, task, length and instruction.
-
-    A group is a list of separate questions (turn 0), or the turns of one conversation. Raises ConfigError if a turn
-    does not follow the previous turn on the same context.
-    """
-    groups: list[list[Row]] = []
+def _groups_of(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Group consecutive rows that have the same context, task, length and instruction."""
+    groups: list[list[_Row]] = []
     for row in rows:
         before = groups[-1][-1] if groups else None
         alike = before is not None and all(
@@ -384,7 +371,7 @@ def read_cases(
     *,
     truncate: str | None = None,
     limit: int | None = None,
-) -> list[DataTask]:
+) -> list[_DataTask]:
     """Read the cases of local files, grouped by task and length.
 
     Consecutive rows with the same context become one case, whose context is prefilled once. If a task has such a case,
@@ -405,26 +392,19 @@ def read_cases(
         raise ConfigError(f"truncate must be one of {TRUNCATIONS}, or None, got {truncate!r}")
     if tokenizer is None:
         raise ConfigError("data needs a tokenizer, and the checkpoint has none")
-    tasks: dict[tuple[str, int | None], list[list[Row]]] = {}
-    for group in groups_of(read_rows(paths, limit)):
+    tasks: dict[tuple[str, int | None], list[list[_Row]]] = {}
+    for group in _groups_of(read_rows(paths, limit)):
         tasks.setdefault((group[0].task, group[0].length), []).append(group)
     data_tasks = []
     for (task, _), groups in tasks.items():
         apart = any(len(group) > 1 and not group[1].turn for group in groups)
-        cases = tuple(fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
-        data_tasks.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
+        cases = tuple(_fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
+        data_tasks.append(_DataTask(task, cases, tuple(group[0].depth for group in groups)))
     return data_tasks
 
 
-def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
-    """Build one evaluation case from rows that share a context.
-
-    `apart` asks the questions on separate forks of the context. If prompt and answers need more than `room` tokens,
-    truncate="middle" removes tokens from the middle of the context.
-
-    Raises:
-        ConfigError: too little room and truncate=None, or nothing of the context would be left.
-    """
+def _fitted_case(tokenizer: Any, group: Sequence[_Row], apart: bool, room: int, truncate: str | None) -> Case:
+    """Build one evaluation case from rows that share a context."""
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {

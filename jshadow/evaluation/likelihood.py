@@ -69,11 +69,7 @@ def greedy(logits: Array, index: int) -> np.ndarray:
 
 
 def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Score targets [B, T] by logits [B, T, V].
-
-    Returns:
-        Log-probabilities float32 [B, T], and whether each target is the most likely token, bool [B, T].
-    """
+    """Score targets [B, T] by logits [B, T, V]."""
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
     return scores, logits.argmax(-1) == targets
 
@@ -248,7 +244,7 @@ class Scorer:
                 some = rows[start : start + self.batch]
                 count = min(self.batch, 1 << (len(some) - 1).bit_length())
                 padded = [contexts[index] for index in some + some[:1] * (count - len(some))]
-                tokens, lengths = right_padded(padded, width)
+                tokens, lengths = _right_padded(padded, width)
                 logits, state = decode.prefill_many(
                     self.params,
                     tokens,
@@ -314,8 +310,8 @@ class Scorer:
             Log-probabilities [B, T], and whether each token was the most likely one, bool [B, T].
         """
         width = width_of(longest, self.limit, least=16)
-        tokens, lengths = right_padded([one[:-1] for one in rows], width)
-        targets, _ = right_padded([one[1:] for one in rows], width)
+        tokens, lengths = _right_padded([one[:-1] for one in rows], width)
+        targets, _ = _right_padded([one[1:] for one in rows], width)
         check_room(state, lengths.astype(np.int64))
         reads, writes = state.split()
         scores, greedy, _ = forced_scores(
@@ -368,14 +364,14 @@ class Scorer:
             numbers = np.array([names[index] for index in indices] + [0] * (rows - len(indices)), np.int32)
             keys = row_keys(seed_key(seed), numbers)
             streams = [TextStream(self.params.tokenizer, texts) for _ in indices]
-            draw, take = functools.partial(drawn, sampler, keys), functools.partial(taken, streams, ends)
+            draw, take = functools.partial(_drawn, sampler, keys), functools.partial(_taken, streams, ends)
             generate_rows(self.params, logits, state, max_new_tokens, draw, take, len(indices))
             for index, stream in zip(indices, streams, strict=True):
                 stream.finish()
                 yield index, stream.text
 
 
-def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+def _right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Pad rows with zeros on the right. Returns the tokens int32 [B, width] and the lengths int32 [B]."""
     tokens = np.zeros((len(rows), width), np.int32)
     for row, one in enumerate(rows):
@@ -383,12 +379,12 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray,
     return tokens, np.array([len(one) for one in rows], np.int32)
 
 
-def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
+def _drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
     """Draw the next token of each row with its random key, int32 [B]. `index` is the number of tokens drawn before."""
     return np.asarray(draw_tokens(logits, keys, np.int32(index), sampler=sampler))
 
 
-def taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
+def _taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
     """Add a token to the text of its row, unless it is an end token. Returns whether the row continues."""
     if token in ends:
         return False

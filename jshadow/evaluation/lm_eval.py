@@ -28,7 +28,7 @@ KEYS = {"until", "num_beams", "do_sample", "temperature", *MAX_TOKENS, *FILTERS}
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelArguments:
+class _ModelArguments:
     """The arguments of lm-eval's `--model_args` that are not settings of a policy.
 
     Attributes:
@@ -70,14 +70,14 @@ class ModelArguments:
     device: Any = None
 
     @classmethod
-    def split(cls, arguments: Mapping[str, Any]) -> tuple["ModelArguments", dict[str, Any]]:
+    def split(cls, arguments: Mapping[str, Any]) -> tuple["_ModelArguments", dict[str, Any]]:
         """Split arguments into the fields of this class and the remaining ones, which are settings of a policy."""
         names = {field.name for field in dataclasses.fields(cls)}
         settings = {name: value for name, value in arguments.items() if name not in names}
         return cls(**{name: value for name, value in arguments.items() if name in names}), settings
 
 
-def whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any) -> int:
     """Read an integer of at least 1 from a number or its text. Raises a ConfigError that names `name`."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -86,7 +86,7 @@ def whole(name: str, value: Any) -> int:
     return value
 
 
-def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
+def _policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
     """Build a policy from its name and settings. Raises a ConfigError that names an unknown policy or setting."""
     if isinstance(policy, Policy):
         if settings:
@@ -127,10 +127,10 @@ def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, i
     else:
         filters = {name: settings[name] for name in FILTERS if settings.get(name) is not None}
         sampler = Sampler(1.0 if temperature is None else temperature, **filters)
-    return sampler, whole(name, count), tuple(texts)
+    return sampler, _whole(name, count), tuple(texts)
 
 
-def special_ids(tokenizer: Any, texts: Iterable[str]) -> list[int]:
+def _special_ids(tokenizer: Any, texts: Iterable[str]) -> list[int]:
     """Return the ids of those stop strings that are special tokens. Decoded text does not contain special tokens."""
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
     return [ids[text] for text in ids if ids[text] in tokenizer.all_special_ids]
@@ -161,18 +161,18 @@ class JshadowLM(TemplateLM):
             CheckpointError: see `jshadow.load`.
         """
         super().__init__()
-        asked, settings = ModelArguments.split(arguments)
+        asked, settings = _ModelArguments.split(arguments)
         if asked.max_batch_size is not None:
             raise ConfigError(
                 f"max_batch_size must be left out, because no batch size is searched, got {asked.max_batch_size!r}"
             )
         if asked.truncation not in TRUNCATIONS:
             raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {asked.truncation!r}")
-        chosen = policy_of(policy, settings)
+        chosen = _policy_of(policy, settings)
         attention = parse_prefill(asked.prefill)
-        batch = whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)
-        self.default_tokens = whole("max_gen_toks", asked.max_gen_toks)
-        self.rolling_context = whole("rolling_context", asked.rolling_context)
+        batch = _whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)
+        self.default_tokens = _whole("max_gen_toks", asked.max_gen_toks)
+        self.rolling_context = _whole("rolling_context", asked.rolling_context)
         loaded = isinstance(pretrained, Params)
         params = pretrained if loaded else load(str(pretrained), asked.dtype, quantize=asked.quantize)
         if params.tokenizer is None:
@@ -274,10 +274,7 @@ class JshadowLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Score]:
-        """Score requests (key of lm-eval's cache or None, context ids, continuation ids).
-
-        Equal contexts are prefilled once.
-        """
+        """Score requests (key of lm-eval's cache or None, context ids, continuation ids)."""
         fitted = self._fitted([context for _, context, _ in requests], [len(one) - 1 for *_, one in requests])
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, one in enumerate(fitted):
@@ -333,7 +330,7 @@ class JshadowLM(TemplateLM):
         texts: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="jshadow: generate_until") as bar:
             for (sampler, count, until), members in groups.items():
-                stop = [*until, *special_ids(self.tokenizer, until)]
+                stop = [*until, *_special_ids(self.tokenizer, until)]
                 some = [prompts[one] for one in members]
                 generated = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
                 for index, text in generated:

@@ -107,7 +107,7 @@ def string_match_part(answers: Sequence[str], output: str, choices: Sequence[str
     return any(answer and answer.lower() in output.lower() for answer in answers)
 
 
-def numbers_of(output: str) -> list[str]:
+def _numbers_of(output: str) -> list[str]:
     """Return the whole numbers in an output, in order."""
     return re.findall(r"\d+", output)
 
@@ -117,7 +117,7 @@ def first_number(answers: Sequence[str], output: str, choices: Sequence[str]) ->
 
     InfiniteBench uses it for pass keys and number strings.
     """
-    return numbers_of(output)[:1] in [[answer] for answer in answers]
+    return _numbers_of(output)[:1] in [[answer] for answer in answers]
 
 
 def decimal(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -126,7 +126,7 @@ def decimal(answers: Sequence[str], output: str, choices: Sequence[str]) -> floa
     InfiniteBench uses it for Math.Find.
     """
     first = re.search(r"-?\d+(\.\d+)?", output)
-    return first is not None and any(float(first.group()) == to_float(answer) for answer in answers)
+    return first is not None and any(float(first.group()) == _to_float(answer) for answer in answers)
 
 
 def last_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -151,12 +151,12 @@ def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str])
 
 def number_share(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """Return the share of the output's numbers that are correct. LongBench uses it for retrieval and counting."""
-    said = numbers_of(output)
-    right = {one_number for answer in answers for one_number in numbers_of(answer)}
+    said = _numbers_of(output)
+    right = {one_number for answer in answers for one_number in _numbers_of(answer)}
     return sum(one in right for one in said) / len(said) if said else 0.0
 
 
-def to_float(text: str) -> float:
+def _to_float(text: str) -> float:
     """Convert a text to a number. A text that is not a number becomes NaN, which equals nothing."""
     try:
         return float(text)
@@ -167,23 +167,23 @@ def to_float(text: str) -> float:
 # Texts
 
 
-def normalized(text: str) -> list[str]:
+def _normalized(text: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation and articles, as SQuAD does (arXiv 1606.05250)."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
-def harmonic(common: int, said: int, right: int) -> float:
+def _harmonic(common: int, said: int, right: int) -> float:
     """Return the F1 of an output of `said` tokens and an answer of `right` tokens that have `common` in common."""
     return 2 * common / (said + right) if common else 0.0
 
 
 def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """Return the F1 over normalized words. The best answer counts."""
-    said = collections.Counter(normalized(output))
+    said = collections.Counter(_normalized(output))
     scores = []
     for answer in answers:
-        right = collections.Counter(normalized(answer))
-        scores.append(harmonic((said & right).total(), said.total(), right.total()))
+        right = collections.Counter(_normalized(answer))
+        scores.append(_harmonic((said & right).total(), said.total(), right.total()))
     return max(scores)
 
 
@@ -204,7 +204,7 @@ def rouge_l(answers: Sequence[str], output: str, choices: Sequence[str]) -> floa
     """Return ROUGE-L, the F1 of the longest common subsequence of words (Lin, 2004). The best answer counts."""
     said = re.findall(r"[a-z0-9]+", output.lower())
     right = [re.findall(r"[a-z0-9]+", answer.lower()) for answer in answers]
-    return max(harmonic(common_subsequence(said, one), len(said), len(one)) for one in right)
+    return max(_harmonic(common_subsequence(said, one), len(said), len(one)) for one in right)
 
 
 def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -214,10 +214,10 @@ def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str])
     """
     lines = output.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in CODE_NOISE)), "")
-    return max(harmonic(common_subsequence(line, answer), len(line), len(answer)) for answer in answers)
+    return max(_harmonic(common_subsequence(line, answer), len(line), len(answer)) for answer in answers)
 
 
-def of_first_line(scorer: Scorer) -> Scorer:
+def _of_first_line(scorer: Scorer) -> Scorer:
     """Return a scorer that reads only the first line of the output, because a model may continue with more examples."""
     return lambda answers, output, choices: scorer(answers, output.lstrip("\n").split("\n")[0], choices)
 
@@ -254,7 +254,7 @@ def classes(answers: Sequence[str], output: str, choices: Sequence[str]) -> floa
 # Data
 
 
-def json_objects(text: str) -> list[dict[str, Any]]:
+def _json_objects(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects without nested objects in a text. Other text and an incomplete object are skipped."""
     objects = []
     for part in re.findall(r"\{[^{}]*\}", text):
@@ -271,18 +271,18 @@ def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> 
     Records are matched by their first field, which also counts as a field. If several records have the same first
     field, the first one counts.
     """
-    records = json_objects(answers[0])
+    records = _json_objects(answers[0])
     said: dict[Any, dict[str, Any]] = {}
-    for record in json_objects(output):
-        said.setdefault(same(record.get(next(iter(records[0])))), record)
+    for record in _json_objects(output):
+        said.setdefault(_same(record.get(next(iter(records[0])))), record)
     right = 0
     for record in records:
-        fields = said.get(same(next(iter(record.values()))), {})
-        right += sum(name in fields and same(fields[name]) == same(value) for name, value in record.items())
+        fields = said.get(_same(next(iter(record.values()))), {})
+        right += sum(name in fields and _same(fields[name]) == _same(value) for name, value in record.items())
     return right / sum(map(len, records))
 
 
-def same(value: Any) -> str:
+def _same(value: Any) -> str:
     """Normalize a field for comparison: numbers become text, and case is ignored."""
     return str(value).strip().lower()
 
@@ -297,9 +297,9 @@ SCORERS: dict[str, Scorer] = {
     "leading_numbers": leading_numbers,
     "number_share": number_share,
     "f1": f1,
-    "f1_line": of_first_line(f1),
+    "f1_line": _of_first_line(f1),
     "rouge_l": rouge_l,
-    "rouge_l_line": of_first_line(rouge_l),
+    "rouge_l_line": _of_first_line(rouge_l),
     "edit_similarity": edit_similarity,
     "letter": letter,
     "classes": classes,

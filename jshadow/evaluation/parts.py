@@ -32,7 +32,7 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class _Table:
     """The rows of one task at one length, without the figures of its samples.
 
     Attributes:
@@ -47,7 +47,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleKeys:
+class _SampleKeys:
     """The keys of one sample's records.
 
     Attributes:
@@ -62,7 +62,7 @@ class SampleKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartRecord:
+class _PartRecord:
     """What one part has to do, and what all parts of the evaluation have in common.
 
     Attributes:
@@ -75,14 +75,14 @@ class PartRecord:
 
     part: Part
     asked: dict[str, Any]
-    tables: list[Table]
-    own: list[SampleKeys]
+    tables: list[_Table]
+    own: list[_SampleKeys]
     command: list[str]
 
     def write(self, folder: Path) -> None:
         """Write the record to a folder, completely or not at all. Raises ConfigError if that is impossible."""
         content = dataclasses.asdict(self)
-        text = json.dumps({"format": FORMAT, "sha256": digest_of(content), "record": content})
+        text = json.dumps({"format": FORMAT, "sha256": _digest_of(content), "record": content})
         with whole_file(folder / PART_FILE, "part") as path:
             path.write_text(text, encoding="utf-8")
 
@@ -98,17 +98,13 @@ class PartRecord:
         return shlex.join([*words, "--part", str(part)]) if words else f"the same evaluation with part {part}"
 
 
-def digest_of(content: Any) -> str:
+def _digest_of(content: Any) -> str:
     """Return the SHA-256 of a value that JSON can hold."""
     return sha256(json.dumps(content, sort_keys=True).encode())
 
 
-def read_part(folder: Path) -> PartRecord:
-    """Read the record of a part from its folder.
-
-    Raises:
-        CheckpointError: there is none, it cannot be read, it is damaged, or it is of another version.
-    """
+def _read_part(folder: Path) -> _PartRecord:
+    """Read the record of a part from its folder."""
     path = folder / PART_FILE
     damaged = f"{path} must be the record of a part, but it is damaged"
     try:
@@ -121,11 +117,11 @@ def read_part(folder: Path) -> PartRecord:
         form = fields.get("format") if isinstance(fields, dict) else None
         raise CheckpointError(f"{path} must be the record of a part in format {FORMAT}, got format {form!r}")
     record = fields.get("record")
-    if not isinstance(record, dict) or fields.get("sha256") != digest_of(record):
+    if not isinstance(record, dict) or fields.get("sha256") != _digest_of(record):
         raise CheckpointError(f"{damaged}: its SHA-256 is not {fields.get('sha256')!r}")
     part, tables, own = (record.pop(name) for name in ("part", "tables", "own"))
-    lists = [Table(**table) for table in tables], [SampleKeys(**sample) for sample in own]
-    return PartRecord(Part(**part), record.pop("asked"), *lists, **record)
+    lists = [_Table(**table) for table in tables], [_SampleKeys(**sample) for sample in own]
+    return _PartRecord(Part(**part), record.pop("asked"), *lists, **record)
 
 
 def part_folder(out: str | os.PathLike[str], part: Part) -> Path:
@@ -140,7 +136,7 @@ def evaluate_part(
     *,
     command: Sequence[str] = (),
     progress: Progress | None = None,
-) -> PartRecord:
+) -> _PartRecord:
     """Run one part of an evaluation.
 
     The samples of all tasks and lengths are dealt to the parts as `deal` says, by their tokens. A sample runs as it
@@ -168,30 +164,27 @@ def evaluate_part(
         raise ConfigError(f"part must be I/N with N at most the number of samples={len(places)}, got {part}")
     cases = [plans[place].cases[index] for place, index in places]
     mine = [places[one] for one in deal([len(case.prompt) + case.growth for case in cases], part)]
-    tables = [Table(row_heads(evaluation.setup, plan), list(plan.depths), len(plan.cases)) for plan in plans]
-    own = [SampleKeys(place, index, keys_of(evaluation, place, index)) for place, index in mine]
+    tables = [_Table(row_heads(evaluation.setup, plan), list(plan.depths), len(plan.cases)) for plan in plans]
+    own = [_SampleKeys(place, index, _keys_of(evaluation, place, index)) for place, index in mine]
     folder = part_folder(out, part)
     if among([plan.task for plan in plans]):
         check_model(folder, evaluation.model)
     store = SampleStore(folder)
-    record = PartRecord(part, asked_of(evaluation, tables, places), tables, own, list(command))
+    record = _PartRecord(part, _asked_of(evaluation, tables, places), tables, own, list(command))
     record.write(folder)
     finish_samples(evaluation, mine, store, progress)
     return record
 
 
-def keys_of(evaluation: Evaluation, place: int, index: int) -> list[str]:
+def _keys_of(evaluation: Evaluation, place: int, index: int) -> list[str]:
     """Return the keys of a sample's records, one for each entry of its plan that runs."""
     plan = evaluation.plans[place]
     policies = [entry.policy for entry in plan.entries if entry.policy is not None]
     return [sample_key(evaluation.setup, evaluation.model, plan, index, policy) for policy in policies]
 
 
-def asked_of(evaluation: Evaluation, tables: Sequence[Table], places: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return what all parts of an evaluation have in common, by name. JSON can hold it.
-
-    The last entry, "plan", is a digest of all prompts and of all rows without their figures.
-    """
+def _asked_of(evaluation: Evaluation, tables: Sequence[_Table], places: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return what all parts of an evaluation have in common, by name. JSON can hold it."""
     setup, plans, settings = evaluation.setup, evaluation.plans, evaluation.settings
     heads = [head for table in tables for head in table.heads]
     asked: dict[str, Any] = {"model": setup.params.digest, "dtype": setup.params.dtype.name}
@@ -230,9 +223,9 @@ def merge_parts(folders: Folders, *, out: str | os.PathLike[str] | None = None) 
             has no part, or `out` cannot be written. For a part that must run again, the message has the command.
         CheckpointError: a file cannot be read or is damaged.
     """
-    parts = found_parts(folders)
-    check_parts(parts)
-    records = finished_records(parts)
+    parts = _found_parts(folders)
+    _check_parts(parts)
+    records = _finished_records(parts)
     [first, *_] = parts.values()
     tables: list[list[list[Mapping[str, Any]]]] = [[[] for _ in range(table.samples)] for table in first.tables]
     for part in parts.values():
@@ -247,19 +240,19 @@ def merge_parts(folders: Folders, *, out: str | os.PathLike[str] | None = None) 
     return [row for table, samples in pairs for row in with_figures(table.heads, table.depths, samples)]
 
 
-def found_parts(folders: Folders) -> dict[Path, PartRecord]:
+def _found_parts(folders: Folders) -> dict[Path, _PartRecord]:
     """Return the parts of some folders, in the order of the parts. Raises as `merge_parts` does."""
-    found: dict[Path, PartRecord] = {}
+    found: dict[Path, _PartRecord] = {}
     for name in folders:
         folder = Path(name).expanduser()
         inside = [folder] if (folder / PART_FILE).exists() else [path.parent for path in folder.glob(f"*/{PART_FILE}")]
         if not inside:
             raise ConfigError(f"merge must name folders of parts (with a file {PART_FILE}), got {str(name)!r}")
-        found |= {path.resolve(): read_part(path) for path in inside}
+        found |= {path.resolve(): _read_part(path) for path in inside}
     return dict(sorted(found.items(), key=lambda item: (item[1].part, item[0])))
 
 
-def check_parts(parts: Mapping[Path, PartRecord]) -> None:
+def _check_parts(parts: Mapping[Path, _PartRecord]) -> None:
     """Raise ConfigError unless these are all parts of one evaluation, each of them once."""
     (first_folder, first), *others = parts.items()
     seen = {first.part: first_folder}
@@ -270,7 +263,7 @@ def check_parts(parts: Mapping[Path, PartRecord]) -> None:
         differing = [name for name in [*first.asked, *one.asked] if first.asked.get(name) != one.asked.get(name)]
         if differing:
             name = differing[0]
-            values = f"{brief(first.asked.get(name))} in {first_folder} and {brief(one.asked.get(name))} in {folder}"
+            values = f"{_brief(first.asked.get(name))} in {first_folder} and {_brief(one.asked.get(name))} in {folder}"
             raise ConfigError(f"parts must be of one evaluation, but {name} is {values}")
         if one.part in seen:
             raise ConfigError(f"parts must be there once, got part {one.part} in {seen[one.part]} and in {folder}")
@@ -282,13 +275,8 @@ def check_parts(parts: Mapping[Path, PartRecord]) -> None:
         raise ConfigError(f"parts must be all {first.part.count}, but there is no part {names}. Run:{commands}")
 
 
-def finished_records(parts: Mapping[Path, PartRecord]) -> dict[str, dict[str, Any]]:
-    """Return the records of all samples by their keys.
-
-    Raises:
-        ConfigError: a part has samples without records.
-        CheckpointError: a file of samples cannot be read.
-    """
+def _finished_records(parts: Mapping[Path, _PartRecord]) -> dict[str, dict[str, Any]]:
+    """Return the records of all samples by their keys."""
     records: dict[str, dict[str, Any]] = {}
     unfinished = []
     for folder, one in parts.items():
@@ -307,6 +295,6 @@ def finished_records(parts: Mapping[Path, PartRecord]) -> dict[str, dict[str, An
     return records
 
 
-def brief(value: Any) -> str:
+def _brief(value: Any) -> str:
     """Return a value in at most 60 characters."""
     return f"{value!r:.60}"

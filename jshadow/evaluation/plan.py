@@ -48,7 +48,7 @@ class EvalSettings:
         together: number of samples of a task that run as the rows of one batch, if each has one question. Their scores
             are those of single samples, except where rounding decides a near tie.
         cases: a file of the tasks' prompts. If it exists, they are read from it, and the packages that make them are
-            not needed. Otherwise they are made and written to it (see `write_case_file`).
+            not needed. Otherwise they are made and written to it (see `_write_case_file`).
     """
 
     samples: int = 10
@@ -204,7 +204,7 @@ VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class CaseFile:
+class _CaseFile:
     """The cases of a file.
 
     Attributes:
@@ -216,28 +216,16 @@ class CaseFile:
     made: Mapping[int, Mapping[str, Cases]]
 
 
-def read_case_file(
+def _read_case_file(
     path: str | os.PathLike[str] | None,
     digest: str | None,
     samples: int,
     seed: int,
     wanted: Mapping[int, Sequence[str]],
-) -> CaseFile:
-    """Read the cases of a file. It need not exist.
-
-    Args:
-        path: the file, or None for no file.
-        digest: digest of the tokenizer.
-        samples: number of cases of each task.
-        seed: seed of the cases.
-        wanted: the tasks of each length.
-
-    Raises:
-        ConfigError: the file cannot be read, is no file of cases, was made with another tokenizer, number of samples or
-            seed, or lacks a task or length.
-    """
+) -> _CaseFile:
+    """Read the cases of a file. It need not exist."""
     if path is None or not Path(path).exists():
-        return CaseFile(None if path is None else Path(path), {})
+        return _CaseFile(None if path is None else Path(path), {})
     try:
         content = json.loads(gzip.decompress(Path(path).read_bytes()))
         rule = {"version": VERSION, "tokenizer": digest, "samples": samples, "seed": seed}
@@ -245,7 +233,7 @@ def read_case_file(
             if content[name] != value:
                 raise ConfigError(f"cases must be a file with {name}={value!r}, got {content[name]!r} in {path}")
         made = {
-            int(length): {task: [case_of(*pair) for pair in pairs] for task, pairs in tasks.items()}
+            int(length): {task: [_case_of(*pair) for pair in pairs] for task, pairs in tasks.items()}
             for length, tasks in content["cases"].items()
         }
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -253,36 +241,25 @@ def read_case_file(
     for length, tasks in wanted.items():
         if missing := [task for task in tasks if task not in made.get(length, {})]:
             raise ConfigError(f"cases must be a file with {missing[0]} at {length} tokens, but {path} has none")
-    return CaseFile(Path(path), made)
+    return _CaseFile(Path(path), made)
 
 
-def case_of(case: Mapping[str, Any], depth: float | None) -> tuple[Case, float | None]:
+def _case_of(case: Mapping[str, Any], depth: float | None) -> tuple[Case, float | None]:
     """Return a case and the place of its fact from their JSON form."""
-    samples = tuple(Sample(**{name: as_tuple(value) for name, value in one.items()}) for one in case["samples"])
-    others = {name: as_tuple(value) for name, value in case.items() if name != "samples"}
+    samples = tuple(Sample(**{name: _as_tuple(value) for name, value in one.items()}) for one in case["samples"])
+    others = {name: _as_tuple(value) for name, value in case.items() if name != "samples"}
     return Case(samples, **others), depth
 
 
-def as_tuple(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     """Return a value with all lists replaced by tuples."""
-    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def write_case_file(
+def _write_case_file(
     path: Path, digest: str | None, samples: int, seed: int, made: Mapping[int, Mapping[str, Cases]]
 ) -> None:
-    """Write the cases to a file. It appears only when it is complete.
-
-    Args:
-        path: the file.
-        digest: digest of the tokenizer.
-        samples: number of cases of each task.
-        seed: seed of the cases.
-        made: the cases of each length and task.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the cases to a file. It appears only when it is complete."""
     cases = {
         length: {task: [(dataclasses.asdict(case), depth) for case, depth in pairs] for task, pairs in tasks.items()}
         for length, tasks in made.items()
@@ -309,16 +286,8 @@ def control(params: Any, policy: ShadowKV, plan: TaskPlan) -> StreamingLLM | Non
         return None
 
 
-def at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Entry:
-    """Return a policy with the largest settings whose device bytes stay within a share of full attention's.
-
-    `policies.sizing.at_share` assumes a prompt that fills the capacity. Here the bytes of later tokens are also
-    counted. A setting may be given if it takes almost no device memory, such as the number of tokens that a query
-    attends to. It is kept.
-
-    Raises:
-        ConfigError: a given setting takes device memory, which the share determines.
-    """
+def _at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Entry:
+    """Return a policy with the largest settings whose device bytes stay within a share of full attention's."""
     config, capacity = setup.params.config, plan.capacity
 
     def taken(policy: Policy) -> float:
@@ -330,7 +299,7 @@ def at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Entr
         while (used := taken(sized := setup.taught(sized_to(policy, fraction, capacity, config)))) > share:
             fraction -= max(used - share, share / 200)
     except (Infeasible, ConfigError):
-        least = least_share(policy, capacity, config, taken)
+        least = _least_share(policy, capacity, config, taken)
         reason = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
         return Entry(None, None, share, policy.name, reason)
     given, changed = changed_settings(policy), changed_settings(sized)
@@ -342,7 +311,7 @@ def at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Entr
     return Entry(asked, share=share)
 
 
-def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
+def _least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
     """Return the share of device bytes of a policy's smallest settings."""
     low, high = 0.0, 2.0  # a policy may take more than full attention, because it also stores masks and positions
     for _ in range(13):
@@ -379,17 +348,17 @@ def plan_tasks(
     for name, values in lists[2 if settings.data and not tasks else 0 :]:
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
-    measured, swept = checked_policies(setup, policies, shares), checked_sweeps(settings.sweeps or {})
+    measured, swept = _checked_policies(setup, policies, shares), _checked_sweeps(settings.sweeps or {})
     one_table = bool(shares or swept)  # one table shows all tasks
-    made = cases_of(setup, tasks, lengths, settings)
-    plans = [plan for length in made for plan in plans_at(setup, length, made[length], one_table)]
+    made = _cases_of(setup, tasks, lengths, settings)
+    plans = [plan for length in made for plan in _plans_at(setup, length, made[length], one_table)]
     if not one_table:
         plans.sort(key=lambda plan: tasks.index(plan.task))
-    plans += data_plans(setup, settings)
-    return [dataclasses.replace(plan, entries=entries_of(setup, plan, measured, shares, swept)) for plan in plans]
+    plans += _data_plans(setup, settings)
+    return [dataclasses.replace(plan, entries=_entries_of(setup, plan, measured, shares, swept)) for plan in plans]
 
 
-def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
+def _checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
     """Return full attention and the policies without duplicates. Raises ConfigError for bad policies or shares."""
     if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
         raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
@@ -403,12 +372,8 @@ def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[
     return measured
 
 
-def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple[str, ...]]:
-    """Return each policy of the sweeps with the names of the settings that it belongs to.
-
-    Raises:
-        ConfigError: an item is not a policy, or the policy does not have the setting.
-    """
+def _checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple[str, ...]]:
+    """Return each policy of the sweeps with the names of the settings that it belongs to."""
     swept: dict[Policy, tuple[str, ...]] = {}
     for name, policies in sweeps.items():
         for policy in policies:
@@ -418,18 +383,14 @@ def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple
     return swept
 
 
-def cases_of(
+def _cases_of(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], settings: EvalSettings
 ) -> Mapping[int, Mapping[str, Cases]]:
-    """Return the cases of each length and task. They are read from the file `settings.cases`, or made.
-
-    Raises:
-        ConfigError: a task cannot be made, or the file does not fit.
-    """
+    """Return the cases of each length and task. They are read from the file `settings.cases`, or made."""
     params, samples, seed = setup.params, settings.samples, settings.seed
     wanted = {length: list(dict.fromkeys(tasks)) for length in lengths}
     digest = None if settings.cases is None else params.tokenizer_digest
-    file = read_case_file(settings.cases, digest, samples, seed, wanted)
+    file = _read_case_file(settings.cases, digest, samples, seed, wanted)
     if file.made:
         return {length: {task: file.made[length][task] for task in names} for length, names in wanted.items()}
     ruler.check_tasks(tasks, lengths, params.config.context)
@@ -444,18 +405,12 @@ def cases_of(
             for task in names
         }
     if file.path is not None:
-        write_case_file(file.path, digest, samples, seed, made)
+        _write_case_file(file.path, digest, samples, seed, made)
     return made
 
 
-def plans_at(setup: Setup, length: int, pairs_of: Mapping[str, Cases], one_capacity: bool) -> list[TaskPlan]:
-    """Plan all tasks at one length, without entries. With `one_capacity`, all tasks have the same capacity.
-
-    Tables of shares and sweeps compare tasks, so they need the same capacity.
-
-    Raises:
-        ConfigError: prompt and answer exceed the model's context.
-    """
+def _plans_at(setup: Setup, length: int, pairs_of: Mapping[str, Cases], one_capacity: bool) -> list[TaskPlan]:
+    """Plan all tasks at one length, without entries. With `one_capacity`, all tasks have the same capacity."""
     params, published, plans = setup.params, ruler.among(list(pairs_of)), []
     # The length of a task of RULER includes the answer.
     growths = {
@@ -471,7 +426,7 @@ def plans_at(setup: Setup, length: int, pairs_of: Mapping[str, Cases], one_capac
     return plans
 
 
-def data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
+def _data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
     """Plan the tasks of local files, without entries. Raises ConfigError as `read_cases` does."""
     if not settings.data:
         return []
@@ -487,7 +442,7 @@ def data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
     return plans
 
 
-def entries_of(
+def _entries_of(
     setup: Setup,
     plan: TaskPlan,
     policies: Sequence[Policy],
@@ -498,7 +453,7 @@ def entries_of(
     if shares:
         full, *others = policies
         entries = [Entry(full)]
-        entries += [at_share(setup, policy, share, plan) for share in shares for policy in others]
+        entries += [_at_share(setup, policy, share, plan) for share in shares for policy in others]
     else:
         entries = [Entry(setup.taught(policy)) for policy in policies]
         has_control = not plan.cases[0].forced and not ruler.among([plan.task])

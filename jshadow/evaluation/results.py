@@ -26,12 +26,12 @@ SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the 
 TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
 
-def tidy(total: float) -> float:
+def _tidy(total: float) -> float:
     """Turn a sum of scores into an int if it is a whole number."""
     return int(total) if total == int(total) else total
 
 
-def scores_of(record: Mapping[str, Any]) -> list[float]:
+def _scores_of(record: Mapping[str, Any]) -> list[float]:
     """Return the score of each question, from 0 to 1. A record without "scores" has only hits."""
     return record.get("scores", record["hits"])
 
@@ -58,16 +58,16 @@ def score_row(
     pairs = [
         pair
         for record, full_record in zip(records, full, strict=True)
-        for pair in zip(scores_of(record), scores_of(full_record), strict=True)
+        for pair in zip(_scores_of(record), _scores_of(full_record), strict=True)
     ]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
-        row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
+        row |= {"ppl": _mean_perplexity(records), "ppl_full": _mean_perplexity(full)}
         return row | {"top1": score, "top1_stderr": stderr}
-    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(of_full for _, of_full in pairs))
-    row |= {"asked": len(pairs), "found": tidy(sum(score for score, _ in pairs)), "found_by_full": by_full}
+    both, by_full = _tidy(sum(min(pair) for pair in pairs)), _tidy(sum(of_full for _, of_full in pairs))
+    row |= {"asked": len(pairs), "found": _tidy(sum(score for score, _ in pairs)), "found_by_full": by_full}
     row |= {"found_by_both": both, "recall_of_full": 100 * both / by_full if by_full else None}
-    row |= {"turns": turn_scores(records)}
+    row |= {"turns": _turn_scores(records)}
     known = [depth for depth in depths if depth is not None]
     if known and len(known) == len(depths):
         by_depth: dict[float, list[float]] = {}
@@ -77,24 +77,18 @@ def score_row(
     return row
 
 
-def mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the perplexity over the tokens of all samples, or None if a record lacks it.
-
-    All samples have the same number of tokens.
-    """
+def _mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the perplexity over the tokens of all samples, or None if a record lacks it."""
     known = [record["ppl"] for record in records if record.get("ppl") is not None]
     return math.exp(mean_stderr([math.log(value) for value in known])[0]) if len(known) == len(records) else None
 
 
-def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the score of each turn in percent.
-
-    Independent questions, and conversations of different lengths, are counted as one turn.
-    """
+def _turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the score of each turn in percent."""
     counts = {len(record["hits"]) for record in records}
     if len(counts) > 1 or any(record.get("apart") for record in records):
         return [mean_stderr([record["score"] for record in records])[0]]
-    return (np.mean([scores_of(record) for record in records], axis=0) * 100).tolist()
+    return (np.mean([_scores_of(record) for record in records], axis=0) * 100).tolist()
 
 
 def verdict(by_full: float, by_control: float) -> str:
@@ -124,7 +118,7 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     entries = []
     for (policy, control_of), members in groups.items():
         names = ("asked", "found", "found_by_full", "found_by_both")
-        totals = {name: tidy(sum(row[name] for row in members)) for name in names}
+        totals = {name: _tidy(sum(row[name] for row in members)) for name in names}
         by_full = totals["found_by_full"]
         share = 100 * totals["found_by_both"] / by_full if by_full else None
         entry = {"policy": policy, "control_of": control_of, **totals, "recall_of_full": share}
@@ -160,7 +154,7 @@ def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     return names, told
 
 
-def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of results, one line for each row."""
     titles = (
         "task",
@@ -200,7 +194,7 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
+def _infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
     """Return the row of a policy that has no setting within a share. `why` is the reason."""
     nothing = (
         "score",
@@ -281,7 +275,7 @@ def write_results(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike[str]
         part.write_text(json.dumps({"results": rows, "pooled": pooled(rows), **about}), encoding="utf-8")
 
 
-def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
+def _cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
     """Return (task, length, number of truncated contexts, number of samples) for tasks with truncated contexts."""
     cut = ((r["task"], r["length"], r["truncated"], r["samples"]) for r in rows if r.get("truncated"))
     return list(dict.fromkeys(cut))
@@ -289,7 +283,7 @@ def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, in
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the table, the results of the controls, and the recall over all tasks with questions."""
-    console.print(results_table(rows))
+    console.print(_results_table(rows))
     for sentence in short_names(row["policy"] for row in rows)[1]:
         console.print(sentence, highlight=False)
     if rows:
@@ -300,7 +294,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     for task, length, said in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows):
         if said is not None:
             console.print(f"{task} at {length:,}, control: {said}")
-    for task, length, cut, samples in cut_short(rows):
+    for task, length, cut, samples in _cut_short(rows):
         console.print(f"{task} at {length:,}: {cut} of {samples} contexts were cut in the middle to fit the model")
     for entry in pooled(rows):
         both, by_full = entry["found_by_both"], entry["found_by_full"]
@@ -327,14 +321,14 @@ def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
 def row_heads(setup: Setup, plan: TaskPlan) -> list[dict[str, Any]]:
     """Return the rows of a task without the figures of its samples, one for each entry. JSON can hold them."""
     prefill = {"prefill": setup.prefill.label(plan.length) if setup.prefill else "exact"}
-    return [prefill | row_head(setup, plan, entry) for entry in plan.entries]
+    return [prefill | _row_head(setup, plan, entry) for entry in plan.entries]
 
 
-def row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
+def _row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
     """Return the row of one entry without the figures of its samples, and without the prefill of all."""
     params, fetch = setup.params, setup.fetch
     if entry.policy is None:
-        return infeasible_row(plan.task, plan.length, entry.name, entry.share, entry.infeasible)
+        return _infeasible_row(plan.task, plan.length, entry.name, entry.share, entry.infeasible)
     sizes = plan.sizes | {"dtype": params.dtype.name}
     resolved = entry.policy.resolve(params.config, plan.capacity)
     used = footprint(params.config, resolved, **sizes, fetch=fetch)
@@ -374,16 +368,16 @@ def with_figures(
         figures = {}
         if not head["infeasible"]:
             records = next(columns)
-            figures = score_row(records, full, depths) | (phase_figures(records) if phased else {})
+            figures = score_row(records, full, depths) | (_phase_figures(records) if phased else {})
         rows.append({**head, **figures})
     verdicts = [verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
     worst = max(verdicts, key=lambda text: not text.startswith("ok"), default=None)
     return [row | {"control": worst} for row in rows]  # the verdict is about the task, so every row has it
 
 
-def phase_figures(records: Sequence[Record]) -> dict[str, Any]:
+def _phase_figures(records: Sequence[Record]) -> dict[str, Any]:
     """Return the number of answers asked for and found at each phase. Sample i has phase i modulo PHASES."""
-    found = [tidy(sum(sum(scores_of(one)) for one in records[i::PHASES])) for i in range(PHASES)]
+    found = [_tidy(sum(sum(_scores_of(one)) for one in records[i::PHASES])) for i in range(PHASES)]
     return {"phase_asked": [len(records[i::PHASES]) for i in range(PHASES)], "phase_found": found}
 
 

@@ -120,14 +120,14 @@ class SampleStore:
 MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
 
 
-def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
+def _say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
     """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the model."""
-    [reply], state = say_rows(params, logits, state, [count])
+    [reply], state = _say_rows(params, logits, state, [count])
     return reply, state
 
 
-def say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
-    """Do what `say` does in the first rows of a batch. `counts` has the most tokens of each of these rows."""
+def _say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
+    """Do what `_say` does in the first rows of a batch. `counts` has the most tokens of each of these rows."""
     stop = frozenset(params.config.eos_ids)
     replies: list[list[int]] = [[] for _ in counts]
 
@@ -141,7 +141,7 @@ def say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) ->
     return replies, state
 
 
-def padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids int32 [B, S] with zeros after each row, and the lengths int32 [B]. S is at least `width`."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), max(width, *lengths)), np.int32)
@@ -150,9 +150,9 @@ def padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarr
     return tokens, lengths
 
 
-def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
+def _feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
     """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
-    return decode.extend(params, *padded_rows([question], padded(len(question))), state)
+    return decode.extend(params, *_padded_rows([question], padded(len(question))), state)
 
 
 def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
@@ -160,26 +160,26 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
     texts = []
     for turn, sample in enumerate(case.samples):
         length = int(np.asarray(state.lengths)[0])
-        reply, state = say(params, logits, state, sample.max_new_tokens)
+        reply, state = _say(params, logits, state, sample.max_new_tokens)
         texts.append(text_of(params.tokenizer, reply))
         if turn < len(case.turns):
             unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
-            logits, state = feed(params, [*unfed, *case.turns[turn]], state)
+            logits, state = _feed(params, [*unfed, *case.turns[turn]], state)
     return texts, state
 
 
-def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
+def _answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
     """Answer independent questions greedily, each on a fork of the state. Returns the texts and summed counters."""
     texts, counters = [], []
     for question, sample in zip(case.questions, case.samples, strict=True):
-        logits, fork = feed(params, question, state.fork())
-        reply, fork = say(params, logits, fork, sample.max_new_tokens)
+        logits, fork = _feed(params, question, state.fork())
+        reply, fork = _say(params, logits, fork, sample.max_new_tokens)
         texts.append(text_of(params.tokenizer, reply))
         counters.append(jax.tree.map(np.asarray, fork.counters))
     return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
 
 
-class Agreement:
+class _Agreement:
     """Compares policies with full attention on the forced tokens of some cases, which are the rows of a batch."""
 
     def __init__(self, params: Any, cases: Sequence[Case]) -> None:
@@ -194,7 +194,7 @@ class Agreement:
             logits: float32 [B, V], the logits of each prompt's last token. They predict the first forced token.
             state: the state after the prompts. This consumes it.
         """
-        first, (tokens, lengths) = np.asarray(logits), padded_rows(self.forced)
+        first, (tokens, lengths) = np.asarray(logits), _padded_rows(self.forced)
         later, state = decode.extend(self.params, tokens, lengths, state, logits="all")
         these = np.asarray(later)
         self.full = these if self.full is None else self.full
@@ -211,51 +211,47 @@ class Agreement:
 def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
     """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
     params, case = setup.params, plan.cases[index]
-    agreement = Agreement(params, [case])
-    for logits, state in prefilled(setup, plan, [case], policies):
+    agreement = _Agreement(params, [case])
+    for logits, state in _prefilled(setup, plan, [case], policies):
         record: dict[str, Any]
         if case.forced:
             [record], counters = agreement.records(logits, state)
         elif case.questions:
-            texts, counters = answers_apart(params, case, state)
+            texts, counters = _answers_apart(params, case, state)
             record = judged(case, texts) | {"apart": True}
         else:
             texts, state = answers(params, case, logits, state)
             record, counters = judged(case, texts), jax.tree.map(np.asarray, state.counters)
-        yield record | figures_of(params, counters, 0)
+        yield record | _figures_of(params, counters, 0)
 
 
-def figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
+def _figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
     """Return the entries of a record that come from the counters, which began with zeros."""
     figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config.num_layers)
     return {name: figures[name] for name in ("attended_tokens", "hit_rate")}
 
 
-def runs_together(case: Case) -> bool:
+def _runs_together(case: Case) -> bool:
     """Return whether a case may be a row of a batch with others: it has one question at its end, or forced tokens."""
     return not (case.questions or case.turns)
 
 
-def run_together(
+def _run_together(
     setup: Setup, plan: TaskPlan, indices: Sequence[int], policies: Sequence[Policy]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the records of each policy on some cases, which are rows of one batch.
-
-    The cases must have the same width. If they are fewer than the rows of `setup`, the last one is repeated, so that
-    no other program is compiled. For agreement cases, full attention must come first.
-    """
+    """Yield the records of each policy on some cases, which are rows of one batch."""
     params, cases = setup.params, [plan.cases[index] for index in indices]
     filled = cases + cases[-1:] * (setup.together - len(cases))
-    agreement = Agreement(params, filled)
-    for logits, state in prefilled(setup, plan, filled, policies):
+    agreement = _Agreement(params, filled)
+    for logits, state in _prefilled(setup, plan, filled, policies):
         if cases[0].forced:
             records, counters = agreement.records(logits, state)
         else:
-            replies, state = say_rows(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
+            replies, state = _say_rows(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
             texts = [text_of(params.tokenizer, reply) for reply in replies]
             records = [judged(case, [text]) for case, text in zip(cases, texts, strict=True)]
             counters = jax.tree.map(np.asarray, state.counters)
-        yield [record | figures_of(params, counters, row) for row, record in enumerate(records[: len(cases)])]
+        yield [record | _figures_of(params, counters, row) for row, record in enumerate(records[: len(cases)])]
 
 
 def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
@@ -267,17 +263,13 @@ def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
     return record if scores == hits else record | {"scores": scores}
 
 
-def prefilled(
+def _prefilled(
     setup: Setup, plan: TaskPlan, cases: Sequence[Case], policies: Sequence[Policy]
 ) -> Iterator[tuple[Any, KVState]]:
-    """Yield the logits [B, V] and the state of each policy, in order. The prompts of the cases are the rows.
-
-    Most policies share one prefill. A policy with its own prefill attention has a separate prefill, and so has a policy
-    that reads the prompt twice. The third kind are those with learned arrays: a prefill takes the arrays of one policy.
-    """
+    """Yield the logits [B, V] and the state of each policy, in order. The prompts of the cases are the rows."""
     params = setup.params
     resolved = [policy.resolve(params.config, plan.capacity) for policy in policies]
-    tokens, lengths = padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
+    tokens, lengths = _padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
     options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
     attends = [attention_of(policy) is not None for policy in resolved]
     twice = [reads_twice(policy, params.config) for policy in resolved]
@@ -409,8 +401,8 @@ def finish_samples(
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
     last, programs = None, 0
     finished: dict[Place, dict[Policy, dict[str, Any]]] = {}
-    samples = (Wanted.of(evaluation, one, store) for one in wanted)
-    for group in groups_of(samples, evaluation.setup.together):
+    samples = (_Wanted.of(evaluation, one, store) for one in wanted)
+    for group in _groups_of(samples, evaluation.setup.together):
         plan = group[0].plan
         if plan is not last:
             last, programs = plan, programs + len(plan.entries)
@@ -418,7 +410,7 @@ def finish_samples(
             jax.clear_caches()
             programs = len(plan.entries)
         if group[0].missing:
-            finish_group(evaluation, group, store)
+            _finish_group(evaluation, group, store)
         for sample in group:
             finished[sample.place] = {policy: store.records[key] for policy, key in sample.keys.items()}
         if progress is not None:
@@ -426,7 +418,7 @@ def finish_samples(
     return finished
 
 
-class Wanted(NamedTuple):
+class _Wanted(NamedTuple):
     """A sample that is wanted.
 
     Attributes:
@@ -447,7 +439,7 @@ class Wanted(NamedTuple):
         return self.plan.cases[self.place[1]]
 
     @classmethod
-    def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "Wanted":
+    def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "_Wanted":
         """Return the sample at a place."""
         plan, setup = evaluation.plans[place[0]], evaluation.setup
         policies = dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None)
@@ -455,11 +447,11 @@ class Wanted(NamedTuple):
         return cls(place, plan, keys, [policy for policy, key in keys.items() if key not in store.records])
 
 
-def groups_of(samples: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
+def _groups_of(samples: Iterable[_Wanted], most: int) -> Iterator[list[_Wanted]]:
     """Yield neighboring samples that can run as the rows of one batch, at most `most` of them at once."""
 
-    def alike(sample: Wanted) -> tuple[Any, ...]:
-        alone = sample.place if most == 1 or not runs_together(sample.case) else None
+    def alike(sample: _Wanted) -> tuple[Any, ...]:
+        alone = sample.place if most == 1 or not _runs_together(sample.case) else None
         return sample.place[0], sample.plan.width(sample.case), sample.missing, alone
 
     for _, found in itertools.groupby(samples, alike):
@@ -467,24 +459,24 @@ def groups_of(samples: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
         yield from (neighbors[first : first + most] for first in range(0, len(neighbors), most))
 
 
-def finish_group(evaluation: Evaluation, group: Sequence[Wanted], store: SampleStore) -> None:
+def _finish_group(evaluation: Evaluation, group: Sequence[_Wanted], store: SampleStore) -> None:
     """Run the policies that the samples of a group miss, and put their records into the store."""
     setup, plan, missing = evaluation.setup, group[0].plan, group[0].missing
     indices = [sample.place[1] for sample in group]
     # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
     first = next(iter(group[0].keys))
     run = [first, *missing] if group[0].case.forced and first not in missing else missing
-    if setup.together > 1 and runs_together(group[0].case):
-        table = run_together(setup, plan, indices, run)
+    if setup.together > 1 and _runs_together(group[0].case):
+        table = _run_together(setup, plan, indices, run)
     else:
         table = ([record] for record in run_case(setup, plan, indices[0], run))
     for policy, records in zip(run, table, strict=True):
         for sample, record in zip(group, records, strict=True):
             if policy in missing:
-                store.add(sample.keys[policy], record, context_of(evaluation, sample, policy))
+                store.add(sample.keys[policy], record, _context_of(evaluation, sample, policy))
 
 
-def context_of(evaluation: Evaluation, sample: Wanted, policy: Policy) -> dict[str, Any]:
+def _context_of(evaluation: Evaluation, sample: _Wanted, policy: Policy) -> dict[str, Any]:
     """Return what a record in the store says of its sample, for people who read the file."""
     setup, plan, case, index = evaluation.setup, sample.plan, sample.case, sample.place[1]
     depth = plan.depths[index] if plan.depths else None

@@ -45,14 +45,14 @@ BF16_TOLERANCE = 0.12
 VISIBLE = 0.05
 
 
-def lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+def _lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     """Return the cases with lossless settings in every fetch mode."""
     return [Case(subject, fetch, "lossless") for fetch in fetches]
 
 
 @law(
     "With lossless settings, the logits and the greedy tokens equal those of full attention.",
-    cases=lossless_cases,
+    cases=_lossless_cases,
     unclaimed=lossless_only,
 )
 def lossless_is_full(case: Case) -> None:
@@ -62,10 +62,10 @@ def lossless_is_full(case: Case) -> None:
     close(logits, full_logits, 1e-4, "the prompt's logits")
     close(teacher_forced(case.policy, case.fetch), teacher_forced(Full(), "resident"), 1e-4, "the steps' logits")
     first = np.asarray(full_logits).argmax(-1).astype(np.int32)
-    equal(greedy(state, first), greedy(full_state, first), "greedy tokens")
+    equal(_greedy(state, first), _greedy(full_state, first), "greedy tokens")
 
 
-def greedy(state: KVState, token: np.ndarray) -> np.ndarray:
+def _greedy(state: KVState, token: np.ndarray) -> np.ndarray:
     """Generate eight tokens greedily after `token` [B]: int32 [8, B]."""
     tokens = []
     for _ in range(8):
@@ -77,7 +77,7 @@ def greedy(state: KVState, token: np.ndarray) -> np.ndarray:
 
 @law(
     "With lossless settings in bfloat16, the logits equal those of full attention up to rounding to bfloat16.",
-    cases=lambda subject, fetches: lossless_cases(subject, fetches[:1]),
+    cases=lambda subject, fetches: _lossless_cases(subject, fetches[:1]),
     unclaimed=lossless_only,
 )
 def lossless_is_full_in_bfloat16(case: Case) -> None:
@@ -86,7 +86,7 @@ def lossless_is_full_in_bfloat16(case: Case) -> None:
     close(lossless, teacher_forced(Full(), "resident", "bfloat16"), BF16_TOLERANCE, "the steps' logits")
 
 
-def drops_something(subject: Subject) -> str | None:
+def _drops_something(subject: Subject) -> str | None:
     """Return why the small settings need not differ from full attention, or None if they must."""
     return "its small settings are its lossless ones" if same_settings(subject) else None
 
@@ -94,7 +94,7 @@ def drops_something(subject: Subject) -> str | None:
 @law(
     "With small settings, the logits differ from those of full attention, so the settings have an effect.",
     cases=in_one_mode,
-    unclaimed=drops_something,
+    unclaimed=_drops_something,
 )
 def small_is_not_full(case: Case) -> None:
     """Compare the logits of the longest prompt. Without this law, a policy that ignores its settings would pass."""
@@ -109,7 +109,7 @@ def has_host_rows(subject: Subject) -> str | None:
     return None if offloads(subject.small) else "it keeps nothing in host memory"
 
 
-def has_no_host_rows(subject: Subject) -> str | None:
+def _has_no_host_rows(subject: Subject) -> str | None:
     """Return why a law about policies without host memory does not apply to a policy, or None if it applies."""
     return "it keeps rows in host memory" if offloads(subject.small) else None
 
@@ -117,7 +117,7 @@ def has_no_host_rows(subject: Subject) -> str | None:
 @law(
     "A policy that keeps nothing in host memory has the same program in all fetch modes.",
     cases=lambda subject, fetches: [Case(subject)],
-    unclaimed=has_no_host_rows,
+    unclaimed=_has_no_host_rows,
 )
 def one_program_without_host_rows(case: Case) -> None:
     """Compare the lowered programs of a step as text."""
@@ -129,27 +129,27 @@ def one_program_without_host_rows(case: Case) -> None:
     holds(len(set(texts)) == 1, f"the step's programs differ in the fetch modes {FETCH_MODES}")
 
 
-def agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+def _agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     """Return the cases of both settings in the given fetch modes, except "resident"."""
     return [case for case in both_settings(subject, fetches) if case.fetch != "resident"]
 
 
 @law(
     "The logits and the selected units are the same in all fetch modes.",
-    cases=lambda subject, fetches: agreeing_cases(subject, (*dict.fromkeys((*fetches, *FETCH_MODES[1:])),)),
+    cases=lambda subject, fetches: _agreeing_cases(subject, (*dict.fromkeys((*fetches, *FETCH_MODES[1:])),)),
     unclaimed=has_host_rows,
 )
 def fetch_modes_agree(case: Case) -> None:
     """Compare the case's mode with "resident": the logits of six steps, and then the selected units."""
     close(teacher_forced(case.policy, "resident"), teacher_forced(case.policy, case.fetch), 1e-4, "the steps' logits")
-    resident, offloaded = (selected_units(case.policy, fetch) for fetch in ("resident", case.fetch))
+    resident, offloaded = (_selected_units(case.policy, fetch) for fetch in ("resident", case.fetch))
     holds(resident.keys() == offloaded.keys(), f"states have the leaves {sorted(resident)} and {sorted(offloaded)}")
     for path, units in resident.items():
         equal(np.sort(units), np.sort(offloaded[path]), path)
 
 
 @functools.cache
-def selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
+def _selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
     """Return the state's leaves named `resident` after six steps. They hold the units that the last query selected."""
     state = run_steps(model(), prefilled(policy, fetch)[1], STEPS[:, :6])[1]
     return {path: leaf for path, leaf in changing(state).items() if path.endswith(".resident")}

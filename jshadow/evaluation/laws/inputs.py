@@ -159,14 +159,14 @@ def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = Non
     """
     names = (getattr(kind, "name", "") for kind in policy.__mro__)
     registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
-    small = checked(policy, "small", {**registered.small, **(settings or {})})
+    small = _checked(policy, "small", {**registered.small, **(settings or {})})
     lossless = None
     if registered.lossless is not None:
-        lossless = checked(policy, "lossless", registered.lossless(CAPACITY, TINY))
+        lossless = _checked(policy, "lossless", registered.lossless(CAPACITY, TINY))
     return Subject(policy.name, small, lossless)
 
 
-def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
+def _checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
     """Create the policy with settings by dotted name. Raises ConfigError if they do not suit the tiny model."""
     chosen = with_settings(policy(), settings, f"the {kind} settings of {policy.name}")
     chosen.resolve(TINY, CAPACITY)
@@ -207,11 +207,8 @@ def expanded(policy: ShadowKV, half: str, rows: Any, right: Any) -> Any:
     return codec.expand(by_token(rows, policy.chunk_size), right)
 
 
-def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
-    """Replace the codes of a layer in `values` by their values, for all real tokens.
-
-    Codes cannot be compared directly, because bases may rotate and scales may differ in their last bits.
-    """
+def _decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
+    """Replace the codes of a layer in `values` by their values, for all real tokens."""
     policy, names = spec.policy, list(values)
     rows: Any
     if isinstance(policy, ShadowKV):
@@ -267,7 +264,7 @@ def as_seen(state: Any, lengths: Any) -> Any:
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
     for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
-        decoded(values, f"layers.{index}.", spec, layer, lengths)
+        _decoded(values, f"layers.{index}.", spec, layer, lengths)
     for name in [name for name in values if name.endswith("frozen.left")]:
         layer = name.removesuffix("frozen.left")
         left, right = values.pop(name), values.pop(f"{layer}frozen.right")

@@ -144,7 +144,7 @@ def both_settings(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
     return [Case(subject, fetch, setting) for fetch in fetches for setting in settings]
 
 
-def always(subject: Subject) -> str | None:
+def _always(subject: Subject) -> str | None:
     """Return None. This is the `unclaimed` function of a law that applies to every policy."""
     return None
 
@@ -157,7 +157,7 @@ def lossless_only(subject: Subject) -> str | None:
     return "no lossless settings are registered" if subject.lossless is None else None
 
 
-def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = always) -> Callable[[Any], Law]:
+def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = _always) -> Callable[[Any], Law]:
     """Return a decorator that turns the function that checks a law into a Law, and adds it to LAWS.
 
     Args:
@@ -185,7 +185,7 @@ def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
     try:
         np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=tolerance)
     except AssertionError:
-        raise Difference(*measured(got, want, place), tolerance) from None
+        raise Difference(*_measured(got, want, place), tolerance) from None
 
 
 def equal(got: Any, want: Any, place: str) -> None:
@@ -193,7 +193,7 @@ def equal(got: Any, want: Any, place: str) -> None:
     try:
         np.testing.assert_array_equal(got, want)
     except AssertionError:
-        raise Difference(*measured(got, want, place), 0.0) from None
+        raise Difference(*_measured(got, want, place), 0.0) from None
 
 
 def holds(condition: Any, place: str) -> None:
@@ -202,11 +202,8 @@ def holds(condition: Any, place: str) -> None:
         raise Difference(place)
 
 
-def measured(got: Any, want: Any, place: str) -> tuple[str, float]:
-    """Return the place and the largest absolute difference of two arrays.
-
-    The difference is infinite if the shapes differ, or if a number is NaN in only one of the arrays.
-    """
+def _measured(got: Any, want: Any, place: str) -> tuple[str, float]:
+    """Return the place and the largest absolute difference of two arrays."""
     one, two = (np.asarray(array).astype(np.float64) for array in (got, want))
     if one.shape != two.shape:
         return f"{place}: shapes {one.shape} and {two.shape}", float("inf")

@@ -51,7 +51,7 @@ from jshadow.policies.base import Policy
 ROOM = 6  # tokens that a row may take after its prompt
 
 
-def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+def _row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     """Return one case for each row, with small settings in the first fetch mode."""
     return [Case(subject, fetches[0], row=row) for row in range(BATCH)]
 
@@ -64,13 +64,8 @@ def _alone(policy: Policy, fetch: str, row: int) -> tuple[np.ndarray, KVState]:
     return np.asarray(logits)[0], state
 
 
-def row_alone(case: Case, row: int) -> tuple[KVState, float]:
-    """Prefill a row alone, without padding, and compare its logits with those of the batch.
-
-    Returns:
-        The state, which other laws use too, and the tolerance of its later logits. The programs of the row and of the
-        batch differ, so a code may differ by one step.
-    """
+def _row_alone(case: Case, row: int) -> tuple[KVState, float]:
+    """Prefill a row alone, without padding, and compare its logits with those of the batch."""
     logits, state = _alone(case.policy, case.fetch, row)
     batch_logits, batch = prefilled(case.policy, case.fetch)
     close(logits, np.asarray(batch_logits)[row], 1e-4, "the prompt's logits")
@@ -78,12 +73,12 @@ def row_alone(case: Case, row: int) -> tuple[KVState, float]:
     return state, 1e-4 if same else NEIGHBOR
 
 
-@law("A row gives the same logits alone as in a batch, and goes on alike if it joins a batch later.", cases=row_cases)
+@law("A row gives the same logits alone as in a batch, and goes on alike if it joins a batch later.", cases=_row_cases)
 def row_alone_is_row_in_batch(case: Case) -> None:
     """Feed six steps to the row alone. After three of them, its state also replaces a row of the batch."""
     assert case.row is not None
     row = case.row
-    alone, tolerance = row_alone(case, row)
+    alone, tolerance = _row_alone(case, row)
     begin, alone = run_steps(model(), alone.fork(), STEPS[row : row + 1, :3])
     joined = state_of(case).insert(1, alone)
     end, _ = run_steps(model(), alone, STEPS[row : row + 1, 3:6])
@@ -108,7 +103,7 @@ def taken_rows_go_on(case: Case) -> None:
 @law("A row that joins a batch continues as in its own batch, and the other rows continue as before.")
 def joining_rows_go_on(case: Case) -> None:
     """Insert a row that was prefilled alone, so that its window has another size, and one that has taken steps."""
-    alone, tolerance = row_alone(case, 1)
+    alone, tolerance = _row_alone(case, 1)
     joined = state_of(case).insert(0, alone)
     equal(joined.lengths, [27, 27, 5], "lengths")
     rows, want = [1, 1, 2], teacher_forced(case.policy, case.fetch)
@@ -135,19 +130,19 @@ def inactive_rows_do_not_change(case: Case) -> None:
 
 
 @functools.cache
-def _with_room(policy: Policy, fetch: str, room: int) -> KVState:
+def _prefilled_with_room(policy: Policy, fetch: str, room: int) -> KVState:
     return decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch, room=room)[1]
 
 
-def with_room(case: Case, room: int) -> KVState:
+def _with_room(case: Case, room: int) -> KVState:
     """Return a new fork of the state of the batch, which was prefilled with a room."""
-    return _with_room(case.policy, case.fetch, room).fork()
+    return _prefilled_with_room(case.policy, case.fetch, room).fork()
 
 
 @law("A room changes no logits and takes the planned bytes, and a step past it is refused.", cases=in_one_mode)
 def a_room_changes_no_logits(case: Case) -> None:
     """Prefill with space for six tokens after each prompt, and feed six. Then ask for one more than there is space."""
-    state = with_room(case, ROOM)
+    state = _with_room(case, ROOM)
     planned = abstract(case, case.fetch, room=ROOM)
     holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
     holds(min(state.room()) >= ROOM, f"room {state.room()} is less than {ROOM}")
@@ -165,10 +160,10 @@ def a_room_changes_no_logits(case: Case) -> None:
 @law("A state that gets a room continues as one that was prefilled with this room.", cases=in_each_mode)
 def a_state_gets_room(case: Case) -> None:
     """Widen a state without room, feed as many tokens, and narrow the result. The source must stay usable."""
-    least = with_room(case, 0)
+    least = _with_room(case, 0)
     wide = least.with_room(ROOM)
     holds(min(wide.room()) >= ROOM, f"room {wide.room()} is less than {ROOM}")
-    asked = with_room(case, ROOM)
+    asked = _with_room(case, ROOM)
     holds(wide.specs == asked.specs, "the windows are not those of a prefill with the same room")
     want, _ = run_steps(model(), asked, STEPS[:, :ROOM])
     got, wide = run_steps(model(), wide, STEPS[:, :ROOM])
@@ -203,7 +198,7 @@ def shared_rows_go_on_alone(case: Case) -> None:
     equal(state.lengths, forks.lengths, "lengths")
     taken = state.take([1])
     equal(taken.lengths, state.lengths[1:2], "the length of a row that was taken")
-    state = state.insert(1, taken.join(jax.tree.map(spoiled, taken.split()[1])))
+    state = state.insert(1, taken.join(jax.tree.map(_spoiled, taken.split()[1])))
     later, _ = run_steps(model(), forks, STEPS[:, 4:5])
     after, state = run_steps(model(), state, STEPS[:, 4:5])
     for row in (0, 2):
@@ -213,7 +208,7 @@ def shared_rows_go_on_alone(case: Case) -> None:
     close(after[1, 0], want[0, 0], 1e-5, "logits of a row that replaced a poisoned one")
 
 
-def spoiled(leaf: jax.Array) -> jax.Array:
+def _spoiled(leaf: jax.Array) -> jax.Array:
     """Return NaNs in place of a leaf that holds numbers of the model in device memory, or else the leaf."""
     if leaf.dtype.kind in "biu" or leaf.ndim < 2 or leaf.sharding.memory_kind != "device":
         return leaf
@@ -229,7 +224,7 @@ def halves(state: KVState) -> tuple[list[Any], list[Any]]:
     return jax.tree.leaves(reads), jax.tree.leaves(writes)
 
 
-def pointers(leaves: list[Any]) -> list[int]:
+def _pointers(leaves: list[Any]) -> list[int]:
     """Return the addresses of all leaves that have elements."""
     return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
 
@@ -263,12 +258,12 @@ def ten_forks_cost_ten_lives(case: Case) -> None:
     state = state_of(case)
     frozen, live = halves(state)
     forks = [state.fork() for _ in range(10)]
-    addresses = set(pointers(live))
+    addresses = set(_pointers(live))
     for fork in forks:
         shared, copied = halves(fork)
         holds(all(one is other for one, other in zip(shared, frozen, strict=True)), "a fork copies a frozen leaf")
-        holds(addresses.isdisjoint(pointers(copied)), "two forks share a live leaf")
-        addresses |= set(pointers(copied))
+        holds(addresses.isdisjoint(_pointers(copied)), "two forks share a live leaf")
+        addresses |= set(_pointers(copied))
         kinds = [[leaf.sharding.memory_kind for leaf in leaves] for leaves in (copied, live)]
         holds(kinds[0] == kinds[1], "a fork's live leaf lies in another memory")
     _, stepped = decode.decode_step(model(), STEPS[:, 0], forks[0])
@@ -350,8 +345,8 @@ def host_offenses(function: Callable[..., Any], *args: Any, stored: set[tuple[in
         stored: the shapes of the host arrays.
     """
     offenses, fetches = [], 0
-    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
-        operands = [v for v in equation.invars if hasattr(v.aval, "shape") and in_host(v)]
+    for equation in _equations(jax.make_jaxpr(function)(*args).jaxpr):
+        operands = [v for v in equation.invars if hasattr(v.aval, "shape") and _in_host(v)]
         if equation.primitive.name.startswith("scatter") and operands:
             offenses.append(str(equation))
         if equation.primitive.name == "device_put":
@@ -361,14 +356,14 @@ def host_offenses(function: Callable[..., Any], *args: Any, stored: set[tuple[in
     return offenses, fetches
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Any) -> Iterator[Any]:
     """Yield every equation of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
+            yield from _equations(inner)
 
 
-def in_host(variable: Any) -> bool:
+def _in_host(variable: Any) -> bool:
     """Return whether a variable of a jaxpr lies in host memory."""
     return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host

@@ -45,24 +45,24 @@ def split_turns_are_one_turn(case: Case) -> None:
 
     All turns are padded to the same width, so that only one program is compiled.
     """
-    once, state = turn(STEPS[:, :7], [7, 4, 6], state_of(case))
-    first, split = turn(STEPS[:, :7], [3, 0, 3], state_of(case))
+    once, state = _turn(STEPS[:, :7], [7, 4, 6], state_of(case))
+    first, split = _turn(STEPS[:, :7], [3, 0, 3], state_of(case))
     second = np.zeros((BATCH, 7), np.int32)
     second[0, :4], second[1, :4], second[2, :3] = STEPS[0, 3:7], STEPS[1, :4], STEPS[2, 3:6]
-    twice, split = turn(second, [4, 4, 3], split)
+    twice, split = _turn(second, [4, 4, 3], split)
     for row, (before, after) in enumerate(((3, 4), (0, 4), (3, 3))):
         parts = np.concatenate([first[row, :before], twice[row, :after]])
         close(parts, once[row, : before + after], 1e-4, f"row {row}'s logits")
-    same_memory(split, state)
+    _same_memory(split, state)
 
 
-def turn(tokens: np.ndarray, counts: Any, state: KVState) -> tuple[np.ndarray, KVState]:
+def _turn(tokens: np.ndarray, counts: Any, state: KVState) -> tuple[np.ndarray, KVState]:
     """Feed tokens [B, 7] to a state. Return the logits [B, 7, V] and the new state. All laws share this program."""
     logits, state = decode.extend(model(), tokens, counts, state, logits="all")
     return np.asarray(logits), state
 
 
-def same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
+def _same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
     """Raise Difference if the remembered leaves of two states differ. Without `codes`, integers of few bits may."""
     leaves, wanted = (
         {**remembered(state), **later_rows(state)} if codes else remembered(state) for state in (got, want)
@@ -79,21 +79,21 @@ def extend_is_steps(case: Case) -> None:
     by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
     logits, extended = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
     last = np.asarray(logits)
-    everything, _ = turn(STEPS[:, :7], TURN, state_of(case))
+    everything, _ = _turn(STEPS[:, :7], TURN, state_of(case))
     close(last[0], by_steps[0, 6], 1e-4, "row 0's last logits")
     close(last[2], by_steps[2, 3], 1e-4, "row 2's last logits")
     close(last[0], everything[0, 6], 1e-6, "row 0's last logits, and the last of all its logits,")
     holds(not last[1].any(), "a row without new tokens has logits that are not 0")
-    same_memory(extended, stepped)
+    _same_memory(extended, stepped)
 
 
 @law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
     """Feed rows of seven, zero and four tokens."""
     by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
-    everything, extended = turn(STEPS[:, :7], TURN, state_of(case))
+    everything, extended = _turn(STEPS[:, :7], TURN, state_of(case))
     close(everything[ACTIVE], by_steps[ACTIVE], 1e-4)
-    same_memory(extended, stepped)
+    _same_memory(extended, stepped)
 
 
 @law(
@@ -116,10 +116,10 @@ def long_turn_is_steps(case: Case) -> None:
     got, exact = np.asarray(logits), active & same[:, None]
     close(got[exact], by_steps[exact], 1e-4, "logits")
     close(got[active], by_steps[active], NEIGHBOR, "logits")
-    same_memory(extended, stepped, codes=False)
+    _same_memory(extended, stepped, codes=False)
 
 
-def cannot_rewind(subject: Subject) -> str | None:
+def _cannot_rewind(subject: Subject) -> str | None:
     """Return why a policy is left out of the law of rewinds, or None."""
     state = abstract(Case(subject), "resident")
     try:
@@ -129,18 +129,18 @@ def cannot_rewind(subject: Subject) -> str | None:
     return None
 
 
-@law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=cannot_rewind)
+@law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=_cannot_rewind)
 def tokens_given_back_leave_nothing(case: Case) -> None:
     """Feed other tokens after a turn, take back as many as possible, and go on. Do all of it twice."""
-    _, state = turn(STEPS[:, :7], TURN, state_of(case))
+    _, state = _turn(STEPS[:, :7], TURN, state_of(case))
     plain, start = state.fork(), np.asarray(state.lengths)
     for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
-        _, state = turn(wrong, TURN[::-1], state)
+        _, state = _turn(wrong, TURN[::-1], state)
         held = np.asarray(state.lengths)
         back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
         kept = np.minimum(back, held) - start
         state = state.rewind(start + kept)
-        _, plain = turn(wrong, kept, plain)
+        _, plain = _turn(wrong, kept, plain)
         close(state.room(), plain.room(), 0, "room")
         got, state = run_steps(model(), state, STEPS[:, 7:10])
         want, plain = run_steps(model(), plain, STEPS[:, 7:10])
@@ -149,12 +149,12 @@ def tokens_given_back_leave_nothing(case: Case) -> None:
         start = np.asarray(plain.lengths)
 
 
-def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+def _piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     """Return the cases with small settings and a prompt in pieces, one for each size of a piece."""
     return [Case(subject, piece=piece) for piece in PIECES]
 
 
-@law("A prompt in pieces gives the same logits, state and later steps as the prompt in one piece.", cases=piece_cases)
+@law("A prompt in pieces gives the same logits, state and later steps as the prompt in one piece.", cases=_piece_cases)
 def prefill_pieces_are_one_prefill(case: Case) -> None:
     """Prefill in pieces of `case.piece` tokens. A number near the middle between two codes may get either code."""
     want_logits, want = prefilled(case.policy, case.fetch)

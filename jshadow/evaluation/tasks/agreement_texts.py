@@ -82,7 +82,7 @@ def encyclopedia() -> tuple[str, ...]:
     return tuple(found)
 
 
-def essay_pieces(rng: random.Random) -> Iterator[str]:
+def _essay_pieces(rng: random.Random) -> Iterator[str]:
     """Yield the essays in pieces of PIECE characters, starting at a random place."""
     text = essays()
     start = rng.randrange(len(text))
@@ -91,7 +91,7 @@ def essay_pieces(rng: random.Random) -> Iterator[str]:
         yield text[at : at + PIECE]
 
 
-def encyclopedia_pieces(rng: random.Random) -> Iterator[str]:
+def _encyclopedia_pieces(rng: random.Random) -> Iterator[str]:
     """Yield paragraphs of HotpotQA, starting at a random one."""
     parts = encyclopedia()
     for index in itertools.count(rng.randrange(len(parts))):
@@ -123,7 +123,7 @@ def sessions() -> tuple[tuple[str, ...], ...]:
         raise ConfigError(f"{path} has an unknown form ({error!r}): {INSTALL_SESSIONS}") from error
 
 
-def as_chat(tokenizer: Any, messages: tuple[str, ...]) -> str:
+def _as_chat(tokenizer: Any, messages: tuple[str, ...]) -> str:
     """Return messages as a chat, up to the start of the agent's next message. The last message is the user's."""
     if has_template(tokenizer):
         return render(tokenizer, messages)
@@ -154,8 +154,8 @@ def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Ca
         for place in rng.sample(answers, len(answers)):
             if sum(map(len, messages[:place])) < room:  # a token has at least about one character
                 continue
-            before = as_chat(tokenizer, messages[:place])
-            whole = as_chat(tokenizer, messages[: len(messages) - (len(messages) + 1) % 2])
+            before = _as_chat(tokenizer, messages[:place])
+            whole = _as_chat(tokenizer, messages[: len(messages) - (len(messages) + 1) % 2])
             after = whole[len(before) :] if whole.startswith(before) else messages[place]
             prompt = encode(tokenizer, before[-room * MOST_CHARACTERS :] if room else "")
             forced = encode(tokenizer, after[: TURNS_FORCED * MOST_CHARACTERS])[:TURNS_FORCED]
@@ -169,16 +169,16 @@ def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Ca
 
 def essay_tokens(tokenizer: Any, rng: random.Random) -> Iterator[int]:
     """Yield token ids of the essays without end, starting at a random place."""
-    return tokens_of(tokenizer, rng, essay_pieces)
+    return tokens_of(tokenizer, rng, _essay_pieces)
 
 
-def encyclopedia_tokens(tokenizer: Any, rng: random.Random) -> Iterator[int]:
+def _encyclopedia_tokens(tokenizer: Any, rng: random.Random) -> Iterator[int]:
     """Yield token ids of HotpotQA's paragraphs without end, starting at a random one."""
-    return tokens_of(tokenizer, rng, encyclopedia_pieces)
+    return tokens_of(tokenizer, rng, _encyclopedia_pieces)
 
 
 PACKAGE_TASKS: dict[str, Callable[[Any, int, float, int], Case]] = {
     "agreement_essays": functools.partial(agreement, source=essay_tokens),
-    "agreement_hotpotqa": functools.partial(agreement, source=encyclopedia_tokens),
+    "agreement_hotpotqa": functools.partial(agreement, source=_encyclopedia_tokens),
     "agreement_agents": agreement_agents,
 }

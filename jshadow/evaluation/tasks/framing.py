@@ -131,7 +131,7 @@ def case_of(
     return Case(tuple(samples), (*prompt, *frames[0][1]), turns=tuple(later), instruction=head, truncated=drop)
 
 
-def distinct(draw: Callable[[], str]) -> Iterator[str]:
+def _distinct(draw: Callable[[], str]) -> Iterator[str]:
     """Yield the values that a function draws, without repetition and without end."""
     seen: set[str] = set()
     while True:
@@ -143,22 +143,22 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 
 def word_pairs(rng: random.Random) -> Iterator[str]:
     """Yield pairs of plain words, joined by a hyphen."""
-    return distinct(lambda: "-".join(rng.sample(words(), 2)))
+    return _distinct(lambda: "-".join(rng.sample(words(), 2)))
 
 
 def uuids(rng: random.Random) -> Iterator[str]:
     """Yield UUIDs of version 4."""
-    return distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
+    return _distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
 
 def numbers(rng: random.Random, digits: int) -> Iterator[str]:
     """Yield numbers of `digits` digits, without leading zeros."""
-    return distinct(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
+    return _distinct(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
 
 
 def letters(rng: random.Random, alphabet: str, size: int) -> Iterator[str]:
     """Yield strings of `size` letters of the alphabet."""
-    return distinct(lambda: "".join(rng.choices(alphabet, k=size)))
+    return _distinct(lambda: "".join(rng.choices(alphabet, k=size)))
 
 
 TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
@@ -166,7 +166,7 @@ PROBE = 8  # how many pieces are used to estimate the size of one
 Compose = Callable[[int, str], str]
 
 
-class TooShort(Exception):
+class _TooShort(Exception):
     """The error that is raised if the smallest text of a task is too long.
 
     Attributes:
@@ -191,7 +191,7 @@ class Pieces:
 
 
 @functools.cache
-def noise_text(count: int) -> str:
+def _noise_text(count: int) -> str:
     """Return a text of `count` filler sentences. It has more than `count` tokens."""
     return " " + "".join(itertools.islice(noise_pieces(random.Random(0)), count))
 
@@ -236,10 +236,10 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
         return len(encode(tokenizer, compose(count, "")))
 
     if size(least) > room:
-        raise TooShort(size(least) - room)
+        raise _TooShort(size(least) - room)
     count = largest(size, least, room)
     missing = room - size(count)
-    spare = encode(tokenizer, after(count) if after else noise_text(missing + 8))
+    spare = encode(tokenizer, after(count) if after else _noise_text(missing + 8))
     best, asked, tried = compose(count, ""), missing, set[int]()
     best_size = size(count)
     while best_size < room and 0 < asked <= len(spare) and asked not in tried and len(tried) < TRIES:
@@ -283,7 +283,7 @@ def filled(
     framing = len(before) + (0 if apart else len(behind))
     try:
         context = fill(tokenizer, compose, length - framing, least, after)
-    except TooShort as error:
+    except _TooShort as error:
         raise ConfigError(f"length must be at least {length + error.by} tokens for this task, got {length}") from None
     return case_of(tokenizer, [dataclasses.replace(one, context=context) for one in samples], apart=apart)
 

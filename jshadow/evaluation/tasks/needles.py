@@ -161,7 +161,7 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
         return end + pieces.first(count + 1)[-1]
 
     asked = facts[: kind.asked]
-    samples = [ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
+    samples = [_ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
     padding_text = None if kind.haystack == "needles" else after  # a part of a needle must not be used as filler
     return filled(tokenizer, length, compose, samples, apart=kind.apart, after=padding_text)
 
@@ -171,7 +171,7 @@ def needle(kind: NeedleKind, key: str, value: str) -> str:
     return f"The special {kind.thing} of {key} is {value}."
 
 
-def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
+def _ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
     """Return the question for all values of the given keys."""
     names = [key for key, _ in facts]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -200,7 +200,7 @@ def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 PHASES = 8  # number of tokens of a chunk, which is the default of ShadowKV
 
 
-def needle_at_phase(
+def _needle_at_phase(
     tokenizer: Any,
     length: int,
     depth: float,
@@ -208,15 +208,7 @@ def needle_at_phase(
     *,
     source: Callable[[Any, random.Random], Iterator[int]],
 ) -> Case:
-    """Plant one fact, so that the index of its first token modulo PHASES is the seed modulo PHASES.
-
-    The case is that of the needle task for a slightly longer prompt, without the first tokens of its text.
-
-    Args:
-        tokenizer, length, depth: see `make`.
-        seed: seed of the fact and of the text. It also decides the phase.
-        source: returns the endless token ids of a text for (tokenizer, random generator).
-    """
+    """Plant one fact, so that the index of its first token modulo PHASES is the seed modulo PHASES."""
     for extra in itertools.count():
         case = needles(tokenizer, length + extra, depth, seed, source=source)
         planted = case.planted[0] - extra
@@ -231,7 +223,7 @@ def needle_at_phase(
 
 
 PHASE_TASKS = {
-    f"needle_{name}_phases": functools.partial(needle_at_phase, source=source)
+    f"needle_{name}_phases": functools.partial(_needle_at_phase, source=source)
     for name, source in (("noise", noise), ("story", story), ("docs", documentation))
 }
 
@@ -297,7 +289,7 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     there are as many as the length allows.
     """
     rng = random.Random(seed)
-    pieces = Pieces(colors(rng))
+    pieces = Pieces(_colors(rng))
     share = rng.random()
 
     def compose(count: int, padding: str) -> str:
@@ -319,7 +311,7 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
 
 
-def colors(rng: random.Random) -> Iterator[str]:
+def _colors(rng: random.Random) -> Iterator[str]:
     """Yield random colors without end. Neighbors differ."""
     before = ""
     for _ in itertools.count():

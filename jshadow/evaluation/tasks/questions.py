@@ -77,7 +77,7 @@ WORDS_HEAD = (
 )
 
 
-def zipf_counts(total: int, most: int) -> list[int]:
+def _zipf_counts(total: int, most: int) -> list[int]:
     """Return how often each of at most `most` words occurs in a text of about `total` words, most frequent first."""
     zeta = math.pi**2 / 6  # the zeta function at ALPHA = 2
     counts = [round(total / zeta / rank**ALPHA) for rank in range(1, most + 1)]
@@ -93,13 +93,13 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
     order = rng.getrandbits(32)
 
     def compose(count: int, padding: str) -> str:
-        counts = zipf_counts(count, vocabulary)
+        counts = _zipf_counts(count, vocabulary)
         text = list(itertools.chain(*([code] * times for code, times in zip(codes, counts, strict=False))))
         random.Random(order).shuffle(text)
         return f"This is a text in code. Count its words and leave out the dots.\n\n{' '.join(text)}{padding}"
 
     def has_gap(total: int) -> bool:  # between the words that are asked for and the next one
-        counts = zipf_counts(total, vocabulary)
+        counts = _zipf_counts(total, vocabulary)
         return len(counts) > FREQUENT + 1 and counts[FREQUENT] > counts[FREQUENT + 1] + 1
 
     least = next(filter(has_gap, itertools.count(20)))
@@ -118,7 +118,7 @@ HEAD = "Here are verses of the Bible, in no particular order.\n\n"
 
 
 @functools.cache
-def askable() -> tuple[Verse, ...]:
+def _askable() -> tuple[Verse, ...]:
     """Return the verses of a suitable length whose text is unique."""
     times = collections.Counter(verse.text for verse in verses())
     fair = (verse for verse in verses() if FEWEST_WORDS <= len(verse.text.split()) <= MOST_WORDS)
@@ -128,31 +128,22 @@ def askable() -> tuple[Verse, ...]:
 def others(rng: random.Random, asked: Sequence[Verse]) -> Iterator[str]:
     """Yield the lines of all verses except the asked ones in random order, again and again."""
     while True:
-        yield from (line(verse) for verse in rng.sample(verses(), len(verses())) if verse not in asked)
+        yield from (_line(verse) for verse in rng.sample(verses(), len(verses())) if verse not in asked)
 
 
-def line(verse: Verse) -> str:
+def _line(verse: Verse) -> str:
     """Return the line of a verse in the context."""
     return f"{verse.citation} {verse.text}\n"
 
 
-def questions_about_verses(
+def _questions_about_verses(
     tokenizer: Any, length: int, depth: float, seed: int, *, together: int = 1, apart: int = 1
 ) -> Case:
-    """Ask for the text of verses by their citations. The score is the F1 of the words.
-
-    Args:
-        tokenizer: see `make`.
-        length: see `make`.
-        depth: depth of the first asked verse. The others lie at random depths.
-        seed: see `make`.
-        together: number of verses that one question asks for.
-        apart: number of questions. If there are several, each is asked on a fork of the prompt.
-    """
+    """Ask for the text of verses by their citations. The score is the F1 of the words."""
     rng = random.Random(seed)
-    asked = rng.sample(askable(), together * apart)
+    asked = rng.sample(_askable(), together * apart)
     depths = [depth, *(rng.random() for _ in asked[1:])]
-    pieces, lines = Pieces(others(rng, asked)), [line(verse) for verse in asked]
+    pieces, lines = Pieces(others(rng, asked)), [_line(verse) for verse in asked]
 
     def compose(count: int, padding: str) -> str:
         return (HEAD + planted(pieces.first(count), lines, depths)).rstrip() + padding
@@ -161,10 +152,10 @@ def questions_about_verses(
         return "\n" + pieces.first(count + 1)[-1]
 
     groups = [asked[first : first + together] for first in range(0, len(asked), together)]
-    return filled(tokenizer, length, compose, [ask(group) for group in groups], apart=apart > 1, after=after)
+    return filled(tokenizer, length, compose, [_ask(group) for group in groups], apart=apart > 1, after=after)
 
 
-def ask(group: Sequence[Verse]) -> Sample:
+def _ask(group: Sequence[Verse]) -> Sample:
     """Return the question for one verse, or for several at once."""
     named = " and ".join(verse.citation for verse in group)
     verb, prefix = ("does", f"{named} says:") if len(group) == 1 else ("do", f"{group[0].citation} says:")
@@ -172,9 +163,9 @@ def ask(group: Sequence[Verse]) -> Sample:
     return Sample("", question, prefix, " ".join(verse.text for verse in group), NEW_TOKENS * len(group), "f1")
 
 
-qa_1 = questions_about_verses
-qa_2 = functools.partial(questions_about_verses, together=2)
-qa_1_apart = functools.partial(questions_about_verses, apart=QUESTIONS)
+qa_1 = _questions_about_verses
+qa_2 = functools.partial(_questions_about_verses, together=2)
+qa_1_apart = functools.partial(_questions_about_verses, apart=QUESTIONS)
 
 
 NAMES = (
@@ -211,7 +202,7 @@ ORDERS_QUESTION = (
 )
 
 
-def records(rng: random.Random) -> Iterator[dict[str, Any]]:
+def _records(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Yield random orders. Each has a different number."""
     for number in numbers(rng, 4):
         yield {
@@ -229,7 +220,7 @@ def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     The depth shifts all records by a part of their distance.
     """
     rng = random.Random(seed)
-    chosen = list(itertools.islice(records(rng), MOST))
+    chosen = list(itertools.islice(_records(rng), MOST))
     lines = [rng.choice(FORMS).format(**record) for record in chosen]
     count = min(max(length // (SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
     chosen, lines = chosen[:count], lines[:count]

@@ -27,7 +27,7 @@ ESSAYS = "PaulGrahamEssays.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class RulerTask:
+class _RulerTask:
     """The settings of one task, as they are in the package.
 
     Attributes:
@@ -60,12 +60,8 @@ class RulerTask:
         return self.settings.get("type_haystack") == "essay"
 
 
-def package_folder() -> Path:
-    """Return the folder of the package's modules.
-
-    Raises:
-        ConfigError: the package or a package that it needs is not installed, or its version is not VERSION.
-    """
+def _package_folder() -> Path:
+    """Return the folder of the package's modules."""
     try:
         version = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError as error:
@@ -80,13 +76,13 @@ def package_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def read_tasks(names: Sequence[str]) -> list[RulerTask]:
+def read_tasks(names: Sequence[str]) -> list[_RulerTask]:
     """Return what the package says about some tasks, by their names in the package.
 
     Raises:
-        ConfigError: as `package_folder`, the package lacks a task, or the data of a task is missing.
+        ConfigError: as `_package_folder`, the package lacks a task, or the data of a task is missing.
     """
-    folder = package_folder()
+    folder = _package_folder()
     yaml = importlib.import_module("yaml")
     try:
         listed = yaml.safe_load((folder / "synthetic.yaml").read_text(encoding="utf-8"))
@@ -102,15 +98,15 @@ def read_tasks(names: Sequence[str]) -> list[RulerTask]:
             scorer = scores[kind]["metric_fn"].__name__
             if scorer not in SCORERS:
                 raise ConfigError(f"the scorer of ruler_{name} must be one of {sorted(SCORERS)}, got {scorer!r}")
-            tasks.append(RulerTask(name, script, template, prompt["tokens_to_generate"], scorer, settings))
+            tasks.append(_RulerTask(name, script, template, prompt["tokens_to_generate"], scorer, settings))
     except (ImportError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{DISTRIBUTION} in {folder} cannot be read ({error!r}): {INSTALL}") from error
     for task in tasks:
-        check_data(task)
+        _check_data(task)
     return tasks
 
 
-def check_data(task: RulerTask) -> None:
+def _check_data(task: _RulerTask) -> None:
     """Raise ConfigError if a file that a task reads is missing."""
     if missing := [path for path in (task.script, *task.data) if not path.is_file()]:
         raise ConfigError(f"ruler_{task.name} needs the file {missing[0]}, which is missing: {INSTALL}")
@@ -197,8 +193,8 @@ def cases_at(tasks: Sequence[str], tokenizer: Any, length: int, samples: int, se
         tokenizer.save_pretrained(Path(folder) / "tokenizer")
         scale = 1
         while rooms:
-            rows = generate(rooms, Path(folder), samples, seed)
-            made = {task: [case_of_row(tokenizer, *pair) for pair in rows[task]] for task in rooms}
+            rows = _generate(rooms, Path(folder), samples, seed)
+            made = {task: [_case_of_row(tokenizer, *pair) for pair in rows[task]] for task in rooms}
             excess = {task: max(len(case.prompt) + case.growth for case in made[task]) - length for task in rooms}
             cases |= {task: made[task] for task in rooms if excess[task] <= 0}
             rooms = {task: room - scale * excess[task] for task, room in rooms.items() if excess[task] > 0}
@@ -206,29 +202,16 @@ def cases_at(tasks: Sequence[str], tokenizer: Any, length: int, samples: int, se
     return {task: cases[task] for task in tasks}
 
 
-def case_of_row(tokenizer: Any, task: RulerTask, row: Mapping[str, Any]) -> Case:
+def _case_of_row(tokenizer: Any, task: _RulerTask, row: Mapping[str, Any]) -> Case:
     """Build a case from a task and a row of its file."""
     answers = tuple(row["outputs"])
     return case_of(tokenizer, [Sample(row["input"], "", "", answers, task.new_tokens, task.scorer)], chat=False)
 
 
-def generate(
+def _generate(
     rooms: Mapping[str, int], folder: Path, samples: int, seed: int
-) -> dict[str, list[tuple[RulerTask, dict[str, Any]]]]:
-    """Run the scripts of some tasks.
-
-    Args:
-        rooms: the number of tokens that the script of each task fills.
-        folder: a folder for the files. It has the tokenizer in `tokenizer`.
-        samples: number of rows of each task.
-        seed: see `cases_at`.
-
-    Returns:
-        For each task, its rows, each with the task.
-
-    Raises:
-        ConfigError: a script fails or cannot make a sample.
-    """
+) -> dict[str, list[tuple[_RulerTask, dict[str, Any]]]]:
+    """Run the scripts of some tasks."""
     told = dict(zip(rooms, read_tasks([name.removeprefix(PREFIX) for name in rooms]), strict=True))
     jobs = []
     for name, task in told.items():
@@ -257,10 +240,10 @@ def generate(
                 f"because not all of {samples} samples fit into {rooms[name]} tokens"
             )
         raise ConfigError(f"a script of RULER failed with status {result.returncode}: {reason}")
-    return {name: [(task, row) for row in rows_of(folder, name, samples)] for name, task in told.items()}
+    return {name: [(task, row) for row in _rows_of(folder, name, samples)] for name, task in told.items()}
 
 
-def rows_of(folder: Path, name: str, samples: int) -> list[dict[str, Any]]:
+def _rows_of(folder: Path, name: str, samples: int) -> list[dict[str, Any]]:
     """Read the file of a task. Raises ConfigError if a row is missing or has no answer."""
     text = (folder / name / "validation.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]

@@ -24,7 +24,7 @@ from typing import Any
 STUCK = 3  # the exit status if a script cannot make a sample
 
 
-class Counted:
+class _Counted:
     """A function that ends the process after too many calls in a row with the same arguments.
 
     Attributes:
@@ -47,7 +47,7 @@ class Counted:
         return self.function(*args, **options)
 
 
-def run_job(job: dict[str, Any], attempts: int, give_up: Callable[[], None]) -> None:
+def _run_job(job: dict[str, Any], attempts: int, give_up: Callable[[], None]) -> None:
     """Load a script of RULER and call its main function. The script writes a JSONL file."""
     sys.argv = [job["script"], *job["options"]]
     spec = importlib.util.spec_from_file_location("ruler_script", job["script"])
@@ -55,7 +55,7 @@ def run_job(job: dict[str, Any], attempts: int, give_up: Callable[[], None]) -> 
     assert spec.loader is not None
     script: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.generate_input_output = Counted(script.generate_input_output, attempts, give_up)
+    script.generate_input_output = _Counted(script.generate_input_output, attempts, give_up)
     script.main()
 
 
@@ -73,7 +73,7 @@ def main() -> int:
 
         try:
             with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-                run_job(job, asked["attempts"], give_up)
+                _run_job(job, asked["attempts"], give_up)
                 gc.collect()  # a script's list of words takes about 1 GiB
         except (Exception, SystemExit) as error:
             print(f"{job['task']}: {type(error).__name__}: {error}", file=told, flush=True)

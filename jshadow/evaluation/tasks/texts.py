@@ -100,7 +100,7 @@ def verses() -> tuple[Verse, ...]:
 
 
 @functools.cache
-def modules() -> tuple[Path, ...]:
+def _modules() -> tuple[Path, ...]:
     """Return the source files at the top level of Python's standard library, sorted by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
@@ -122,9 +122,9 @@ def documentation_pieces(rng: random.Random) -> Iterator[str]:
         yield parts[index % len(parts)]
 
 
-def code_pieces(rng: random.Random) -> Iterator[str]:
+def _code_pieces(rng: random.Random) -> Iterator[str]:
     """Yield blocks of source code of Python's standard library, starting at a random place of a random module."""
-    files, place = modules(), rng.random()
+    files, place = _modules(), rng.random()
     for index in itertools.count(rng.randrange(len(files))):
         text = files[index % len(files)].read_text(encoding="utf-8", errors="replace")
         parts = [f"{part}\n\n" for part in text.split("\n\n") if part.strip()]
@@ -132,7 +132,7 @@ def code_pieces(rng: random.Random) -> Iterator[str]:
         place = 0.0
 
 
-def bible_pieces(rng: random.Random) -> Iterator[str]:
+def _bible_pieces(rng: random.Random) -> Iterator[str]:
     """Yield verses with their citations, starting at a random one."""
     parts = verses()
     for index in itertools.count(rng.randrange(len(parts))):
@@ -147,12 +147,12 @@ def documentation(tokenizer: Any, rng: random.Random) -> Iterator[int]:
 
 def code(tokenizer: Any, rng: random.Random) -> Iterator[int]:
     """Yield token ids of the standard library's source code without end, starting in a random module."""
-    return tokens_of(tokenizer, rng, code_pieces)
+    return tokens_of(tokenizer, rng, _code_pieces)
 
 
 def bible(tokenizer: Any, rng: random.Random) -> Iterator[int]:
     """Yield token ids of Bible verses without end, starting at a random one."""
-    return tokens_of(tokenizer, rng, bible_pieces)
+    return tokens_of(tokenizer, rng, _bible_pieces)
 
 
 def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Random], Iterator[str]]) -> Iterator[int]:
