@@ -14,7 +14,7 @@ from jshadow.engine import decode
 from jshadow.errors import ConfigError, PromptError
 from jshadow.evaluation.plan import Entry, Setup, TaskPlan
 from jshadow.evaluation.results import task_rows
-from jshadow.evaluation.runner import Progress, run_case
+from jshadow.evaluation.runner import Progress, run_cases
 from jshadow.evaluation.tasks import Case, Sample
 from jshadow.models.transformer import Heads
 from jshadow.ops.attention import causal_attention
@@ -449,7 +449,8 @@ def sweep(
     for policy in run:
         policy.resolve(params.config, total)  # raises the errors of settings before anything runs
     for index in range(len(cases)):
-        table.append(dict(zip(run, run_case(setup, plan, index, run), strict=True)))
+        records = (record for [record] in run_cases(setup, plan, [index], run))
+        table.append(dict(zip(run, records, strict=True)))
         if progress is not None:
             progress(index + 1, len(cases))
     return task_rows(setup, plan, table)

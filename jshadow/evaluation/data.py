@@ -1,4 +1,19 @@
-"""Reading rows of local data sets as cases, and writing cases as rows."""
+"""Reading rows of local data sets (JSONL, JSON or parquet) as cases, and writing cases as rows.
+
+The columns are those that kvpress reads. A row has context, question, answer_prefix, answer and max_new_tokens. These
+columns are optional:
+
+- task and scorer: names. choices: the answers of a multiple-choice question.
+- depth: place of the fact in the context, from 0 to 1.
+- length: requested number of tokens of the prompt.
+- instruction: the first part of the context, which is an instruction and not a text to ask about.
+- turn: 0 for the first question of a conversation. 1, 2, ... continue the conversation of the previous row.
+- prompt_ids: token ids of the prompt, if encoding its text gives different ids.
+
+Files of LongBench v1 and v2, InfiniteBench and RULER are recognized by their columns. Scorers and token limits are
+those of the suites (`metrics` names the papers). The prompts have different wording. So scores are close to published
+ones, but the experiment is not the same. Tasks in Chinese are refused, because their scores need word segmentation.
+"""
 
 import contextlib
 import dataclasses
@@ -7,7 +22,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.metrics import LETTERS, SCORERS
@@ -36,14 +51,10 @@ def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _SuiteTask:
-    """One task of a suite.
+    """One task of a suite. In the question `ask`, {input} is the input of the row, and {options} its choices.
 
-    Attributes:
-        scorer: a name in `text_metrics.SCORERS`.
-        new_tokens: maximum number of tokens of an answer.
-        ask: the question. {input} is replaced by the input of the row, and {options} by its choices.
-        prefix: the beginning of the answer, which is given to the model.
-        chat: whether the prompt is a chat. Otherwise the model continues a text, such as examples or code.
+    `prefix` is the beginning of the answer, which is given to the model. If the prompt is not a `chat`, the model
+    continues a text, such as examples or code.
     """
 
     scorer: str
@@ -92,20 +103,8 @@ INFINITEBENCH = {
     "code_run": _SuiteTask("last_number", 5),
     "code_debug": _SuiteTask("letter", 5, BROKEN, "The letter is"),
 }
-RULER = {
-    **{
-        name: _SuiteTask("string_match_all", 128, chat=False)
-        for name in (
-            "niah_single_1",
-            "niah_single_2",
-            "niah_single_3",
-            "niah_multikey_1",
-            "niah_multikey_2",
-            "niah_multikey_3",
-            "niah_multivalue",
-            "niah_multiquery",
-        )
-    },
+NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
+RULER = {f"niah_{name}": _SuiteTask("string_match_all", 128, chat=False) for name in NIAH.split()} | {
     "vt": _SuiteTask("string_match_all", 30, chat=False),
     "cwe": _SuiteTask("string_match_all", 120, chat=False),
     "fwe": _SuiteTask("string_match_all", 50, chat=False),
@@ -118,7 +117,6 @@ GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # 
 
 
 def _kind_of(suite: str, kinds: Mapping[str, _SuiteTask], task: str) -> _SuiteTask:
-    """Return the SuiteTask of a task. Raises ConfigError if the suite lacks it, or if it is in Chinese."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
         raise ConfigError(f"task {task} of {suite} is in Chinese, and its score needs a segmentation of words")
@@ -128,20 +126,15 @@ def _kind_of(suite: str, kinds: Mapping[str, _SuiteTask], task: str) -> _SuiteTa
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Convert one answer or a list of answers to a tuple of strings."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
-
-
-def _listed(options: Any) -> str:
-    """Format choices with their letters, one on each line."""
-    return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
 
 
 def sample_of(
     kind: _SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()
 ) -> Sample:
     """Build the sample of a row. `asked` replaces {input} and `options` replaces {options} in the question."""
-    question = kind.ask.format(input=asked or "", options=_listed(options) if options else "")
+    choices = "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True)) if options else ""
+    question = kind.ask.format(input=asked or "", options=choices)
     return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
 
 
@@ -211,18 +204,9 @@ TRUNCATIONS = ("middle",)
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One parsed row.
+    """One parsed row: its `Sample`, the optional columns, and `where` it stands, for error messages.
 
-    Attributes:
-        sample: the question with its context and answers.
-        task: name of the task.
-        where: file and row number, for error messages.
-        chat: whether the prompt uses the chat template.
-        length: number of tokens of the prompt, or None if the row does not have it.
-        instruction: text before the context.
-        turn: index of the question in a conversation about one context.
-        depth: place of the fact in the context, or None if the row does not have it.
-        prompt_ids: token ids of the prompt, or () if the row does not have them.
+    If it is not a `chat`, the prompt does not use the chat template.
     """
 
     sample: Sample
@@ -236,15 +220,8 @@ class _Row:
     prompt_ids: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _DataTask:
-    """All cases of one task in the data.
-
-    Attributes:
-        task: name of the task.
-        cases: the cases.
-        depths: the depth of each case, or None if its first row has none.
-    """
+class _DataTask(NamedTuple):
+    """All cases of one task in the data, and the depth of each, or None if its first row has none."""
 
     task: str
     cases: tuple[Case, ...]

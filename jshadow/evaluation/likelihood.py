@@ -33,7 +33,7 @@ Take = Callable[[int, int], bool]
 def generate_rows(
     params: Any, logits: Array, state: KVState, most: int, draw: Draw, take: Take, rows: int | None = None
 ) -> KVState:
-    """Draw tokens and feed them until every row has ended. This consumes the state.
+    """Draw tokens and feed them until every row has ended. This consumes the state and returns the last one.
 
     The last token of a row is never fed, whether it ends the row or is the last of `most` tokens.
 
@@ -45,9 +45,6 @@ def generate_rows(
         draw: called as draw(logits [B, V], number of tokens drawn before). It returns the next tokens, int32 [B].
         take: called with each new token as take(row, token). It returns whether the row continues.
         rows: only the first `rows` rows generate; the others are padding. None means all rows.
-
-    Returns:
-        The state after the last fed token.
     """
     active = np.arange(state.batch) < (state.batch if rows is None else rows)
     for index in range(most):
@@ -58,6 +55,15 @@ def generate_rows(
             break
         logits, state = decode.decode_step(params, tokens, state, active=active)
     return state
+
+
+def padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids int32 [B, S] with zeros after each row, and the lengths int32 [B]. S is at least `width`."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), max(width, *lengths)), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens, lengths
 
 
 def greedy(logits: Array, index: int) -> np.ndarray:
@@ -83,19 +89,10 @@ target_scores = jax.jit(chosen)
 def forced_scores(
     weights: dict, tokens: Array, lengths: Array, targets: Array, reads: Reads, writes: Writes, *, config: ModelConfig
 ) -> tuple[Array, Array, Writes]:
-    """Feed tokens, and score the target that follows each of them.
+    """Feed tokens int32 [B, T], padded on the right to `lengths` [B], and score the target that follows each.
 
     The loop runs only as many pieces as the longest row needs. So one program is efficient for short and long
-    continuations.
-
-    Args:
-        weights: weights of the model.
-        tokens: int32 [B, T], padded on the right.
-        lengths: int32 [B], the number of real tokens of each row.
-        targets: int32 [B, T], the token that follows each of `tokens`.
-        reads: the half of the state that does not change.
-        writes: the half of the state that changes. It is donated.
-        config: config of the model.
+    continuations. `reads` and `writes` are the halves of the state; `writes` is donated.
 
     Returns:
         Log-probabilities float32 [B, T], whether each target is the most likely token, bool [B, T], and the new
@@ -162,18 +159,14 @@ def below(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Scores and generates with a model under a policy.
+    """Scores and generates with a model under a policy. Only `generate` needs a tokenizer.
 
     Attributes:
-        params: the model's Params. Only `generate` needs a tokenizer.
-        policy: the policy that compresses the contexts.
-        fetch: "auto", "resident", "device_put" or "zero_copy".
+        params, policy, fetch, prefill, fitted: as for a generation. The prefill None is exact attention.
         capacity: maximum number of tokens of a row, for all requests. With None, the capacity follows from the width of
             the contexts: it is the next width that also holds the longest continuation, at most the model's context.
             Settings that depend on the capacity (a budget of None) then depend on that width.
         batch: maximum number of contexts that are prefilled together. All have the same width.
-        prefill: the attention between the tokens of a context. None means exact attention.
-        fitted: arrays that the policy has learned, or None.
 
     Raises:
         ConfigError: a setting is out of range or does not suit the model.
@@ -208,9 +201,8 @@ class Scorer:
     def check(self, lengths: Sequence[int], new: Sequence[int]) -> None:
         """Check the lengths of all contexts and the number of their new tokens, before anything runs.
 
-        Raises:
-            PromptError: a context is empty.
-            CapacityError: a context and its new tokens exceed the limit.
+        Raises PromptError for an empty context, and CapacityError for a context that exceeds the limit with its new
+        tokens.
         """
         for index, (context, more) in enumerate(zip(lengths, new, strict=True)):
             if context < 1:
@@ -224,17 +216,11 @@ class Scorer:
     def prefilled(
         self, contexts: Sequence[Sequence[int]], grow: int
     ) -> Iterator[tuple[list[int], Array, KVState, int]]:
-        """Prefill the contexts in batches of one width.
+        """Prefill the contexts in batches of one width, with room for `grow` more tokens.
 
         The widest come first, so that a lack of memory shows at once. B is a power of two, or `batch`. Rows that are
-        left over repeat the first row of the batch.
-
-        Args:
-            contexts: token ids of each context.
-            grow: maximum number of tokens that are added to any of them.
-
-        Yields:
-            The indices of the contexts, the logits [B, V] of their last tokens, the state, and B.
+        left over repeat the first row of the batch. Yields the indices of the contexts, the logits [B, V] of their last
+        tokens, the state, and B.
         """
         widths = [width_of(len(one), self.limit) for one in contexts]
         for width in sorted(set(widths), reverse=True):
@@ -244,7 +230,7 @@ class Scorer:
                 some = rows[start : start + self.batch]
                 count = min(self.batch, 1 << (len(some) - 1).bit_length())
                 padded = [contexts[index] for index in some + some[:1] * (count - len(some))]
-                tokens, lengths = _right_padded(padded, width)
+                tokens, lengths = padded_rows(padded, width)
                 logits, state = decode.prefill_many(
                     self.params,
                     tokens,
@@ -299,19 +285,14 @@ class Scorer:
                         yield index, turn, (total, bool(greedy[row, :count].all()))
 
     def follow(self, rows: Sequence[Sequence[int]], state: KVState, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Score the tokens of each row after its first one. This consumes the state.
+        """Score the tokens of each row after its first one. This consumes the state after the contexts.
 
-        Args:
-            rows: token ids of the continuation of each row, with the rows that fill up the batch.
-            state: the state after the context of each row.
-            longest: maximum number of tokens that are fed, for the width of the program.
-
-        Returns:
-            Log-probabilities [B, T], and whether each token was the most likely one, bool [B, T].
+        At most `longest` tokens are fed, which decides the width of the program. Returns log-probabilities [B, T], and
+        whether each token was the most likely one, bool [B, T].
         """
         width = width_of(longest, self.limit, least=16)
-        tokens, lengths = _right_padded([one[:-1] for one in rows], width)
-        targets, _ = _right_padded([one[1:] for one in rows], width)
+        tokens, lengths = padded_rows([one[:-1] for one in rows], width)
+        targets, _ = padded_rows([one[1:] for one in rows], width)
         check_room(state, lengths.astype(np.int64))
         reads, writes = state.split()
         scores, greedy, _ = forced_scores(
@@ -337,18 +318,9 @@ class Scorer:
     ) -> Iterator[tuple[int, str]]:
         """Generate a text after each prompt. Short prompts do not fall back to a dense cache.
 
-        Args:
-            prompts: token ids, at least one in each prompt.
-            max_new_tokens: maximum number of new tokens, at least 1.
-            sampler: how tokens are drawn.
-            stop: strings and token ids that end a generation, in addition to the model's end tokens. They are not part
-                of the text.
-            seed: seed of the random numbers.
-            names: a number for each prompt that selects its random numbers, so that they do not depend on the batch.
-                None means the index of the prompt.
-
-        Yields:
-            (index of the prompt, text).
+        Yields (index of the prompt, text). `stop` has strings and token ids that end a generation, in addition to the
+        model's end tokens; they are not part of the text. `names` has a number for each prompt that selects its random
+        numbers, so that they do not depend on the batch. None means the index of the prompt.
 
         Raises:
             PromptError: a prompt is empty.
@@ -369,14 +341,6 @@ class Scorer:
             for index, stream in zip(indices, streams, strict=True):
                 stream.finish()
                 yield index, stream.text
-
-
-def _right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad rows with zeros on the right. Returns the tokens int32 [B, width] and the lengths int32 [B]."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    for row, one in enumerate(rows):
-        tokens[row, : len(one)] = one
-    return tokens, np.array([len(one) for one in rows], np.int32)
 
 
 def _drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:

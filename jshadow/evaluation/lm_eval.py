@@ -97,13 +97,10 @@ def _policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
 
 
 def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, int, tuple[str, ...]]:
-    """Read the generation settings of a task.
+    """Read the generation settings of a task: the sampler, the most new tokens, and the stop strings.
 
     Tokens are sampled if `do_sample` is true, or if it is missing and the temperature is above 0. Otherwise generation
     is greedy. The default temperature of sampling is 1.
-
-    Returns:
-        The sampler, the maximum number of new tokens, and the stop strings.
 
     Raises:
         ConfigError: a key is unknown, two keys have the same meaning, beam search is requested, or a value is out of
@@ -256,17 +253,10 @@ class JshadowLM(TemplateLM):
     # Requests
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
-        """Score each request (context, continuation).
+        """Score each request (context, continuation). An empty context is replaced by the prefix token.
 
-        An empty context is replaced by the prefix token.
-
-        Returns:
-            For each request a pair: the sum of the natural logarithms of the probabilities, and whether every token was
-            the most likely one.
-
-        Raises:
-            PromptError: a continuation is empty.
-            CapacityError: a request is too long.
+        A score has the sum of the natural logarithms of the probabilities, and whether every token was the most likely
+        one. Raises PromptError for an empty continuation, and CapacityError for a request that is too long.
         """
         for index, request in enumerate(requests):
             if not request.args[1]:

@@ -63,19 +63,10 @@ CODE_NOISE = ("`", "#", "//")  # a line with one of these is taken for a code fe
 
 
 def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[str] = ()) -> float:
-    """Score an output.
+    """Score an output from 0 to 1, by the name of a scorer in SCORERS.
 
-    Args:
-        scorer: a name in SCORERS.
-        answers: the correct answers. "string_match_all" needs all of them, and most other scorers need any of them.
-        output: the output of the model.
-        choices: all classes, for "classes".
-
-    Returns:
-        The score, from 0 to 1.
-
-    Raises:
-        ConfigError: the scorer is unknown.
+    "string_match_all" needs all of the answers, and most other scorers need any of them. `choices` are all classes, for
+    "classes". Raises ConfigError if the scorer is unknown.
     """
     if scorer not in SCORERS:
         raise ConfigError(f"scorer must be one of {sorted(SCORERS)}, got {scorer!r}")
@@ -108,40 +99,27 @@ def string_match_part(answers: Sequence[str], output: str, choices: Sequence[str
 
 
 def _numbers_of(output: str) -> list[str]:
-    """Return the whole numbers in an output, in order."""
     return re.findall(r"\d+", output)
 
 
 def first_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Return 1 if the first number of the output is an answer, else 0.
-
-    InfiniteBench uses it for pass keys and number strings.
-    """
+    """Return 1 if the first number of the output is an answer, else 0 (InfiniteBench: pass keys and number strings)."""
     return _numbers_of(output)[:1] in [[answer] for answer in answers]
 
 
 def decimal(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Return 1 if the first decimal number of the output equals an answer, else 0.
-
-    InfiniteBench uses it for Math.Find.
-    """
+    """Return 1 if the first decimal number of the output equals an answer, else 0 (Math.Find of InfiniteBench)."""
     first = re.search(r"-?\d+(\.\d+)?", output)
     return first is not None and any(float(first.group()) == _to_float(answer) for answer in answers)
 
 
 def last_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Return 1 if the last number of the output, with its sign, is an answer, else 0.
-
-    InfiniteBench uses it for Code.Run.
-    """
+    """Return 1 if the last number of the output, with its sign, is an answer, else 0 (Code.Run of InfiniteBench)."""
     return re.findall(r"-?\d+", output)[-1:] in [[answer] for answer in answers]
 
 
 def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Return the share of a list of numbers that the output has in order before its first wrong number.
-
-    InfiniteBench uses it for Math.Calc.
-    """
+    """Return the share of a list of numbers that come in order before a wrong one (Math.Calc of InfiniteBench)."""
     said = re.findall(r"-?\d+", output)
     wrong = (
         place for place, (answer, number_said) in enumerate(zip(answers, said, strict=False)) if answer != number_said
@@ -173,7 +151,7 @@ def _normalized(text: str) -> list[str]:
 
 
 def _harmonic(common: int, said: int, right: int) -> float:
-    """Return the F1 of an output of `said` tokens and an answer of `right` tokens that have `common` in common."""
+    """Return the F1 of two texts of `said` and `right` tokens that have `common` in common."""
     return 2 * common / (said + right) if common else 0.0
 
 
@@ -283,7 +261,6 @@ def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> 
 
 
 def _same(value: Any) -> str:
-    """Normalize a field for comparison: numbers become text, and case is ignored."""
     return str(value).strip().lower()
 
 

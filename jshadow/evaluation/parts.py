@@ -33,12 +33,9 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """The rows of one task at one length, without the figures of its samples.
+    """The rows of one task at one length, as `row_heads` returns them, without the figures of its samples.
 
-    Attributes:
-        heads: the beginnings of the rows, as `rows.row_heads` returns them.
-        depths: place of the fact of each sample, from 0 to 1, or None if a sample has none. It is empty without facts.
-        samples: number of samples.
+    `depths` has the place of each sample's fact, or None; it is empty without facts.
     """
 
     heads: list[dict[str, Any]]
@@ -48,13 +45,7 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True)
 class _SampleKeys:
-    """The keys of one sample's records.
-
-    Attributes:
-        table: which table the sample belongs to, from 0.
-        sample: which sample of the table, from 0.
-        keys: a key for each head that is not infeasible, in their order.
-    """
+    """The keys of the records of one sample of a table, one for each head that is not infeasible, in their order."""
 
     table: int
     sample: int
@@ -65,12 +56,8 @@ class _SampleKeys:
 class _PartRecord:
     """What one part has to do, and what all parts of the evaluation have in common.
 
-    Attributes:
-        part: which part it is.
-        asked: the model and the settings by name, in the order in which a difference is told.
-        tables: all tables of the evaluation.
-        own: the samples of this part.
-        command: the words of the command line that ran it, or none.
+    `asked` has the model and the settings by name, in the order in which a difference is told. `own` are the samples of
+    this part, and `command` the words of the command line that ran it, or none.
     """
 
     part: Part
@@ -99,7 +86,6 @@ class _PartRecord:
 
 
 def _digest_of(content: Any) -> str:
-    """Return the SHA-256 of a value that JSON can hold."""
     return sha256(json.dumps(content, sort_keys=True).encode())
 
 
@@ -150,9 +136,6 @@ def evaluate_part(
             file part.json, which says what there is to do, and the finished samples (samples.jsonl).
         command: the words of the command line, for the messages of `merge_parts`.
         progress: called with (number of this part's samples done, number of this part's samples).
-
-    Returns:
-        The record of the part. All of its samples are finished.
 
     Raises:
         ConfigError: there are more parts than samples, or the folder cannot be written. Or there is a task of RULER,
@@ -296,5 +279,4 @@ def _finished_records(parts: Mapping[Path, _PartRecord]) -> dict[str, dict[str, 
 
 
 def _brief(value: Any) -> str:
-    """Return a value in at most 60 characters."""
     return f"{value!r:.60}"

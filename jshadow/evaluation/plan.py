@@ -67,14 +67,9 @@ class EvalSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The arguments that all samples share.
+    """The arguments that all samples share: the Params with a tokenizer, the resolved fetch mode, and settings.
 
-    Attributes:
-        params: the model's Params, with a tokenizer.
-        fetch: the resolved fetch mode.
-        prefill: the attention between the tokens of a prompt. None means exact.
-        fitted: learned arrays by name of the policy that reads them.
-        together: see `EvalSettings`.
+    `fitted` has the learned arrays by the name of the policy that reads them.
     """
 
     params: Any
@@ -94,15 +89,11 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A policy in the table of a task.
+    """A policy in the table of a task. If no setting stays within its `share`, it has no policy, but a name and a
+    reason.
 
-    Attributes:
-        policy: the policy that runs. None means that nothing runs, for the reason `infeasible`.
-        control_of: for a negative control, the label of the policy whose device bytes it gets. Otherwise None.
-        share: the share of full attention's device bytes that the policy must not exceed, or None.
-        name: name of the policy if `policy` is None.
-        infeasible: the reason if `policy` is None.
-        sweeps: names of the settings whose sweeps contain the policy.
+    For a negative control, `control_of` is the label of the policy whose device bytes it gets. `sweeps` names the
+    settings whose sweeps contain the policy.
     """
 
     policy: Policy | None
@@ -117,14 +108,8 @@ class Entry:
 class TaskPlan:
     """One task at one length: the cases, the capacity that they share, and the policies that run on them.
 
-    Attributes:
-        task: name of the task.
-        length: requested number of tokens of the prompts. For data, the length of the longest prompt. For the tasks of
-            RULER, the number of tokens of a prompt and its answer.
-        capacity: maximum number of tokens of each state.
-        cases: the cases.
-        entries: the policies that run.
-        depths: place of each case's fact, from 0 to 1, or None if a case has none.
+    `length` is the requested number of tokens of the prompts; for data, that of the longest prompt; for the tasks of
+    RULER, that of a prompt and its answer. `depths` has the place of each case's fact, from 0 to 1, or None.
     """
 
     task: str
@@ -165,13 +150,7 @@ class TaskPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` has to do. Everything in it is checked.
-
-    Attributes:
-        setup: the arguments that all samples share.
-        plans: a plan for each task and length.
-        settings: the settings.
-    """
+    """What `evaluate` has to do, with a plan for each task and length. Everything in it is checked."""
 
     setup: Setup
     plans: tuple[TaskPlan, ...]
@@ -203,32 +182,12 @@ Cases = list[tuple[Case, float | None]]
 VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _CaseFile:
-    """The cases of a file.
-
-    Attributes:
-        path: the file. None: there is no file, and all cases must be made.
-        made: the cases of each length and task. It is empty if no file was read.
-    """
-
-    path: Path | None
-    made: Mapping[int, Mapping[str, Cases]]
-
-
 def _read_case_file(
-    path: str | os.PathLike[str] | None,
-    digest: str | None,
-    samples: int,
-    seed: int,
-    wanted: Mapping[int, Sequence[str]],
-) -> _CaseFile:
-    """Read the cases of a file. It need not exist."""
-    if path is None or not Path(path).exists():
-        return _CaseFile(None if path is None else Path(path), {})
+    path: str | os.PathLike[str], rule: Mapping[str, Any], wanted: Mapping[int, Sequence[str]]
+) -> dict[int, dict[str, Cases]]:
+    """Return the wanted cases of a file. Raises ConfigError if it has other entries than those of `rule`."""
     try:
         content = json.loads(gzip.decompress(Path(path).read_bytes()))
-        rule = {"version": VERSION, "tokenizer": digest, "samples": samples, "seed": seed}
         for name, value in rule.items():
             if content[name] != value:
                 raise ConfigError(f"cases must be a file with {name}={value!r}, got {content[name]!r} in {path}")
@@ -241,7 +200,7 @@ def _read_case_file(
     for length, tasks in wanted.items():
         if missing := [task for task in tasks if task not in made.get(length, {})]:
             raise ConfigError(f"cases must be a file with {missing[0]} at {length} tokens, but {path} has none")
-    return _CaseFile(Path(path), made)
+    return {length: {task: made[length][task] for task in tasks} for length, tasks in wanted.items()}
 
 
 def _case_of(case: Mapping[str, Any], depth: float | None) -> tuple[Case, float | None]:
@@ -252,21 +211,18 @@ def _case_of(case: Mapping[str, Any], depth: float | None) -> tuple[Case, float 
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return a value with all lists replaced by tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _write_case_file(
-    path: Path, digest: str | None, samples: int, seed: int, made: Mapping[int, Mapping[str, Cases]]
+    path: str | os.PathLike[str], rule: Mapping[str, Any], made: Mapping[int, Mapping[str, Cases]]
 ) -> None:
-    """Write the cases to a file. It appears only when it is complete."""
     cases = {
         length: {task: [(dataclasses.asdict(case), depth) for case, depth in pairs] for task, pairs in tasks.items()}
         for length, tasks in made.items()
     }
-    content = {"version": VERSION, "tokenizer": digest, "samples": samples, "seed": seed, "cases": cases}
     with whole_file(path, "cases") as part:
-        part.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+        part.write_bytes(gzip.compress(json.dumps({**rule, "cases": cases}).encode(), mtime=0))
 
 
 SERVED = "bfloat16"  # shares count bytes in this dtype; beside float32, packed codes would look better than they are
@@ -327,14 +283,7 @@ def _least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Call
 def plan_tasks(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], settings: EvalSettings
 ) -> list[TaskPlan]:
-    """Create every case and check every policy, before anything runs.
-
-    Args:
-        setup: the model and the settings that all samples share.
-        tasks: names in TASKS or RULER_TASKS. The list may be empty if there is data.
-        lengths: numbers of prompt tokens of the tasks. For RULER's tasks, they include the tokens of an answer.
-        policies: the policies. Full attention is always added.
-        settings: samples, seed, shares, sweeps, data, truncate, limit and cases are read.
+    """Create every case and check every policy, before anything runs. The arguments are those of `evaluate`.
 
     Raises:
         ConfigError: a task is unknown, there is no policy, a number is out of range, a length or a row of data exceeds
@@ -387,12 +336,13 @@ def _cases_of(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], settings: EvalSettings
 ) -> Mapping[int, Mapping[str, Cases]]:
     """Return the cases of each length and task. They are read from the file `settings.cases`, or made."""
-    params, samples, seed = setup.params, settings.samples, settings.seed
+    params, samples, seed, file = setup.params, settings.samples, settings.seed, settings.cases
     wanted = {length: list(dict.fromkeys(tasks)) for length in lengths}
-    digest = None if settings.cases is None else params.tokenizer_digest
-    file = _read_case_file(settings.cases, digest, samples, seed, wanted)
-    if file.made:
-        return {length: {task: file.made[length][task] for task in names} for length, names in wanted.items()}
+    rule: dict[str, Any] = {}
+    if file is not None:
+        rule = {"version": VERSION, "tokenizer": params.tokenizer_digest, "samples": samples, "seed": seed}
+        if Path(file).exists():
+            return _read_case_file(file, rule, wanted)
     ruler.check_tasks(tasks, lengths, params.config.context)
     made: dict[int, dict[str, Cases]] = {}
     for length, names in wanted.items():
@@ -404,8 +354,8 @@ def _cases_of(
             else [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
             for task in names
         }
-    if file.path is not None:
-        _write_case_file(file.path, digest, samples, seed, made)
+    if file is not None:
+        _write_case_file(file, rule, made)
     return made
 
 
@@ -427,7 +377,6 @@ def _plans_at(setup: Setup, length: int, pairs_of: Mapping[str, Cases], one_capa
 
 
 def _data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
-    """Plan the tasks of local files, without entries. Raises ConfigError as `read_cases` does."""
     if not settings.data:
         return []
     params, plans = setup.params, []

@@ -27,7 +27,7 @@ TELLING = 0.6  # a task cannot tell policies apart if its control finds this sha
 
 
 def _tidy(total: float) -> float:
-    """Turn a sum of scores into an int if it is a whole number."""
+    """Return a whole number as an int."""
     return int(total) if total == int(total) else total
 
 
@@ -48,9 +48,6 @@ def score_row(
             agreement tasks.
         full: the records of the same samples under full attention, in the same order.
         depths: place of the fact of each sample, from 0 to 1. If any is None, or there are none, the row has no depths.
-
-    Returns:
-        The part of the row that `evaluate` describes from "score" to "ppl_full".
     """
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
@@ -92,11 +89,9 @@ def _turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def verdict(by_full: float, by_control: float) -> str:
-    """Describe the result of a negative control. The text begins with "ok" if the task can tell policies apart.
+    """Describe a negative control, from the sums of the scores of full attention and of the control.
 
-    Args:
-        by_full: sum of the scores of full attention.
-        by_control: sum of the scores of the control.
+    The text begins with "ok" if the task can tell policies apart.
     """
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
@@ -129,12 +124,9 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return a short name of each policy of a table, and sentences that tell what the names leave out.
+    """Return a short name of each label of a table, and sentences that tell what the names leave out.
 
     If a method runs with several settings, its names have only those settings in which they differ.
-
-    Args:
-        labels: what `label` returned, in the order of the table. A label may occur several times.
     """
     methods: dict[str, dict[str, list[str]]] = {}
     for one in labels:
@@ -263,13 +255,7 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 def write_results(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
     """Write the rows and their recall over all tasks to out/results.json, completely or not at all.
 
-    Args:
-        rows: the rows of `evaluate`.
-        out: a directory that exists.
-        about: further entries of the file, such as the command line and the machine.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    `about` has further entries of the file. Raises ConfigError if it cannot be written.
     """
     with whole_file(Path(out) / RESULTS_FILE, "out") as part:
         part.write_text(json.dumps({"results": rows, "pooled": pooled(rows), **about}), encoding="utf-8")
@@ -310,8 +296,7 @@ Record = Mapping[str, Any]
 def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
     """Return the resolved settings of a policy.
 
-    Resolving sets some settings to None because another one replaces them (keys.bits). If such a setting is swept, its
-    given value is returned.
+    Resolving sets some settings to None because another one replaces them (keys.bits). A swept one has its given value.
     """
     assert entry.policy is not None
     asked, settings = policy_settings(entry.policy), policy_settings(resolved)
@@ -353,12 +338,10 @@ def _row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
 def with_figures(
     heads: Sequence[Record], depths: Sequence[float | None], table: Sequence[Sequence[Record]]
 ) -> list[dict[str, Any]]:
-    """Return the rows of a task.
+    """Return the rows of a task from what `row_heads` returned, where full attention is first.
 
-    Args:
-        heads: what `row_heads` returned. The first is that of full attention.
-        depths: place of the fact of each sample, from 0 to 1, as in a TaskPlan.
-        table: for each sample, the records of the entries whose heads are not infeasible, in their order.
+    `table` has for each sample the records of the entries whose heads are not infeasible, in their order. `depths` are
+    those of the TaskPlan.
     """
     rows: list[dict[str, Any]] = []
     columns = iter(zip(*table, strict=True))

@@ -20,7 +20,7 @@ from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics
-from jshadow.evaluation.likelihood import generate_rows, greedy
+from jshadow.evaluation.likelihood import generate_rows, greedy, padded_rows
 from jshadow.evaluation.metrics import score
 from jshadow.evaluation.plan import EvalSettings, Evaluation, Setup, TaskPlan, label, model_of, plan_tasks
 from jshadow.evaluation.results import task_rows
@@ -53,12 +53,7 @@ def parse_samples(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def check_model(out: str | os.PathLike[str] | None, model: str) -> None:
-    """Raise ConfigError if a directory has samples of another model. Nothing is written.
-
-    Args:
-        out: directory of finished samples. It need not exist. None is no directory.
-        model: the config of the model, and the digest of its weights.
-    """
+    """Raise ConfigError if a directory, which need not exist, has samples of another model (`model_of`)."""
     path = None if out is None else Path(out) / SAMPLES_FILE
     if path is None or not path.is_file():
         return
@@ -73,15 +68,10 @@ def check_model(out: str | os.PathLike[str] | None, model: str) -> None:
 
 
 class SampleStore:
-    """The records of finished samples by key, stored in a JSONL file.
+    """The `records` of finished samples by key, stored in a JSONL file, or only in memory if `out` is None.
 
     A key is a digest of the model's weights, the prompt's token ids, the capacity, the fetch mode and the policy's
-    settings. A damaged line is skipped, so that its sample runs again.
-
-    Attributes:
-        records: the record of each key.
-        path: the file. None means that the records are kept only in memory.
-        damaged: number of lines that could not be read.
+    settings. A damaged line is counted and skipped, so that its sample runs again.
     """
 
     def __init__(self, out: str | os.PathLike[str] | None) -> None:
@@ -120,14 +110,11 @@ class SampleStore:
 MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
 
 
-def _say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
-    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the model."""
-    [reply], state = _say_rows(params, logits, state, [count])
-    return reply, state
+def _say(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
+    """Generate token ids greedily in the first rows of a batch, at most as many in each as `counts` says.
 
-
-def _say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
-    """Do what `_say` does in the first rows of a batch. `counts` has the most tokens of each of these rows."""
+    The end token is left out. The last id of a row is not fed to the model.
+    """
     stop = frozenset(params.config.eos_ids)
     replies: list[list[int]] = [[] for _ in counts]
 
@@ -141,18 +128,9 @@ def _say_rows(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -
     return replies, state
 
 
-def _padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids int32 [B, S] with zeros after each row, and the lengths int32 [B]. S is at least `width`."""
-    lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), max(width, *lengths)), np.int32)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-    return tokens, lengths
-
-
 def _feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
     """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
-    return decode.extend(params, *_padded_rows([question], padded(len(question))), state)
+    return decode.extend(params, *padded_rows([question], padded(len(question))), state)
 
 
 def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
@@ -160,7 +138,7 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
     texts = []
     for turn, sample in enumerate(case.samples):
         length = int(np.asarray(state.lengths)[0])
-        reply, state = _say(params, logits, state, sample.max_new_tokens)
+        [reply], state = _say(params, logits, state, [sample.max_new_tokens])
         texts.append(text_of(params.tokenizer, reply))
         if turn < len(case.turns):
             unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
@@ -173,7 +151,7 @@ def _answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], 
     texts, counters = [], []
     for question, sample in zip(case.questions, case.samples, strict=True):
         logits, fork = _feed(params, question, state.fork())
-        reply, fork = _say(params, logits, fork, sample.max_new_tokens)
+        [reply], fork = _say(params, logits, fork, [sample.max_new_tokens])
         texts.append(text_of(params.tokenizer, reply))
         counters.append(jax.tree.map(np.asarray, fork.counters))
     return texts, jax.tree.map(lambda *counts: sum(counts), *counters)
@@ -190,11 +168,9 @@ class _Agreement:
     def records(self, logits: Any, state: KVState) -> tuple[list[dict[str, Any]], Counters]:
         """Feed the forced tokens. Return the record of each row, and the counters. The first call is full attention's.
 
-        Args:
-            logits: float32 [B, V], the logits of each prompt's last token. They predict the first forced token.
-            state: the state after the prompts. This consumes it.
+        The logits [B, V] of each prompt's last token predict the first forced token. This consumes the state.
         """
-        first, (tokens, lengths) = np.asarray(logits), _padded_rows(self.forced)
+        first, (tokens, lengths) = np.asarray(logits), padded_rows(self.forced)
         later, state = decode.extend(self.params, tokens, lengths, state, logits="all")
         these = np.asarray(later)
         self.full = these if self.full is None else self.full
@@ -208,23 +184,6 @@ class _Agreement:
         return records, jax.tree.map(np.asarray, state.counters)
 
 
-def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
-    """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
-    params, case = setup.params, plan.cases[index]
-    agreement = _Agreement(params, [case])
-    for logits, state in _prefilled(setup, plan, [case], policies):
-        record: dict[str, Any]
-        if case.forced:
-            [record], counters = agreement.records(logits, state)
-        elif case.questions:
-            texts, counters = _answers_apart(params, case, state)
-            record = judged(case, texts) | {"apart": True}
-        else:
-            texts, state = answers(params, case, logits, state)
-            record, counters = judged(case, texts), jax.tree.map(np.asarray, state.counters)
-        yield record | _figures_of(params, counters, 0)
-
-
 def _figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
     """Return the entries of a record that come from the counters, which began with zeros."""
     figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config.num_layers)
@@ -236,21 +195,32 @@ def _runs_together(case: Case) -> bool:
     return not (case.questions or case.turns)
 
 
-def _run_together(
+def run_cases(
     setup: Setup, plan: TaskPlan, indices: Sequence[int], policies: Sequence[Policy]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the records of each policy on some cases, which are rows of one batch."""
+    """Yield the records of each policy on some cases, in order. For agreement cases, full attention must come first.
+
+    Several cases are the rows of one batch: all have the same width, and one question or forced tokens. If they are
+    fewer than the rows of `setup`, the last one is repeated, so that no other program is compiled.
+    """
     params, cases = setup.params, [plan.cases[index] for index in indices]
-    filled = cases + cases[-1:] * (setup.together - len(cases))
+    case, together = cases[0], _runs_together(cases[0])
+    filled = cases + cases[-1:] * (setup.together - len(cases) if together else 0)
     agreement = _Agreement(params, filled)
     for logits, state in _prefilled(setup, plan, filled, policies):
-        if cases[0].forced:
+        records: list[dict[str, Any]]
+        if case.forced:
             records, counters = agreement.records(logits, state)
-        else:
-            replies, state = _say_rows(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
-            texts = [text_of(params.tokenizer, reply) for reply in replies]
-            records = [judged(case, [text]) for case, text in zip(cases, texts, strict=True)]
+        elif case.questions:
+            texts, counters = _answers_apart(params, case, state)
+            records = [judged(case, texts) | {"apart": True}]
+        elif together:
+            replies, state = _say(params, logits, state, [case.samples[0].max_new_tokens for case in cases])
+            records = [judged(one, [text_of(params.tokenizer, ids)]) for one, ids in zip(cases, replies, strict=True)]
             counters = jax.tree.map(np.asarray, state.counters)
+        else:
+            texts, state = answers(params, case, logits, state)
+            records, counters = [judged(case, texts)], jax.tree.map(np.asarray, state.counters)
         yield [record | _figures_of(params, counters, row) for row, record in enumerate(records[: len(cases)])]
 
 
@@ -269,7 +239,7 @@ def _prefilled(
     """Yield the logits [B, V] and the state of each policy, in order. The prompts of the cases are the rows."""
     params = setup.params
     resolved = [policy.resolve(params.config, plan.capacity) for policy in policies]
-    tokens, lengths = _padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
+    tokens, lengths = padded_rows([case.prompt for case in cases], max(map(plan.width, cases)))
     options: dict[str, Any] = {"capacity": plan.capacity, "fetch": setup.fetch, "room": plan.room}
     attends = [attention_of(policy) is not None for policy in resolved]
     twice = [reads_twice(policy, params.config) for policy in resolved]
@@ -391,11 +361,7 @@ def finish_samples(
 ) -> dict[Place, dict[Policy, dict[str, Any]]]:
     """Return the records of some samples by policy. Records in the store are reused, and new ones are put into it.
 
-    Args:
-        evaluation: the plans.
-        wanted: the samples: place of the plan, and place of the case in it. Those of a plan come one after another.
-        store: finished samples.
-        progress: called with (number of samples done, number of samples).
+    Of the wanted samples, those of one plan come one after another. `progress` is called with (samples done, samples).
     """
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -419,14 +385,7 @@ def finish_samples(
 
 
 class _Wanted(NamedTuple):
-    """A sample that is wanted.
-
-    Attributes:
-        place: place of the plan, and place of the case in it.
-        plan: the plan.
-        keys: the key of each policy's record.
-        missing: the policies whose records are not in the store.
-    """
+    """A sample that is wanted, with the key of each policy's record, and the policies whose records are missing."""
 
     place: Place
     plan: TaskPlan
@@ -435,12 +394,10 @@ class _Wanted(NamedTuple):
 
     @property
     def case(self) -> Case:
-        """The case."""
         return self.plan.cases[self.place[1]]
 
     @classmethod
     def of(cls, evaluation: Evaluation, place: Place, store: SampleStore) -> "_Wanted":
-        """Return the sample at a place."""
         plan, setup = evaluation.plans[place[0]], evaluation.setup
         policies = dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None)
         keys = {one: sample_key(setup, evaluation.model, plan, place[1], one) for one in policies}
@@ -466,11 +423,7 @@ def _finish_group(evaluation: Evaluation, group: Sequence[_Wanted], store: Sampl
     # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
     first = next(iter(group[0].keys))
     run = [first, *missing] if group[0].case.forced and first not in missing else missing
-    if setup.together > 1 and _runs_together(group[0].case):
-        table = _run_together(setup, plan, indices, run)
-    else:
-        table = ([record] for record in run_case(setup, plan, indices[0], run))
-    for policy, records in zip(run, table, strict=True):
+    for policy, records in zip(run, run_cases(setup, plan, indices, run), strict=True):
         for sample, record in zip(group, records, strict=True):
             if policy in missing:
                 store.add(sample.keys[policy], record, _context_of(evaluation, sample, policy))

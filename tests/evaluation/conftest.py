@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from evaluations import made_up_case, tiny
+from evaluations import made_up_cases, tiny
 from ruler_package import write_package, write_sessions
 from tiny_text import byte_tokenizer
 
@@ -39,5 +39,5 @@ def params() -> Params:
 def made_up() -> Iterator[None]:
     """In this module, no model runs: the records of samples are made up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "run_case", made_up_case)
+        patch.setattr(runner, "run_cases", made_up_cases)
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 import byte_models
 import pytest
-from evaluations import records_of, run_case
+from evaluations import records_of, run_cases
 
 import jshadow
 from jshadow.cli.main import main
@@ -115,7 +115,7 @@ def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path,
     assert sorted((merged / SAMPLES_FILE).read_text().splitlines()) == sorted(
         (out / SAMPLES_FILE).read_text().splitlines()
     )
-    monkeypatch.setattr(runner, "run_case", None)
+    monkeypatch.setattr(runner, "run_cases", None)
     assert plain(runner.evaluate(PARAMS, **TASKS, samples=2, out=merged)) == rows
     size = (merged / SAMPLES_FILE).stat().st_size
     merge_parts([parts], out=merged)
@@ -124,7 +124,7 @@ def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path,
 
 @pytest.mark.slow
 def test_parts_of_a_model_are_one_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     asked = {"tasks": ["agreement", "needle_docs"], "lengths": [240]}
     rows = runner.evaluate(PARAMS, **TASKS | asked, samples=2)
     for index in (2, 1):
@@ -177,8 +177,8 @@ def test_a_part_that_was_killed_goes_on(whole, parts, left, monkeypatch):
         with pytest.raises(ConfigError, match="has 0 of 3"):
             merge_parts([parts])
     ran: list[int] = []
-    original = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *args: ran.append(args[2]) or original(*args))
+    original = runner.run_cases
+    monkeypatch.setattr(runner, "run_cases", lambda *args: ran.extend(args[2]) or original(*args))
     run_part(2, parts)
     assert len(ran) == 3 - left // 2
     assert merge_parts([parts]) == whole[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import CONFIG, made_up_case, records_of, tiny
+from evaluations import CONFIG, made_up_cases, records_of, tiny
 from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
@@ -34,7 +34,7 @@ def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def made_up_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test, no model runs."""
-    monkeypatch.setattr(runner, "run_case", made_up_case)
+    monkeypatch.setattr(runner, "run_cases", made_up_cases)
 
 
 def evaluate(params: Params, out: Path | None = None, **changes: Any) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_agreement_cases_that_run_together_have_the_same_records(params, tmp_pat
 
 def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeypatch):
     ran: list[int] = []
-    monkeypatch.setattr(runner, "run_case", lambda *given: ran.append(len(given[3])) or made_up_case(*given))
+    monkeypatch.setattr(runner, "run_cases", lambda *given: ran.append(len(given[3])) or made_up_cases(*given))
     both = ["needle_docs", "agreement"]
     first = evaluate(params, tmp_path, tasks=both)
     assert ran == [3, 3, 2, 2]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import report
-from evaluations import CONFIG, records_of, run_case
+from evaluations import CONFIG, records_of, run_cases
 from rich.console import Console
 
 from jshadow import cli, load, save, save_fitted
@@ -61,7 +61,7 @@ def test_every_policy_is_at_or_under_its_share_of_memory(params):
 
 @pytest.mark.slow
 def test_a_smaller_share_agrees_less_and_a_budget_that_takes_no_memory_stays(params, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     rows = evaluate(params, POLICIES[:3], shares=[0.5, 0.06], fetch="device_put")
     kl = {(row["name"], row["share"]): row["kl"] for row in rows if not row["infeasible"]}
     assert kl["full", None] == pytest.approx(0, abs=1e-6)
@@ -167,7 +167,7 @@ def test_a_swept_setting_that_another_one_stands_for_is_told_as_given():
 
 @pytest.mark.slow
 def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     learned = LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
     policies = [LEARNER, StreamingLLM(sinks=2, window=14)]
     plain = evaluate(params, policies, out=tmp_path / "out")

@@ -67,10 +67,8 @@ def _prefilled(policy: Policy, fetch: str, dtype: str) -> tuple[Array, KVState]:
 
 
 def prefilled(policy: Policy, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
-    """Prefill the batch. The prefill itself runs once in a process.
-
-    Returns:
-        The logits [B, V] of the last tokens, and a new fork of the state.
+    """Prefill the batch, once in a process. Returns the logits [B, V] of the last tokens, and a new
+    fork of the state.
     """
     logits, state = _prefilled(policy, fetch, dtype)
     return logits, state.fork()
@@ -86,8 +84,7 @@ def run_steps(
 ) -> tuple[np.ndarray, KVState]:
     """Feed given tokens [B, T] step by step. `active` [B, T] says which rows take part in each step.
 
-    Returns:
-        The float32 logits [B, T, V], and the state after the last step.
+    Returns the float32 logits [B, T, V], and the state after the last step.
     """
     logits = []
     for i in range(tokens.shape[1]):
@@ -148,14 +145,10 @@ def remembered(state: KVState) -> dict[str, np.ndarray]:
 
 
 def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = None) -> Subject:
-    """Return a policy with the small and lossless settings that it is registered with.
+    """Return a policy with the small and lossless settings that it, or a base class, is registered with.
 
-    Args:
-        policy: a registered class, or a subclass of one.
-        settings: values by dotted name that replace registered small settings.
-
-    Raises:
-        ConfigError: a setting is unknown, or out of range for the model of the laws.
+    `settings` by dotted name replace registered small settings. Raises ConfigError if a setting is unknown, or out of
+    range for the model of the laws.
     """
     names = (getattr(kind, "name", "") for kind in policy.__mro__)
     registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
@@ -290,14 +283,8 @@ def as_seen(state: Any, lengths: Any) -> Any:
 def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
     """Return the rows in which all codes of two results of `as_seen` have the same values, bool [B].
 
-    Args:
-        mine: the result of a batch, or of one row.
-        theirs: the result of a batch with the same prompts.
-        row: if mine is one row, its index in theirs.
-
-    Raises:
-        AssertionError: more than 1 % of the values of an array differ. For one row, which has few tokens, the limit is
-            5 %.
+    `mine` is a batch, or the row `row` of the batch `theirs` alone. Raises AssertionError if more than 1 % of the
+    values of an array differ. For one row, which has few tokens, the limit is 5 %.
     """
     same: Any = True
     for path in (path for path in mine if path.endswith(" decoded")):

@@ -18,10 +18,8 @@ RELATIVE = 1e-7
 class Subject:
     """A policy with the two settings that the laws use.
 
-    Attributes:
-        name: name in reports.
-        small: the policy with settings that drop or approximate tokens of the laws' prompts.
-        lossless: the policy with settings that equal full attention on these prompts, or None if there are none.
+    The `small` settings drop or approximate tokens of the laws' prompts. The `lossless` settings, if there are any,
+    equal full attention on them.
     """
 
     name: str
@@ -31,14 +29,10 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The arguments of one check of a law.
+    """The arguments of one check of a law. The `setting` is "small" or "lossless".
 
-    Attributes:
-        subject: the policy.
-        fetch: fetch mode.
-        setting: "small" or "lossless".
-        row: the row of the batch that is checked. None means all rows.
-        piece: number of tokens of a piece of the prompt. None means that the prompt is one piece.
+    `row` is the row of the batch that is checked, or None for all. `piece` is the number of tokens of a piece of the
+    prompt, or None for one piece.
     """
 
     subject: Subject
@@ -62,12 +56,9 @@ class Case:
 
 
 class Difference(Exception):
-    """The error that the function of a law raises if two values that must agree differ.
+    """The error that the function of a law raises if two values that must agree differ, such as the leaf `place`.
 
-    Attributes:
-        place: name of the values, such as "logits" or the path of a leaf of the state.
-        largest: the largest absolute difference. None if it is not a number, as for a missing error.
-        tolerance: the largest allowed difference, or None if `largest` is None.
+    `largest` is the largest absolute difference, and `tolerance` the allowed one. Both are None if there is no number.
     """
 
     def __init__(self, place: str, largest: float | None = None, tolerance: float | None = None) -> None:
@@ -82,13 +73,7 @@ class Difference(Exception):
 
 
 class LawBroken(JshadowError, AssertionError):
-    """The error that a law raises if a policy breaks it.
-
-    Attributes:
-        law: name of the law.
-        case: the case that breaks it.
-        difference: which values differ, by how much, and the tolerance.
-    """
+    """The error that a law raises if a policy breaks it in a case."""
 
     def __init__(self, law: str, case: Case, difference: Difference) -> None:
         super().__init__(f"{law}: {case}: {difference}")
@@ -101,14 +86,10 @@ Claim = Callable[[Subject], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A law. Calling it with a case checks the case.
+    """A law: a `statement` of one sentence, and a `check` that raises `Difference` if a case breaks it.
 
-    Attributes:
-        name: name of the function that checks it.
-        statement: the law as one sentence.
-        check: function that raises `Difference` if the case breaks the law.
-        cases: function of (subject, fetch modes) that returns the cases that `jshadow laws` checks.
-        unclaimed: function that returns why the law does not apply to a subject, or None if it applies.
+    `cases` returns the cases that `jshadow laws` checks for (subject, fetch modes). `unclaimed` returns why the law
+    does not apply to a subject, or None if it applies. Calling a law with a case checks the case.
     """
 
     name: str
@@ -145,26 +126,16 @@ def both_settings(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
 
 
 def _always(subject: Subject) -> str | None:
-    """Return None. This is the `unclaimed` function of a law that applies to every policy."""
     return None
 
 
 def lossless_only(subject: Subject) -> str | None:
-    """Return why a policy without lossless settings is left out, or None for the other policies.
-
-    This is the `unclaimed` function of a law that applies only to policies with lossless settings.
-    """
+    """Return why a law about lossless settings does not apply to a policy, or None if it applies."""
     return "no lossless settings are registered" if subject.lossless is None else None
 
 
 def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = _always) -> Callable[[Any], Law]:
-    """Return a decorator that turns the function that checks a law into a Law, and adds it to LAWS.
-
-    Args:
-        statement: the law as one sentence.
-        cases: see `Law`.
-        unclaimed: see `Law`.
-    """
+    """Return a decorator that turns the function that checks a law into a `Law`, and adds it to LAWS."""
 
     def add(check: Callable[[Case], None]) -> Law:
         new = Law(check.__name__, statement, check, cases, unclaimed)

@@ -335,14 +335,10 @@ def host_tiers(state: KVState) -> list[Any]:
 
 
 def host_offenses(function: Callable[..., Any], *args: Any, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
-    """Return the forbidden operations of a function on host arrays, and how many fetches it has.
+    """Return the forbidden operations of a traced function on host arrays, and how many fetches it has.
 
-    Two kinds of operations are forbidden: a scatter to a host array, and a copy of a whole host array.
-
-    Args:
-        function: the function, which is traced but not run.
-        *args: its arguments.
-        stored: the shapes of the host arrays.
+    Two kinds of operations are forbidden: a scatter to a host array, and a copy of a whole host array, by the shapes
+    `stored`.
     """
     offenses, fetches = [], 0
     for equation in _equations(jax.make_jaxpr(function)(*args).jaxpr):

@@ -26,12 +26,8 @@ def agreement(
 ) -> Case:
     """Create a case whose prompt is `length` tokens of plain text. The next FORCED tokens of the text are given.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        length: number of tokens of the prompt.
-        depth: ignored, because there is no fact.
-        seed: seed of the place where the text starts.
-        source: returns the endless token ids of a text for (tokenizer, random generator).
+    The seed decides where the text starts. The depth is ignored, because there is no fact. `source` returns the endless
+    token ids of a text for (tokenizer, random generator).
     """
     del depth
     begin = opening(tokenizer)
@@ -132,16 +128,11 @@ def _as_chat(tokenizer: Any, messages: tuple[str, ...]) -> str:
 
 
 def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """Create a case from a recorded session of a coding agent.
+    """Create a case from a recorded session of a coding agent. The seed chooses the session and the message.
 
-    The prompt is the newest `length` tokens of the session before one of the agent's messages. The given tokens are
-    that message and the turns after it, TURNS_FORCED tokens in all.
-
-    Args:
-        tokenizer: a transformers tokenizer. If it has a chat template, the session is a chat in it.
-        length: number of tokens of the prompt.
-        depth: ignored, because there is no fact.
-        seed: seed of the session and of the message.
+    The prompt is the newest `length` tokens of the session before one of the agent's messages, in the model's chat
+    template if it has one. The given tokens are that message and the turns after it, TURNS_FORCED tokens in all. The
+    depth is ignored.
 
     Raises:
         ConfigError: `sessions` cannot be read, or none is long enough.

@@ -22,14 +22,9 @@ TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that the
 class Sample:
     """One question about one context. The first five fields are the columns of kvpress.
 
-    Attributes:
-        context: the long text, including the planted facts.
-        question: the question after it.
-        answer_prefix: the beginning of the answer, which is given to the model.
-        answer: the correct answer, or a tuple of answers. Empty if nothing is asked.
-        max_new_tokens: maximum number of tokens of the answer.
-        scorer: a name in `text_metrics.SCORERS`.
-        choices: all possible classes, for the scorer "classes".
+    The context has the planted facts. `answer_prefix` is the beginning of the answer, which is given to the model.
+    `answer` is empty if nothing is asked. `scorer` is a name in `metrics.SCORERS`, and `choices` are all classes for
+    "classes".
     """
 
     context: str
@@ -104,16 +99,11 @@ def case_of(
     chat: bool = True,
     drop: int = 0,
 ) -> Case:
-    """Build a case from questions about one context.
+    """Build a case from questions about one context, with the text `head` before it.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        samples: at least one question. All have the same context.
-        head: the text before the context.
-        apart: whether the questions are independent, each asked on a fork of the context.
-        turns: whether the questions are asked one after another, with the answers kept in the cache.
-        chat: whether the prompt is a chat, as in `frame`.
-        drop: number of tokens to remove from the middle of the context.
+    Questions `apart` are independent, each asked on a fork of the context. As `turns`, they are asked one after
+    another, with the answers kept in the cache. `chat` is that of `frame`, and `drop` tokens are removed from the
+    middle of the context.
     """
     frames = [frame(tokenizer, one.question, one.answer_prefix, head=head, chat=chat) for one in samples]
     ids = encode(tokenizer, samples[0].context, begins=frames[0][0] == opening(tokenizer))
@@ -167,11 +157,7 @@ Compose = Callable[[int, str], str]
 
 
 class _TooShort(Exception):
-    """The error that is raised if the smallest text of a task is too long.
-
-    Attributes:
-        by: number of excess tokens.
-    """
+    """The error that is raised if the smallest text of a task is too long, by this many tokens."""
 
     def __init__(self, by: int) -> None:
         super().__init__(by)
@@ -224,11 +210,8 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
         tokenizer: a transformers tokenizer.
         compose: returns the text for (number of pieces, padding). It puts the padding at a harmless place.
         room: number of tokens.
-        least: the smallest number of pieces.
+        least: the smallest number of pieces. If its text is too long, TooShort is raised.
         after: returns a text for a number of pieces. Its beginning is used as padding. None uses filler sentences.
-
-    Raises:
-        TooShort: the smallest text is longer than room.
     """
 
     @functools.cache
@@ -266,18 +249,9 @@ def filled(
 ) -> Case:
     """Create the case whose prompt has `length` tokens, or at most 1 % less.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        length: number of tokens of the prompt. If the questions are independent, it is the number of tokens of the
-            context.
-        compose: see `fill`.
-        samples: the questions. Their contexts are filled in.
-        least: see `fill`.
-        apart: whether the questions are independent, each asked on a fork of the context.
-        after: see `fill`.
-
-    Raises:
-        ConfigError: length is too short for the task.
+    The contexts of the samples are filled in. If the questions are `apart` (independent, each asked on a fork), the
+    context has this length. The other arguments are those of `fill`. Raises ConfigError if the length is too short for
+    the task.
     """
     before, behind = frame(tokenizer, samples[0].question, samples[0].answer_prefix)
     framing = len(before) + (0 if apart else len(behind))
@@ -289,14 +263,9 @@ def filled(
 
 
 def place(sizes: Sequence[int], depth: float) -> int:
-    """Return the index of the piece before which to insert a fact, so that about `depth` of the text precedes it.
+    """Return the index, from 0 to len(sizes), of the piece before which to insert a fact.
 
-    Args:
-        sizes: lengths of the pieces.
-        depth: share of the text, from 0 to 1.
-
-    Returns:
-        An index from 0 to len(sizes).
+    About the share `depth` of the text then precedes it. `sizes` are the lengths of the pieces.
     """
     target, total = depth * sum(sizes), 0
     for index, size in enumerate(sizes):

@@ -63,14 +63,8 @@ def needles(
 ) -> Case:
     """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances.
 
-    Args:
-        tokenizer: see `make`.
-        length: see `make`.
-        depth: see `make`.
-        seed: see `make`.
-        source: returns the endless token ids of a text for (tokenizer, random generator).
-        count: number of facts.
-        digits: number of digits of each planted number.
+    `source` returns the endless token ids of a text for (tokenizer, random generator). Each planted number has `digits`
+    digits. The other arguments are those of `make`.
     """
     rng = random.Random(seed)
     cities = rng.sample(CITIES, count)
@@ -113,16 +107,10 @@ def needles(
 
 @dataclasses.dataclass(frozen=True)
 class NeedleKind:
-    """One kind of needle test.
+    """One kind of needle test: its haystack ("noise", "documentation" or "needles"), and numbers of keys and values.
 
-    Attributes:
-        haystack: "noise", "documentation" or "needles".
-        uuid_keys: whether keys are UUIDs instead of words.
-        uuid_values: whether values are UUIDs instead of numbers.
-        keys: number of planted keys. In a haystack of needles, the number of keys besides the haystack.
-        values: number of values of each key.
-        asked: number of keys that are asked for.
-        apart: whether each key has a separate question, asked on a fork of one prefill.
+    In a haystack of needles, `keys` is the number of keys besides the haystack. If the questions are `apart`, each key
+    that is asked for has a question of its own, on a fork of one prefill.
     """
 
     haystack: str = "documentation"
@@ -135,7 +123,7 @@ class NeedleKind:
 
     @property
     def thing(self) -> str:
-        """The word for a value in the text: "code" or "number"."""
+        """The word for a value in the text."""
         return "code" if self.uuid_values else "number"
 
 
@@ -237,24 +225,8 @@ KV_NEW_TOKENS = 50  # as in InfiniteBench
 STAGES_NEW_TOKENS = 32
 LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
 LONG_KEY = 99_999  # a key with at least as many tokens as any other
-COLORS = (
-    "red",
-    "blue",
-    "green",
-    "yellow",
-    "black",
-    "white",
-    "brown",
-    "purple",
-    "orange",
-    "pink",
-    "teal",
-    "gray",
-    "maroon",
-    "violet",
-    "beige",
-    "cyan",
-)
+PALETTE = "red blue green yellow black white brown purple orange pink teal gray maroon violet beige cyan"
+COLORS = tuple(PALETTE.split())
 
 
 def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:

@@ -168,24 +168,8 @@ qa_2 = functools.partial(_questions_about_verses, together=2)
 qa_1_apart = functools.partial(_questions_about_verses, apart=QUESTIONS)
 
 
-NAMES = (
-    "Ada",
-    "Bruno",
-    "Clara",
-    "David",
-    "Elena",
-    "Farid",
-    "Greta",
-    "Hugo",
-    "Irene",
-    "Jonas",
-    "Katja",
-    "Leo",
-    "Mira",
-    "Nils",
-    "Olga",
-    "Pavel",
-)
+PEOPLE = "Ada Bruno Clara David Elena Farid Greta Hugo Irene Jonas Katja Leo Mira Nils Olga Pavel"
+NAMES = tuple(PEOPLE.split())
 PLACES = ("Basel", "Bergen", "Porto", "Kyoto", "Quebec", "Malmo", "Graz", "Leeds", "Tunis", "Perth")
 GOODS = ("lamps", "chairs", "books", "clocks", "ropes", "tents", "bells", "tables", "baskets", "mirrors")
 FORMS = (

@@ -28,15 +28,9 @@ ESSAYS = "PaulGrahamEssays.json"
 
 @dataclasses.dataclass(frozen=True)
 class _RulerTask:
-    """The settings of one task, as they are in the package.
+    """The settings of one task, as they are in the package: `script` makes its samples with the options `settings`.
 
-    Attributes:
-        name: name of the task in the package.
-        script: the script that makes its samples.
-        template: the prompt, with the beginning of the answer at its end.
-        new_tokens: maximum number of tokens of an answer.
-        scorer: a name in `text_metrics.SCORERS`.
-        settings: the options of the script that differ from task to task.
+    `template` is the prompt, with the beginning of the answer at its end. `scorer` is a name in `metrics.SCORERS`.
     """
 
     name: str

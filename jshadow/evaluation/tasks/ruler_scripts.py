@@ -25,13 +25,7 @@ STUCK = 3  # the exit status if a script cannot make a sample
 
 
 class _Counted:
-    """A function that ends the process after too many calls in a row with the same arguments.
-
-    Attributes:
-        function: the function that is called.
-        most: the largest number of calls in a row with the same arguments.
-        give_up: called after too many calls.
-    """
+    """A function that calls `give_up` after more than `most` calls in a row with the same arguments."""
 
     def __init__(self, function: Callable[..., Any], most: int, give_up: Callable[[], None]) -> None:
         self.function, self.most, self.give_up = function, most, give_up

@@ -16,16 +16,10 @@ from jshadow.weights.tokenizer import encode
 
 
 def installed_file(distribution: str, version: str | None, file: str, install: str) -> Path:
-    """Return the path of a file of an installed package.
+    """Return the path of a file in the folder of installed packages.
 
-    Args:
-        distribution: name of the package in an index.
-        version: the version that it must have, or None for any.
-        file: path of the file in the folder of installed packages.
-        install: the command that installs the package.
-
-    Raises:
-        ConfigError: the package is not installed or has another version, or the file is missing.
+    Raises ConfigError, which names the command `install`, if the distribution is not installed or has not the given
+    version (None: any), or if the file is missing.
     """
     try:
         found = importlib.metadata.distribution(distribution)
