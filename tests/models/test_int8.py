@@ -14,7 +14,7 @@ import jshadow
 from jshadow.cli.main import main
 from jshadow.engine.decode import decode_step, extend, prefill
 from jshadow.errors import ConfigError
-from jshadow.evaluation.laws import inputs
+from jshadow.evaluation.laws import law
 from jshadow.models.int8 import quantize_int8, quantized
 from jshadow.models.layers import Linear
 from jshadow.policies import Full
@@ -81,11 +81,11 @@ def test_a_model_in_int8(tmp_path, name):
 
 def test_states_know_their_weights(tmp_path):
     """A saved state of the plain model does not load into the int8 model."""
-    plain = inputs.model()
+    plain = law.model()
     save(plain, tmp_path / "m")
     params = load(tmp_path / "m", "float32", quantize="int8")
-    jshadow.save_state(tmp_path / "s", inputs.prefilled(Full())[1], plain)
-    assert jshadow.load_state(tmp_path / "s", plain).capacity == inputs.CAPACITY
+    jshadow.save_state(tmp_path / "s", law.prefilled(Full())[1], plain)
+    assert jshadow.load_state(tmp_path / "s", plain).capacity == law.CAPACITY
     with pytest.raises(jshadow.errors.StateMismatch, match="weights"):
         jshadow.load_state(tmp_path / "s", params)
 

@@ -17,12 +17,20 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.laws import answers, states, turns
-from jshadow.evaluation.laws.inputs import FETCH_MODES, modes_of
-from jshadow.evaluation.laws.inputs import subject_of as subject_of
-from jshadow.evaluation.laws.law import LAWS, Case, Difference, Law, LawBroken, Subject
+from jshadow.evaluation.laws import laws
+from jshadow.evaluation.laws.law import (
+    FETCH_MODES,
+    LAWS,
+    Case,
+    Difference,
+    Law,
+    LawBroken,
+    Subject,
+    modes_of,
+    subject_of,
+)
 
-__all__ = ["LAWS", "Case", "Law", "LawBroken", "Outcome", "Subject", "answers", "run_laws", "states", "turns"]
+__all__ = ["LAWS", "Case", "Law", "LawBroken", "Outcome", "Subject", "laws", "run_laws", "subject_of"]
 
 
 @dataclasses.dataclass(frozen=True)

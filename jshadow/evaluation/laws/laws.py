@@ -1,4 +1,4 @@
-"""Laws about the state: its rows, its bytes, its forks and its host arrays."""
+"""The laws: about logits, about rows and other parts of the state, and about turns and prompts in pieces."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,42 +11,195 @@ from jax.extend.core import jaxprs_in_params
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
+from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
-from jshadow.errors import CapacityError, StateMismatch
-from jshadow.evaluation.laws.answers import has_host_rows
-from jshadow.evaluation.laws.inputs import (
+from jshadow.errors import CapacityError, ConfigError, StateMismatch
+from jshadow.evaluation.laws.law import (
     BATCH,
     CAPACITY,
+    FETCH_MODES,
     LENGTHS,
     NEIGHBOR,
     PROMPT,
     STEPS,
     TINY,
-    abstract,
-    as_seen,
-    meaningful,
-    model,
-    prefilled,
-    random_tokens,
-    run_steps,
-    same_codes,
-    state_of,
-    teacher_forced,
-)
-from jshadow.evaluation.laws.law import (
     Case,
     Subject,
+    abstract,
+    as_seen,
     both_settings,
+    changing,
     close,
     equal,
     holds,
     in_each_mode,
     in_one_mode,
+    later_rows,
     law,
+    lossless_only,
+    meaningful,
+    model,
+    offloads,
+    prefilled,
+    random_tokens,
+    remembered,
+    run_steps,
+    same_codes,
+    same_settings,
+    state_of,
+    teacher_forced,
 )
 from jshadow.policies.base import Policy
+from jshadow.policies.full import Full
+
+# The largest difference of logits that bfloat16 with its 8 significant bits may cause. Logits have a standard deviation
+# of about 1.
+BF16_TOLERANCE = 0.12
+# The smallest difference of logits from full attention that counts as an effect of the small settings.
+VISIBLE = 0.05
+
+
+def _lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """Return the cases with lossless settings in every fetch mode."""
+    return [Case(subject, fetch, "lossless") for fetch in fetches]
+
+
+@law(
+    "With lossless settings, the logits and the greedy tokens equal those of full attention.",
+    cases=_lossless_cases,
+    unclaimed=lossless_only,
+)
+def lossless_is_full(case: Case) -> None:
+    """Compare the logits of the prompt and of six given tokens, and eight greedily generated tokens."""
+    logits, state = prefilled(case.policy, case.fetch)
+    full_logits, full_state = prefilled(Full())
+    close(logits, full_logits, 1e-4, "the prompt's logits")
+    close(teacher_forced(case.policy, case.fetch), teacher_forced(Full(), "resident"), 1e-4, "the steps' logits")
+    first = np.asarray(full_logits).argmax(-1).astype(np.int32)
+    equal(_greedy(state, first), _greedy(full_state, first), "greedy tokens")
+
+
+def _greedy(state: KVState, token: np.ndarray) -> np.ndarray:
+    """Generate eight tokens greedily after `token` [B]: int32 [8, B]."""
+    tokens = []
+    for _ in range(8):
+        logits, state = decode.decode_step(model(), token, state)
+        token = np.asarray(logits).argmax(-1).astype(np.int32)
+        tokens.append(token)
+    return np.stack(tokens)
+
+
+@law(
+    "With lossless settings in bfloat16, the logits equal those of full attention up to rounding to bfloat16.",
+    cases=lambda subject, fetches: _lossless_cases(subject, fetches[:1]),
+    unclaimed=lossless_only,
+)
+def lossless_is_full_in_bfloat16(case: Case) -> None:
+    """Compare the logits of six steps."""
+    lossless = teacher_forced(case.policy, case.fetch, "bfloat16")
+    close(lossless, teacher_forced(Full(), "resident", "bfloat16"), BF16_TOLERANCE, "the steps' logits")
+
+
+def _drops_something(subject: Subject) -> str | None:
+    """Return why the small settings need not differ from full attention, or None if they must."""
+    return "its small settings are its lossless ones" if same_settings(subject) else None
+
+
+@law(
+    "With small settings, the logits differ from those of full attention, so the settings have an effect.",
+    cases=in_one_mode,
+    unclaimed=_drops_something,
+)
+def small_is_not_full(case: Case) -> None:
+    """Compare the logits of the longest prompt. Without this law, a policy that ignores its settings would pass."""
+    apart = np.abs(teacher_forced(case.policy, case.fetch) - teacher_forced(Full(), "resident"))[0].max()
+    holds(
+        apart > VISIBLE, f"logits of the longest prompt differ from full attention's by {apart:.3g} only, not {VISIBLE}"
+    )
+
+
+def has_host_rows(subject: Subject) -> str | None:
+    """Return why a law about host memory does not apply to a policy, or None if it applies."""
+    return None if offloads(subject.small) else "it keeps nothing in host memory"
+
+
+def _has_no_host_rows(subject: Subject) -> str | None:
+    """Return why a law about policies without host memory does not apply to a policy, or None if it applies."""
+    return "it keeps rows in host memory" if offloads(subject.small) else None
+
+
+@law(
+    "A policy that keeps nothing in host memory has the same program in all fetch modes.",
+    cases=lambda subject, fetches: [Case(subject)],
+    unclaimed=_has_no_host_rows,
+)
+def one_program_without_host_rows(case: Case) -> None:
+    """Compare the lowered programs of a step as text."""
+    token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    texts = [
+        jax.jit(decode.step, static_argnums=1).lower(model().weights, TINY, token, abstract(case, fetch)).as_text()
+        for fetch in FETCH_MODES
+    ]
+    holds(len(set(texts)) == 1, f"the step's programs differ in the fetch modes {FETCH_MODES}")
+
+
+def _agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """Return the cases of both settings in the given fetch modes, except "resident"."""
+    return [case for case in both_settings(subject, fetches) if case.fetch != "resident"]
+
+
+@law(
+    "The logits and the selected units are the same in all fetch modes.",
+    cases=lambda subject, fetches: _agreeing_cases(subject, (*dict.fromkeys((*fetches, *FETCH_MODES[1:])),)),
+    unclaimed=has_host_rows,
+)
+def fetch_modes_agree(case: Case) -> None:
+    """Compare the case's mode with "resident": the logits of six steps, and then the selected units."""
+    close(teacher_forced(case.policy, "resident"), teacher_forced(case.policy, case.fetch), 1e-4, "the steps' logits")
+    resident, offloaded = (_selected_units(case.policy, fetch) for fetch in ("resident", case.fetch))
+    holds(resident.keys() == offloaded.keys(), f"states have the leaves {sorted(resident)} and {sorted(offloaded)}")
+    for path, units in resident.items():
+        equal(np.sort(units), np.sort(offloaded[path]), path)
+
+
+@functools.cache
+def _selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
+    """Return the state's leaves named `resident` after six steps. They hold the units that the last query selected."""
+    state = run_steps(model(), prefilled(policy, fetch)[1], STEPS[:, :6])[1]
+    return {path: leaf for path, leaf in changing(state).items() if path.endswith(".resident")}
+
+
+@law(
+    "A step under jit gives the same logits and the same state as the step without jit.",
+    cases=in_one_mode,
+)
+def jit_is_no_jit(case: Case) -> None:
+    """Compare one step under jit with the same step without jit, where each operation is a separate program."""
+    state, token = state_of(case), jnp.asarray(STEPS[:, 0])
+    plain, plain_state = decode.step(model().weights, TINY, token, state)
+    jitted, jitted_state = decode.decode_step(model(), token, state.fork())
+    close(plain, jitted, 1e-4)
+    plain_leaves = changing(plain_state)
+    for path, leaf in changing(jitted_state).items():
+        close(plain_leaves[path], leaf, 1e-4, path)
+
+
+@law("A step or a turn does not change any shape, dtype, memory kind or static field of the state.", cases=in_each_mode)
+def steps_change_no_shape(case: Case) -> None:
+    """Compare descriptions of the state before and after. Trees are equal only if their static fields are equal."""
+
+    def describe(state: KVState) -> object:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding.memory_kind), state)
+
+    state = state_of(case)
+    before = describe(state)
+    once = decode.decode_step(model(), STEPS[:, 0], state)[1]
+    holds(describe(once) == before, "a step changes the description of the state")
+    turned = decode.extend(model(), STEPS[:, :7], [3, 0, 2], once, logits="all")[1]
+    holds(describe(turned) == before, "a turn changes the description of the state")
+
 
 ROOM = 6  # tokens that a row may take after its prompt
 
@@ -363,3 +516,153 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def _in_host(variable: Any) -> bool:
     """Return whether a variable of a jaxpr lies in host memory."""
     return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+# Number of tokens of each row's turn. The second row has none.
+TURN = np.array([7, 0, 4])
+ACTIVE = np.arange(7) < TURN[:, None]
+# A turn of two pieces: 32 tokens, in several blocks of the hooks, and two more. One row ends in the middle of a block.
+LONG_TURN = np.array([34, 0, 21])
+LONG_TOKENS = random_tokens(BATCH, max(LONG_TURN), seed=4)
+LONG_CHUNK = BATCH * 32
+PIECES = (1, 16)  # single tokens, and an uneven cut of 61
+
+
+@law("Two turns give the same logits and the same state as one turn with the same tokens.", cases=in_each_mode)
+def split_turns_are_one_turn(case: Case) -> None:
+    """Compare one turn with two shorter ones. One row has no tokens in the first of them.
+
+    All turns are padded to the same width, so that only one program is compiled.
+    """
+    once, state = _turn(STEPS[:, :7], [7, 4, 6], state_of(case))
+    first, split = _turn(STEPS[:, :7], [3, 0, 3], state_of(case))
+    second = np.zeros((BATCH, 7), np.int32)
+    second[0, :4], second[1, :4], second[2, :3] = STEPS[0, 3:7], STEPS[1, :4], STEPS[2, 3:6]
+    twice, split = _turn(second, [4, 4, 3], split)
+    for row, (before, after) in enumerate(((3, 4), (0, 4), (3, 3))):
+        parts = np.concatenate([first[row, :before], twice[row, :after]])
+        close(parts, once[row, : before + after], 1e-4, f"row {row}'s logits")
+    _same_memory(split, state)
+
+
+def _turn(tokens: np.ndarray, counts: Any, state: KVState) -> tuple[np.ndarray, KVState]:
+    """Feed tokens [B, 7] to a state. Return the logits [B, 7, V] and the new state. All laws share this program."""
+    logits, state = decode.extend(model(), tokens, counts, state, logits="all")
+    return np.asarray(logits), state
+
+
+def _same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
+    """Raise Difference if the remembered leaves of two states differ. Without `codes`, integers of few bits may."""
+    leaves, wanted = (
+        {**remembered(state), **later_rows(state)} if codes else remembered(state) for state in (got, want)
+    )
+    assert leaves.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        if codes or leaf.dtype.kind not in "iu" or leaf.dtype.itemsize >= 4:
+            close(leaves[path], leaf, 1e-4, path)
+
+
+@law("A turn gives the same last logits and the same state as its tokens in single steps.", cases=in_each_mode)
+def extend_is_steps(case: Case) -> None:
+    """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
+    logits, extended = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
+    last = np.asarray(logits)
+    everything, _ = _turn(STEPS[:, :7], TURN, state_of(case))
+    close(last[0], by_steps[0, 6], 1e-4, "row 0's last logits")
+    close(last[2], by_steps[2, 3], 1e-4, "row 2's last logits")
+    close(last[0], everything[0, 6], 1e-6, "row 0's last logits, and the last of all its logits,")
+    holds(not last[1].any(), "a row without new tokens has logits that are not 0")
+    _same_memory(extended, stepped)
+
+
+@law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
+def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
+    """Feed rows of seven, zero and four tokens."""
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
+    everything, extended = _turn(STEPS[:, :7], TURN, state_of(case))
+    close(everything[ACTIVE], by_steps[ACTIVE], 1e-4)
+    _same_memory(extended, stepped)
+
+
+@law(
+    "A turn of several pieces gives the same logits and the same state as its tokens in single steps.",
+    cases=in_one_mode,
+)
+def long_turn_is_steps(case: Case) -> None:
+    """Feed rows of 34, zero and 21 tokens, with a bound that gives pieces of 32 tokens or fewer.
+
+    The state has the selected units and their counts. So every query has selected the same units as in a single step. A
+    number near the middle between two codes may get either code.
+    """
+    active = np.arange(max(LONG_TURN)) < LONG_TURN[:, None]
+    start = state_of(case)
+    by_steps, stepped = run_steps(model(), start.fork(), np.where(active, LONG_TOKENS, 0), active)
+    logits, extended = decode.extend(model(), LONG_TOKENS, LONG_TURN, start, logits="all", extend_chunk=LONG_CHUNK)
+    held = np.add(LENGTHS, LONG_TURN)
+    same = same_codes(as_seen(extended, held), as_seen(stepped, held))
+    holds(same[LONG_TURN > 0].any(), "codes differ in every row with new tokens")
+    got, exact = np.asarray(logits), active & same[:, None]
+    close(got[exact], by_steps[exact], 1e-4, "logits")
+    close(got[active], by_steps[active], NEIGHBOR, "logits")
+    _same_memory(extended, stepped, codes=False)
+
+
+def _cannot_rewind(subject: Subject) -> str | None:
+    """Return why a policy is left out of the law of rewinds, or None."""
+    state = abstract(Case(subject), "resident")
+    try:
+        jax.eval_shape(earliest, state, state.lengths)
+    except ConfigError:
+        return "it cannot give tokens back"
+    return None
+
+
+@law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=_cannot_rewind)
+def tokens_given_back_leave_nothing(case: Case) -> None:
+    """Feed other tokens after a turn, take back as many as possible, and go on. Do all of it twice."""
+    _, state = _turn(STEPS[:, :7], TURN, state_of(case))
+    plain, start = state.fork(), np.asarray(state.lengths)
+    for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
+        _, state = _turn(wrong, TURN[::-1], state)
+        held = np.asarray(state.lengths)
+        back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
+        kept = np.minimum(back, held) - start
+        state = state.rewind(start + kept)
+        _, plain = _turn(wrong, kept, plain)
+        close(state.room(), plain.room(), 0, "room")
+        got, state = run_steps(model(), state, STEPS[:, 7:10])
+        want, plain = run_steps(model(), plain, STEPS[:, 7:10])
+        close(got, want, 1e-4, "later logits")
+        close(state.last, plain.last, 0, "last tokens")
+        start = np.asarray(plain.lengths)
+
+
+def _piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """Return the cases with small settings and a prompt in pieces, one for each size of a piece."""
+    return [Case(subject, piece=piece) for piece in PIECES]
+
+
+@law("A prompt in pieces gives the same logits, state and later steps as the prompt in one piece.", cases=_piece_cases)
+def prefill_pieces_are_one_prefill(case: Case) -> None:
+    """Prefill in pieces of `case.piece` tokens. A number near the middle between two codes may get either code."""
+    want_logits, want = prefilled(case.policy, case.fetch)
+    logits, state = decode.prefill(
+        model(),
+        PROMPT,
+        LENGTHS,
+        case.policy,
+        capacity=CAPACITY,
+        fetch=case.fetch,
+        prefill_chunk=case.piece or max(LENGTHS),
+    )
+    close(logits, want_logits, 1e-4, "the prompt's logits")
+    want_leaves, leaves = as_seen(want, LENGTHS), as_seen(state, LENGTHS)
+    same = same_codes(leaves, want_leaves)
+    for path, leaf in leaves.items():
+        if not path.endswith(" decoded"):
+            close(leaf, want_leaves[path], 2e-4, path)
+    holds(same.any(), "codes differ in every row")
+    got, steps = (run_steps(model(), one, STEPS[:, :3])[0] for one in (state, want))
+    close(got[same], steps[same], 2e-4, "later logits")
+    close(got, steps, NEIGHBOR, "later logits")
