@@ -1,4 +1,9 @@
-"""Batched log-likelihoods of given continuations, and batched generations, under one policy."""
+"""Batched log-likelihoods of given continuations, and batched generations, under one policy.
+
+The context of a request is prefilled and compressed. Then the tokens of its continuation attend through the policy one
+by one, as in a generation. So the log-likelihood measures the policy. With full attention it is that of the model
+itself.
+"""
 
 import dataclasses
 import functools

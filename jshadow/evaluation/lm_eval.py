@@ -1,4 +1,12 @@
-"""lm"""
+"""jshadow as a model of lm-evaluation-harness (lm-eval), to run its tasks with any policy. Needs the extra `eval`.
+
+This command is the command line of lm-eval with the model "jshadow" registered. (lm-eval 0.4.13 has no plug-ins.)
+
+    python -m jshadow.evaluation.lm_eval run --model jshadow --tasks hellaswag --model_args \\
+        pretrained=DIR,policy=shadowkv,rank=32,budget=256,dtype=float32,capacity=2048
+
+In Python, call `lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
+"""
 
 import dataclasses
 import logging
@@ -150,7 +158,7 @@ class JshadowLM(TemplateLM):
         Args:
             pretrained: a checkpoint directory or hub id for `jshadow.load`, or Params.
             policy: a Policy, or the name of one (`jshadow policies` lists them).
-            **arguments: fields of `lm_eval_settings.ModelArguments`, and settings of the policy such as `rank=32`.
+            **arguments: fields of `_ModelArguments`, and settings of the policy such as `rank=32`.
 
         Raises:
             ConfigError: a setting is unknown or out of range.

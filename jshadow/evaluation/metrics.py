@@ -1,4 +1,8 @@
-"""Metrics of logits, of numbers and of texts."""
+"""Metrics of logits and numbers, and scorers, which compare the correct answers with a model's output.
+
+The scorers follow the definitions of their suites: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1),
+LongBench v2 (arXiv 2412.15204) and InfiniteBench (arXiv 2402.13718). An empty output always scores 0.
+"""
 
 import collections
 import json

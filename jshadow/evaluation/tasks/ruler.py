@@ -1,4 +1,4 @@
-"""The tasks of NVIDIA's own RULER, whose scripts and data are in an installed package."""
+"""The tasks of NVIDIA's own RULER, made by the scripts and data of an installed package (extra `ruler`)."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,8 @@
-"""Endless texts that hide the facts of a task. They come from this machine, without network."""
+"""Endless texts that hide the facts of a task. They come from this machine, without network.
+
+Each kind is a stream of pieces: sentences, paragraphs, blocks of source code or verses. The seed decides where it
+starts. Texts that ship with Python differ between its versions, so a seed gives the same text only with one version.
+"""
 
 import functools
 import importlib.metadata
