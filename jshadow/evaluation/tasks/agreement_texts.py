@@ -14,7 +14,7 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import ruler
 from jshadow.evaluation.tasks.framing import Case, Sample
-from jshadow.evaluation.tasks.texts import bible, code, documentation, installed_file, read_json, tokens_of
+from jshadow.evaluation.tasks.texts import bible, code, documentation, from_any, installed_file, read_json, tokens_of
 from jshadow.weights.templates import has_template, render
 from jshadow.weights.tokenizer import decode, encode, opening
 
@@ -94,9 +94,7 @@ def _essay_pieces(rng: random.Random) -> Iterator[str]:
 
 def _encyclopedia_pieces(rng: random.Random) -> Iterator[str]:
     """Yield paragraphs of HotpotQA, starting at a random one."""
-    parts = encyclopedia()
-    for index in itertools.count(rng.randrange(len(parts))):
-        yield parts[index % len(parts)]
+    return from_any(rng, encyclopedia())
 
 
 @functools.cache
@@ -163,18 +161,11 @@ def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Ca
     raise ConfigError(f"length must be shorter, because no agent session has more tokens, got {length}")
 
 
-def essay_tokens(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of the essays without end, starting at a random place."""
-    return tokens_of(tokenizer, rng, _essay_pieces)
-
-
-def _encyclopedia_tokens(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of HotpotQA's paragraphs without end, starting at a random one."""
-    return tokens_of(tokenizer, rng, _encyclopedia_pieces)
-
-
+essay_tokens = functools.partial(tokens_of, pieces=_essay_pieces)
 PACKAGE_TASKS: dict[str, Callable[[Any, int, float, int], Case]] = {
     "agreement_essays": functools.partial(agreement, source=essay_tokens),
-    "agreement_hotpotqa": functools.partial(agreement, source=_encyclopedia_tokens),
+    "agreement_hotpotqa": functools.partial(
+        agreement, source=functools.partial(tokens_of, pieces=_encyclopedia_pieces)
+    ),
     "agreement_agents": agreement_agents,
 }

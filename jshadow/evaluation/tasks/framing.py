@@ -159,10 +159,6 @@ Compose = Callable[[int, str], str]
 class _TooShort(Exception):
     """The error that is raised if the smallest text of a task is too long, by this many tokens."""
 
-    def __init__(self, by: int) -> None:
-        super().__init__(by)
-        self.by = by
-
 
 class Pieces:
     """A stream of pieces that remembers them, so that a text of n + 1 pieces starts with the same n pieces."""
@@ -258,7 +254,9 @@ def filled(
     try:
         context = fill(tokenizer, compose, length - framing, least, after)
     except _TooShort as error:
-        raise ConfigError(f"length must be at least {length + error.by} tokens for this task, got {length}") from None
+        raise ConfigError(
+            f"length must be at least {length + error.args[0]} tokens for this task, got {length}"
+        ) from None
     return case_of(tokenizer, [dataclasses.replace(one, context=context) for one in samples], apart=apart)
 
 
@@ -282,3 +280,8 @@ def planted(pieces: Sequence[str], facts: Sequence[str], depths: Sequence[float]
     for fact, depth in zip(facts, depths, strict=True):
         at.setdefault(place(sizes, depth), []).append(fact)
     return "".join("".join(at.get(index, ())) + piece for index, piece in enumerate([*pieces, ""]))
+
+
+def planting(head: str, pieces: Pieces, facts: Sequence[str], depths: Sequence[float]) -> Compose:
+    """Return a function for `fill`: the head and some pieces, with the facts planted in them."""
+    return lambda count, padding: (head + planted(pieces.first(count), facts, depths)).rstrip() + padding

@@ -23,7 +23,7 @@ from jshadow.evaluation.tasks.framing import (
     filled,
     numbers,
     place,
-    planted,
+    planting,
     uuids,
     word_pairs,
 )
@@ -148,9 +148,7 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
     else:
         pieces = Pieces((noise_pieces if kind.haystack == "noise" else documentation_pieces)(rng))
     head = f"Some special {kind.thing}s are hidden in this text. You will be asked for them.\n\n"
-
-    def compose(count: int, padding: str) -> str:
-        return (head + planted(pieces.first(count), needles, depths)).rstrip() + padding
+    compose = planting(head, pieces, needles, depths)
 
     def after(count: int) -> str:
         return end + pieces.first(count + 1)[-1]
@@ -184,10 +182,7 @@ def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     number, pieces = next(numbers(rng, 5)), Pieces(noise_pieces(rng))
     head = "There is a pass key in this text. Find it and remember it.\n\n"
     fact = f"The pass key is {number}. Remember it. {number} is the pass key. "
-
-    def compose(count: int, padding: str) -> str:
-        return (head + planted(pieces.first(count), [fact], [depth])).rstrip() + padding
-
+    compose = planting(head, pieces, [fact], [depth])
     sample = Sample("", "What is the pass key?", "The pass key is", number, PASSKEY_NEW_TOKENS)
     return filled(tokenizer, length, compose, [sample])
 

@@ -16,7 +16,16 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jshadow.evaluation.tasks.framing import Case, Pieces, Sample, filled, letters, numbers, planted, word_pairs
+from jshadow.evaluation.tasks.framing import (
+    Case,
+    Pieces,
+    Sample,
+    filled,
+    letters,
+    numbers,
+    planting,
+    word_pairs,
+)
 from jshadow.evaluation.tasks.texts import STORY, Verse, noise_pieces, verses, words
 from jshadow.weights.tokenizer import encode
 
@@ -46,10 +55,7 @@ def variable_tracking(tokenizer: Any, length: int, depth: float, seed: int) -> C
         "Variables are assigned in this text, some from others. Keep track of them. For example, after "
         "VAR one = 11. VAR two = VAR one. the variables that hold 11 are: one two.\n\n"
     )
-
-    def compose(count: int, padding: str) -> str:
-        return (head + planted(pieces.first(count), lines, depths)).rstrip() + padding
-
+    compose = planting(head, pieces, lines, depths)
     question = f"Which {len(names)} variables hold the value {value}, at first hand or from another variable?"
     prefix = f"The variables that hold {value} are:"
     return filled(tokenizer, length, compose, [Sample("", question, prefix, tuple(names), 30, "string_match_all")])
@@ -150,9 +156,7 @@ def _questions_about_verses(
     asked = rng.sample(_askable(), together * apart)
     depths = [depth, *(rng.random() for _ in asked[1:])]
     pieces, lines = Pieces(others(rng, asked)), [_line(verse) for verse in asked]
-
-    def compose(count: int, padding: str) -> str:
-        return (HEAD + planted(pieces.first(count), lines, depths)).rstrip() + padding
+    compose = planting(HEAD, pieces, lines, depths)
 
     def after(count: int) -> str:
         return "\n" + pieces.first(count + 1)[-1]
@@ -216,10 +220,7 @@ def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     chosen, lines = chosen[:count], lines[:count]
     depths = [(index + depth) / count for index in range(count)]
     pieces = Pieces(noise_pieces(rng, STORY))
-
-    def compose(some: int, padding: str) -> str:
-        return (ORDERS_HEAD + planted(pieces.first(some), lines, depths)).rstrip() + padding
-
+    compose = planting(ORDERS_HEAD, pieces, lines, depths)
     answer = json.dumps(chosen)
     room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # the same JSON may be formatted differently
     return filled(tokenizer, length, compose, [Sample("", ORDERS_QUESTION, "", answer, room, "json_fields")])

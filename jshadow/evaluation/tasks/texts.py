@@ -113,11 +113,15 @@ def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterat
     return itertools.cycle([f"{sentence} " for sentence in sentences])
 
 
-def documentation_pieces(rng: random.Random) -> Iterator[str]:
-    """Yield paragraphs of Python's documentation, starting at a random one."""
-    parts = paragraphs()
+def from_any[T](rng: random.Random, parts: Sequence[T]) -> Iterator[T]:
+    """Yield the parts in order, again and again, starting at a random one."""
     for index in itertools.count(rng.randrange(len(parts))):
         yield parts[index % len(parts)]
+
+
+def documentation_pieces(rng: random.Random) -> Iterator[str]:
+    """Yield paragraphs of Python's documentation, starting at a random one."""
+    return from_any(rng, paragraphs())
 
 
 def _code_pieces(rng: random.Random) -> Iterator[str]:
@@ -132,25 +136,7 @@ def _code_pieces(rng: random.Random) -> Iterator[str]:
 
 def _bible_pieces(rng: random.Random) -> Iterator[str]:
     """Yield verses with their citations, starting at a random one."""
-    parts = verses()
-    for index in itertools.count(rng.randrange(len(parts))):
-        verse = parts[index % len(parts)]
-        yield f"{verse.citation} {verse.text}\n"
-
-
-def documentation(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of the documentation without end, starting at a random paragraph."""
-    return tokens_of(tokenizer, rng, documentation_pieces)
-
-
-def code(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of the standard library's source code without end, starting in a random module."""
-    return tokens_of(tokenizer, rng, _code_pieces)
-
-
-def bible(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of Bible verses without end, starting at a random one."""
-    return tokens_of(tokenizer, rng, _bible_pieces)
+    return (f"{verse.citation} {verse.text}\n" for verse in from_any(rng, verses()))
 
 
 def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Random], Iterator[str]]) -> Iterator[int]:
@@ -165,5 +151,9 @@ def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) ->
     return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
 
 
+# Functions of (tokenizer, random generator) that return the endless token ids of a text.
+documentation = functools.partial(tokens_of, pieces=documentation_pieces)
+code = functools.partial(tokens_of, pieces=_code_pieces)
+bible = functools.partial(tokens_of, pieces=_bible_pieces)
 noise = functools.partial(repeated, sentences=NOISE)
 story = functools.partial(repeated, sentences=STORY)
