@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 import jshadow
-from jshadow.evaluation.metrics import kl, mean_stderr, score
+from jshadow.evaluation.metrics import kl, mean_stderr
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import make
 from jshadow.weights.templates import frame
 

@@ -28,7 +28,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
         description="One decode step of one layer's attention on random keys and values. bound: bytes moved at the "
         "measured read rate, and operations at the measured product rate.",
     )
-    layer.set_defaults(run=run_layer)
+    layer.set_defaults(run=_run_layer)
     add_layer_options(layer)
     for part, text in (("decode", "decode steps of a checkpoint"), ("prefill", "the prefill of a checkpoint")):
         model = parts.add_parser(
@@ -44,7 +44,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
         help="what the machine can do at best",
         description="Bytes a second read and copied, operations a second in products; with a GPU, the bus too.",
     )
-    most.set_defaults(run=run_ceilings)
+    most.set_defaults(run=_run_ceilings)
     add_count(most, "repeats", 10, "timed calls; the best one counts")
     add_output_options(most)
 
@@ -93,7 +93,7 @@ def check_repeats(repeats: int) -> None:
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
 
 
-def check_dtype(dtype: str) -> None:
+def _check_dtype(dtype: str) -> None:
     """Raise ConfigError for a dtype whose products are not measured."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
@@ -111,7 +111,7 @@ def shapes_of(args: argparse.Namespace) -> list["Shape"]:
     from jshadow.evaluation.speed import Shape
 
     check_repeats(args.repeats)
-    check_dtype(args.dtype)
+    _check_dtype(args.dtype)
     contexts = list(dict.fromkeys(part.strip() for part in args.context.split(",")))
     if not all(part.isdecimal() for part in contexts):
         raise ConfigError(f"--context must be a comma list of token counts, got {args.context!r}")
@@ -120,7 +120,7 @@ def shapes_of(args: argparse.Namespace) -> list["Shape"]:
     ]
 
 
-def run_layer(args: argparse.Namespace) -> int:
+def _run_layer(args: argparse.Namespace) -> int:
     """Run `jshadow bench layer`, and return 0 when all settings are measured."""
     from jshadow.evaluation.speed import bench_layer, ceilings
 
@@ -159,7 +159,7 @@ def run_model(args: argparse.Namespace, others: Sequence["System"] = ()) -> int:
     """
     from jshadow.evaluation.speed import Request, bench_model, ceilings
 
-    check_dtype(args.dtype)
+    _check_dtype(args.dtype)
     request = Request(args.model, args.tokens, args.batch, args.steps, args.dtype)
 
     def progress(system: str) -> None:
@@ -175,12 +175,12 @@ def run_model(args: argparse.Namespace, others: Sequence["System"] = ()) -> int:
     if args.json:
         tell_json(ceilings=best, results=rows)
     else:
-        print_model(rows, args.part, args.tokens * args.batch)
+        _print_model(rows, args.part, args.tokens * args.batch)
         print_ceilings(best)
     return int(any(row["error"] is not None and row["fetch"] is not None for row in rows))
 
 
-def run_ceilings(args: argparse.Namespace) -> int:
+def _run_ceilings(args: argparse.Namespace) -> int:
     """Run `jshadow bench ceilings`, and return 0 when all rates are measured."""
     from rich.table import Table
 
@@ -205,16 +205,8 @@ def tell_json(**results: Any) -> int:
     return 0
 
 
-def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
-    """Print the table of `decode` or `prefill`, with a line for each setting that was not measured.
-
-    Ratios are to the first other system if one was measured, else to full attention.
-
-    Args:
-        rows: the rows of `bench_model`.
-        part: "decode" or "prefill".
-        tokens: number of tokens of all prompts together.
-    """
+def _print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
+    """Print the table of `decode` or `prefill`, with a line for each setting that was not measured."""
     from rich.table import Table
 
     from jshadow.evaluation.speed import label_of

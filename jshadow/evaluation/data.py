@@ -11,7 +11,7 @@ columns are optional:
 - prompt_ids: token ids of the prompt, if encoding its text gives different ids.
 
 Files of LongBench v1 and v2, InfiniteBench and RULER are recognized by their columns. Scorers and token limits are
-those of the suites (`metrics` names the papers). The prompts have different wording. So scores are close to published
+those of the suites (`scorers` names the papers). The prompts have different wording. So scores are close to published
 ones, but the experiment is not the same. Tasks in Chinese are refused, because their scores need word segmentation.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.metrics import LETTERS, SCORERS
+from jshadow.evaluation.scorers import LETTERS, SCORERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.weights.texts import read_text
 from jshadow.weights.tokenizer import decode, encode

@@ -21,9 +21,9 @@ from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics
 from jshadow.evaluation.likelihood import generate_rows, greedy, padded_rows
-from jshadow.evaluation.metrics import score
 from jshadow.evaluation.plan import EvalSettings, Evaluation, Setup, TaskPlan, label, model_of, plan_tasks
 from jshadow.evaluation.results import task_rows
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.tasks.ruler import among

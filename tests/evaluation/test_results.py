@@ -12,8 +12,8 @@ from result_rows import row
 from rich.console import Console
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, results
-from jshadow.evaluation.metrics import SCORERS, score
+from jshadow.evaluation import metrics, results, scorers
+from jshadow.evaluation.scorers import SCORERS, score
 
 
 def record(*hits: bool, **given: Any) -> dict[str, Any]:
@@ -196,13 +196,13 @@ def test_common_subsequences_are_those_of_the_usual_table():
     rng = random.Random(0)
     for sizes in itertools.product((0, 1, 2, 7, 40), repeat=2):
         one, other = ("".join(rng.choices("abc", k=size)) for size in sizes)
-        assert metrics.common_subsequence(one, other) == by_table(one, other)
-        assert metrics.common_subsequence(one.split(), other.split()) <= 1
+        assert scorers.common_subsequence(one, other) == by_table(one, other)
+        assert scorers.common_subsequence(one.split(), other.split()) <= 1
 
 
 def test_an_answer_is_found_only_whole():
     for output in ("1234567", " It is 1234567.", "1234568 or 1234567"):
-        assert metrics.found("1234567", output), output
+        assert scorers.found("1234567", output), output
     for output in ("", "123456", "12345678", "01234567", "1,234,567"):
-        assert not metrics.found("1234567", output), output
-    assert not metrics.found("", "anything")
+        assert not scorers.found("1234567", output), output
+    assert not scorers.found("", "anything")

@@ -17,9 +17,10 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full, StreamingLLM, cli, save
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, runner
+from jshadow.evaluation import runner
 from jshadow.evaluation.parts import evaluate_part
 from jshadow.evaluation.plan import EvalSettings
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import TASKS, ruler
 from jshadow.ops.parts import Part
 from jshadow.weights.params import load_tokenizer
@@ -205,7 +206,7 @@ if real_package():
             for _ in range(200):
                 references.append(tuple(rng.choices(answers, k=rng.randint(1, 5))))
                 outputs.append(" ".join(rng.choices(words, k=rng.randint(0, 6))))
-            shares = [metrics.score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
+            shares = [score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
             theirs = scorers[task.script.stem]
             cleaned = ["".join("\n" if ord(one) < 32 else one for one in output.strip()).strip() for output in outputs]
             assert theirs["metric_fn_per_sample"](cleaned, references) == pytest.approx([100 * one for one in shares])

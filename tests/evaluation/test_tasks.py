@@ -20,9 +20,9 @@ from tokenizers_by_kind import TOKENIZERS
 from jshadow import Full, ShadowKV, load, save
 from jshadow.errors import ConfigError
 from jshadow.evaluation import data, plan, results, runner, tasks
-from jshadow.evaluation.metrics import SCORERS, score
 from jshadow.evaluation.results import pooled
 from jshadow.evaluation.runner import evaluate
+from jshadow.evaluation.scorers import SCORERS, score
 from jshadow.evaluation.tasks import agreement_texts, framing, texts
 from jshadow.evaluation.tasks.__main__ import main
 from jshadow.evaluation.tasks.agreement_texts import FORCED

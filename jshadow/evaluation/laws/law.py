@@ -197,7 +197,7 @@ def _measured(got: Any, want: Any, place: str) -> tuple[str, float]:
     return place, float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
 
 
-def paths_of(tree: Any) -> dict[str, Any]:
+def _paths_of(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -292,7 +292,7 @@ CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a c
 
 def changing(state: KVState) -> dict[str, np.ndarray]:
     """Return the leaves that a step may change, by path."""
-    return {path: np.asarray(leaf) for path, leaf in paths_of(state.split()[1]).items()}
+    return {path: np.asarray(leaf) for path, leaf in _paths_of(state.split()[1]).items()}
 
 
 def meaningful(state: KVState) -> dict[str, np.ndarray]:

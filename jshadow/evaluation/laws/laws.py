@@ -120,7 +120,7 @@ def small_is_not_full(case: Case) -> None:
     )
 
 
-def has_host_rows(subject: Subject) -> str | None:
+def _has_host_rows(subject: Subject) -> str | None:
     """Return why a law about host memory does not apply to a policy, or None if it applies."""
     return None if offloads(subject.small) else "it keeps nothing in host memory"
 
@@ -153,7 +153,7 @@ def _agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
 @law(
     "The logits and the selected units are the same in all fetch modes.",
     cases=lambda subject, fetches: _agreeing_cases(subject, (*dict.fromkeys((*fetches, *FETCH_MODES[1:])),)),
-    unclaimed=has_host_rows,
+    unclaimed=_has_host_rows,
 )
 def fetch_modes_agree(case: Case) -> None:
     """Compare the case's mode with "resident": the logits of six steps, and then the selected units."""
@@ -460,7 +460,7 @@ def consumed_state_says_so(case: Case) -> None:
 @law(
     "A step neither scatters to a host array nor moves a whole host array.",
     cases=lambda subject, fetches: [Case(subject, "device_put")],
-    unclaimed=has_host_rows,
+    unclaimed=_has_host_rows,
 )
 def steps_leave_the_host_alone(case: Case) -> None:
     """Inspect the operations of a step. It must move rows from host memory, but no whole array."""

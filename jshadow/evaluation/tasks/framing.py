@@ -23,7 +23,7 @@ class Sample:
     """One question about one context. The first five fields are the columns of kvpress.
 
     The context has the planted facts. `answer_prefix` is the beginning of the answer, which is given to the model.
-    `answer` is empty if nothing is asked. `scorer` is a name in `metrics.SCORERS`, and `choices` are all classes for
+    `answer` is empty if nothing is asked. `scorer` is a name in `scorers.SCORERS`, and `choices` are all classes for
     "classes".
     """
 

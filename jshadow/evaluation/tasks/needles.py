@@ -50,11 +50,8 @@ PASSKEY_NEW_TOKENS = 12
 # Cities and numbers
 
 
-def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
-    """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence.
-
-    If none ends near it, the result is `target`. `text` is a list of token ids, and places are indices in it.
-    """
+def _snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
+    """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence."""
     reach = int(SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
     before = {cut: decode(tokenizer, text[max(0, cut - 2) : cut]) for cut in cuts if 0 < cut < len(text)}
@@ -89,7 +86,7 @@ def needles(
         raise ConfigError(f"length must be at least {length - room + count} tokens for this task, got {length}")
     text = list(itertools.islice(source(tokenizer, rng), room))
     depths = [(depth + i / count) % 1 if i else depth for i in range(count)]
-    cuts = [snap(tokenizer, text, int(share * room)) for share in depths]
+    cuts = [_snap(tokenizer, text, int(share * room)) for share in depths]
     context, planted, done = [], {}, 0
     for i in sorted(range(count), key=cuts.__getitem__):
         context += text[done : cuts[i]]

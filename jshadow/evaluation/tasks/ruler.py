@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.metrics import SCORERS
+from jshadow.evaluation.scorers import SCORERS
 from jshadow.evaluation.tasks import ruler_scripts
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.weights.tokenizer import opening
@@ -30,7 +30,7 @@ ESSAYS = "PaulGrahamEssays.json"
 class _RulerTask:
     """The settings of one task, as they are in the package: `script` makes its samples with the options `settings`.
 
-    `template` is the prompt, with the beginning of the answer at its end. `scorer` is a name in `metrics.SCORERS`.
+    `template` is the prompt, with the beginning of the answer at its end. `scorer` is a name in `scorers.SCORERS`.
     """
 
     name: str

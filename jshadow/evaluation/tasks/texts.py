@@ -145,7 +145,7 @@ def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Rando
         yield from encode(tokenizer, piece)
 
 
-def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
+def _repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
     """Yield token ids of the given sentences in order, again and again. The text is the same for every seed."""
     del rng  # the same for every seed
     return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
@@ -155,5 +155,5 @@ def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) ->
 documentation = functools.partial(tokens_of, pieces=documentation_pieces)
 code = functools.partial(tokens_of, pieces=_code_pieces)
 bible = functools.partial(tokens_of, pieces=_bible_pieces)
-noise = functools.partial(repeated, sentences=NOISE)
-story = functools.partial(repeated, sentences=STORY)
+noise = functools.partial(_repeated, sentences=NOISE)
+story = functools.partial(_repeated, sentences=STORY)
