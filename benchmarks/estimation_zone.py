@@ -20,7 +20,7 @@ import jshadow
 from jshadow.cache.prompt_walk import walk_layers
 from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import documentation
-from jshadow.evaluation.tasks.package_texts import essay_tokens
+from jshadow.evaluation.tasks.agreement_texts import essay_tokens
 from jshadow.models.transformer import Heads
 from jshadow.ops.attention import causal_attention
 

@@ -27,9 +27,8 @@ from jshadow.cache.accounting import FETCH_QUANTUM
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.metrics import mean_stderr
-from jshadow.evaluation.plan import plan_tasks
-from jshadow.evaluation.runner import run_case
-from jshadow.evaluation.settings import EvalSettings, Setup
+from jshadow.evaluation.plan import EvalSettings, Setup, plan_tasks
+from jshadow.evaluation.runner import run_cases
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, TransformCode, Values
@@ -141,7 +140,7 @@ def divergences(
     for done, plan in enumerate(plans):
         run_policies = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
         for index in range(samples):
-            _, *records = run_case(setup, plan, index, run_policies)
+            _, *records = (record for [record] in run_cases(setup, plan, [index], run_policies))
             for records_of_policy, record in zip(found, records, strict=True):
                 records_of_policy[plan.task, plan.length, index] = record
             console.print(f"{plan.task}, {plan.length} tokens, prompt {index + 1}: {done + 1} of {len(plans)} tasks")

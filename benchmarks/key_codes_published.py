@@ -32,9 +32,8 @@ import jshadow
 from jshadow.engine import decode
 from jshadow.evaluation.metrics import kl, mean_stderr
 from jshadow.evaluation.tasks import Case
-from jshadow.evaluation.tasks.agreement import agreement
-from jshadow.evaluation.tasks.package_texts import read_data
-from jshadow.evaluation.tasks.ruler.package import ESSAYS
+from jshadow.evaluation.tasks.agreement_texts import agreement, read_data
+from jshadow.evaluation.tasks.ruler import ESSAYS
 from jshadow.evaluation.tasks.texts import code, documentation, tokens_of
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, ShadowKV

@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-
-from jshadow.evaluation.plots.style import STYLE, look_of
+from plots import STYLE, look_of
 
 PANELS = {"2,048 tokens": (1, 4), "4,096 tokens": (5, 8)}  # title -> (column of device bytes, column of KL)
 BYTES = re.compile(r"([\d.]+) \(([\d.]+) %\)")

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 import jshadow
-from jshadow.evaluation.tasks import documentation, frame
+from jshadow.evaluation.tasks import documentation
+from jshadow.weights.templates import frame
 
 QUESTIONS = (
     "What is this text about?",

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 from transformers import AutoTokenizer
 
-from jshadow.evaluation.tasks.framing import frame
 from jshadow.evaluation.tasks.texts import documentation
+from jshadow.weights.templates import frame
 
 QUESTION = "What is this text about?"
 ROOM = 256

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import jshadow
-from jshadow.evaluation.tasks.framing import frame
 from jshadow.evaluation.tasks.texts import documentation
 from jshadow.serving import Engine, Request, RowClass
+from jshadow.weights.templates import frame
 
 POLICIES = {"shadowkv": jshadow.ShadowKV(rank=32, budget=256), "full": jshadow.Full()}
 QUESTION = "What is this text about?"

@@ -18,9 +18,9 @@ import numpy as np
 
 import jshadow
 from jshadow.evaluation.metrics import kl, mean_stderr
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import make
-from jshadow.evaluation.tasks.framing import frame
-from jshadow.evaluation.text_metrics import score
+from jshadow.weights.templates import frame
 
 TASKS = ("needle_noise", "needle_docs")
 POLICIES = {

@@ -20,7 +20,7 @@
 # questions about SmolLM2-135M. Which tensor has the lowest rank? Do later tokens' keys lie in the subspace of the
 # prompt's keys? What does a rank cost?
 #
-# The functions are in `jshadow.evaluation.analysis` and the pictures in `jshadow.evaluation.plots`.
+# The functions are in `benchmarks/analysis.py` and the pictures in `benchmarks/plots.py`.
 
 # %%
 MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
@@ -31,12 +31,17 @@ TEXT = None  # the path of a text file of at least 3,072 tokens; None: Python's 
 import argparse
 import itertools
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 
 import jshadow
-from jshadow.evaluation import analysis, plots, tasks
+from jshadow.evaluation import tasks
+
+sys.path.append("../benchmarks")
+import analysis
+import plots
 
 params = jshadow.load(MODEL, dtype="float32")
 tokenizer = params.tokenizer

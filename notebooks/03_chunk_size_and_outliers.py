@@ -28,12 +28,17 @@ TEXT = None  # the path of a text file of at least 3,072 tokens; None: Python's 
 # %matplotlib inline
 import itertools
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 
 import jshadow
-from jshadow.evaluation import analysis, plots, tasks
+from jshadow.evaluation import tasks
+
+sys.path.append("../benchmarks")
+import analysis
+import plots
 
 params = jshadow.load(MODEL, dtype="float32")
 LENGTH, SAMPLES = 1024, 3

@@ -27,13 +27,17 @@ TEXT = "agreement"  # Python's documentation; "agreement_code": its source code
 
 # %%
 # %matplotlib inline
+import sys
 import tempfile
 from pathlib import Path
 
 import jshadow
-from jshadow.evaluation import html, plots
 from jshadow.evaluation.runner import evaluate
 from jshadow.policies import Quest, ShadowKV, SnapKV
+
+sys.path.append("../benchmarks")
+import plots
+import report
 
 params = jshadow.load(MODEL, dtype="float32")
 
@@ -91,11 +95,12 @@ for row in rows:
 # %% [markdown]
 # ## A report
 #
-# `jshadow eval` does all of this on the command line. `write_report` makes one HTML file from the rows. It contains the
-# tables, the pictures, the machine and the versions, and loads nothing from elsewhere.
+# `jshadow eval --out DIR` and `python benchmarks/report.py DIR` do all of this on the command line. `write_report`
+# makes one HTML file from the rows. It contains the tables, the pictures, the machine and the versions, and loads
+# nothing from elsewhere.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "report.html"
-    html.write_report(rows, path, command="notebooks/04_methods_side_by_side")
+    report.write_report(rows, path, command="notebooks/04_methods_side_by_side")
     print(f"{path.name}: {path.stat().st_size:,} bytes, {path.read_text(encoding='utf-8').count('<img')} pictures")

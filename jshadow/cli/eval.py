@@ -13,11 +13,11 @@ from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights
 from jshadow.cli.processes import add_process_options, check_same, joined
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks import TASK_TURNS, TASKS
+from jshadow.evaluation.tasks import TASKS
 from jshadow.evaluation.tasks.ruler import RULER_TASKS, SUITES, check_tasks
 
 if TYPE_CHECKING:
-    from jshadow.evaluation.parts import Part
+    from jshadow.ops.parts import Part
     from jshadow.policies import Policy
 
 ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
@@ -27,7 +27,7 @@ USUAL_TASKS, USUAL_LENGTHS, SUITE_LENGTHS = "needle_noise,needle_docs", "1024,20
 
 def add_options(add: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add.set_defaults(run=run_eval)
+    add.set_defaults(run=_run_eval)
     add.add_argument("model", nargs="?", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data or --suite)")
     add.add_argument("--suite", help="ruler: all 13 tasks of NVIDIA's own RULER, beside --tasks (extra `ruler`)")
@@ -65,21 +65,16 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--fetch", default="auto", help=FETCH_HELP)
     add_weights_options(add)
     add_cache_option(add)
-    add.add_argument("--out", metavar="DIR", help="directory for per-sample results, pictures and report.html")
+    add.add_argument("--out", metavar="DIR", help="directory for the result of every sample and of all (results.json)")
     add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
     add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
-    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
     add_mesh_options(add)
     add_process_options(add)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
-def split_list(text: str, name: str) -> list[str]:
-    """Return the parts of a comma list.
-
-    Raises:
-        ConfigError: a part is empty. The message calls the list `name`.
-    """
+def _split_list(text: str, name: str) -> list[str]:
+    """Return the parts of a comma list."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{name} must be a comma list without empty parts, got {text!r}")
@@ -92,10 +87,10 @@ def split_policies(text: str) -> list[str]:
     A part that does not begin with a letter belongs to the tuple before it, as in "omnikv:filter_layers=2,8,18".
 
     Raises:
-        ConfigError: as `split_list`.
+        ConfigError: as `_split_list`.
     """
     parts: list[str] = []
-    for part in split_list(text, "policies"):
+    for part in _split_list(text, "policies"):
         if parts and not part[0].isalpha():
             parts[-1] += f",{part}"
         else:
@@ -103,24 +98,20 @@ def split_policies(text: str) -> list[str]:
     return parts
 
 
-def parse_lengths(text: str) -> list[int]:
+def _parse_lengths(text: str) -> list[int]:
     """Return the prompt lengths of a comma list. Raises ConfigError if a part is not an integer."""
-    parts = split_list(text, "lengths")
+    parts = _split_list(text, "lengths")
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"lengths must be a comma list of integers, got {text!r}")
     return [int(part) for part in parts]
 
 
-def parse_shares(text: str | None) -> list[float]:
-    """Return the shares of full attention's bytes of a comma list, or [] for None.
-
-    Raises:
-        ConfigError: a part is not a number.
-    """
+def _parse_shares(text: str | None) -> list[float]:
+    """Return the shares of full attention's bytes of a comma list, or [] for None."""
     if text is None:
         return []
     try:
-        return [float(part) for part in split_list(text, "shares")]
+        return [float(part) for part in _split_list(text, "shares")]
     except ValueError as error:
         raise ConfigError(f"shares must be a comma list of numbers, got {text!r}") from error
 
@@ -150,12 +141,8 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
     return sweeps
 
 
-def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
-    """Return learned arrays by the name of their policy.
-
-    Raises:
-        ConfigError: there are two files for one policy, or a file for a policy that is not evaluated.
-    """
+def _read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
+    """Return learned arrays by the name of their policy."""
     from jshadow.engine.saved.fitted import load_fitted, read_fitted_info
     from jshadow.policies.base import innermost
     from jshadow.policies.capabilities import with_fitted
@@ -170,77 +157,62 @@ def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any)
     return arrays
 
 
-def asked_for(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `evaluate` for tasks, lengths and data.
-
-    Raises:
-        ConfigError: a task or suite is unknown, its package or data is missing, a length is not an integer, or a comma
-            list has an empty part.
-    """
-    files = split_list(args.data, "data") if args.data is not None else []
+def _asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `evaluate` for tasks, lengths and data."""
+    files = _split_list(args.data, "data") if args.data is not None else []
     if args.suite is not None and args.suite not in SUITES:
         raise ConfigError(f"suite must be one of {sorted(SUITES)}, got {args.suite!r}")
     usual = USUAL_TASKS if not files and args.suite is None else None
     names = args.tasks if args.tasks is not None else usual
-    tasks = split_list(names, "tasks") if names is not None else []
+    tasks = _split_list(names, "tasks") if names is not None else []
     if unknown := [task for task in tasks if task not in TASKS and task not in RULER_TASKS]:
         raise ConfigError(f"tasks must be among {sorted([*TASKS, *RULER_TASKS])}, got {unknown[0]!r}")
     tasks = list(dict.fromkeys([*tasks, *SUITES.get(args.suite, ())]))
     if args.cases is None or not Path(args.cases).exists():
         check_tasks(tasks)
     usual_lengths = USUAL_LENGTHS if args.suite is None else SUITE_LENGTHS
-    lengths = parse_lengths(args.lengths if args.lengths is not None else usual_lengths)
+    lengths = _parse_lengths(args.lengths if args.lengths is not None else usual_lengths)
     return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
 
 
-def run_eval(args: argparse.Namespace) -> int:
+def _run_eval(args: argparse.Namespace) -> int:
     """Run `jshadow eval`, and return 0 when all samples are evaluated."""
+
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.evaluation.parts import parse_part
-    from jshadow.evaluation.plots import check_plot
+    from jshadow.ops.parts import parse_part
     from jshadow.policies import parse_policy, split_policy
 
     if args.merge is not None:
-        return run_merge(args)
+        return _run_merge(args)
     if args.model is None:
         raise ConfigError("MODEL must be given, except with --merge")
     part = None if args.part is None else parse_part(args.part)
-    if part is not None and (args.out is None or args.plot is not None):
-        raise ConfigError("--part must come with --out and without --plot, because --merge draws the plot")
-    asked = asked_for(args)
+    if part is not None and args.out is None:
+        raise ConfigError("--part must come with --out, because --merge reads the parts there")
+    asked = _asked_for(args)
     policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
     prefill = parse_prefill(args.prefill or "exact")
     offload.check_fetch(args.fetch)
-    settings: dict[str, Any] = {"shares": parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
+    settings: dict[str, Any] = {"shares": _parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
     settings |= {"prefill": prefill, "samples": args.samples, "seed": args.seed, "fetch": args.fetch}
     settings |= {"together": args.together, "cases": args.cases}
     settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
-    files = split_list(args.fitted, "fitted") if args.fitted is not None else []
-    if args.plot is not None:
-        check_plot(args.plot, asked["tasks"], TASK_TURNS)
+    files = _split_list(args.fitted, "fitted") if args.fitted is not None else []
     with joined(args):
         params = load_model(args)
         check_same(args, params, {"data": settings["data"], "fitted": files})
-        settings |= {"fitted": read_fitted(files, policies, params)}
-        return evaluate_all(args, params, part, asked | {"policies": policies}, settings)
+        settings |= {"fitted": _read_fitted(files, policies, params)}
+        return _evaluate_all(args, params, part, asked | {"policies": policies}, settings)
 
 
-def evaluate_all(
+def _evaluate_all(
     args: argparse.Namespace, params: Any, part: "Part | None", asked: dict[str, Any], settings: dict[str, Any]
 ) -> int:
-    """Evaluate all samples or those of a part, print the results, and return 0.
-
-    Args:
-        args: the parsed command.
-        params: the model.
-        part: the part, or None.
-        asked: the policies, the tasks and the lengths.
-        settings: the fields of `EvalSettings`.
-    """
-    from jshadow.evaluation.parts.run import evaluate_part, part_folder
+    """Evaluate all samples or those of a part, print the results, and return 0."""
+    from jshadow.evaluation.parts import evaluate_part, part_folder
+    from jshadow.evaluation.plan import EvalSettings
     from jshadow.evaluation.runner import evaluate, plan_evaluation
-    from jshadow.evaluation.settings import EvalSettings
 
     with SlowProgress("evaluating" if part is None else f"evaluating part {part}") as progress:
         if part is None:
@@ -249,47 +221,35 @@ def evaluate_all(
             evaluation = plan_evaluation(params, **asked, asked=EvalSettings(**settings))
             record = evaluate_part(evaluation, part, args.out, command=args.command_line, progress=progress)
     if part is None:
-        return tell(args, rows)
+        return _tell(args, rows)
     done: dict[str, Any] = {"part": part.index, "parts": part.count, "samples": len(record.own)}
     done |= {"folder": str(part_folder(args.out, part))}
     print(json.dumps(done) if args.json else "part {part}/{parts}: {samples} samples are in {folder}".format(**done))
     return 0
 
 
-def run_merge(args: argparse.Namespace) -> int:
-    """Run `jshadow eval --merge`, and return 0 when the rows are printed.
+def _run_merge(args: argparse.Namespace) -> int:
+    """Run `jshadow eval --merge`, and return 0 when the rows are printed."""
 
-    Raises:
-        ConfigError: an option is given that the parts have decided.
-    """
-    from jshadow.evaluation.parts.merge import merge_parts
-    from jshadow.evaluation.plots import check_plot
+    from jshadow.evaluation.parts import merge_parts
 
     options = argparse.ArgumentParser()
     add_options(options)
     for action in options._actions:
         name = action.dest
-        if (
-            name not in ("help", "merge", "out", "plot", "compile_cache", "json")
-            and getattr(args, name) != action.default
-        ):
+        if name not in ("help", "merge", "out", "compile_cache", "json") and getattr(args, name) != action.default:
             given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise ConfigError(f"--merge must come without {given}, because the parts have decided it")
-    if args.plot is not None:
-        check_plot(args.plot, [row["task"] for row in merge_parts(args.merge)], TASK_TURNS)
-    return tell(args, merge_parts(args.merge, out=args.out))
+    return _tell(args, merge_parts(args.merge, out=args.out))
 
 
-def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
-    """Write the pictures and the report that the options ask for, print the rows, and return 0."""
+def _tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
+    """Write results.json if there is an --out, print the rows, and return 0."""
     from jshadow.evaluation import results
-    from jshadow.evaluation.html import write_results
-    from jshadow.evaluation.plots import plot_turns
+    from jshadow.evaluation.speed import machine
 
-    if args.plot is not None:
-        plot_turns(rows, args.plot)
     if args.out is not None:
-        write_results(rows, args.out, args.command_line)
+        results.write_results(rows, args.out, {"command": args.command_line, "machine": machine()})
     if args.json:
         print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:

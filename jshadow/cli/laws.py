@@ -41,8 +41,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 def run_laws_command(args: argparse.Namespace) -> int:
     """Run `jshadow laws`, and return 1 if a law is broken, else 0."""
-    from jshadow.evaluation.laws import LAWS, run_laws, subject_of
-    from jshadow.evaluation.laws.run import compile_cheaply
+    from jshadow.evaluation.laws import LAWS, compile_cheaply, run_laws, subject_of
     from jshadow.policies import find_policy, parse_settings
     from jshadow.policies.settings import policy_settings
 

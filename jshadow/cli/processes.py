@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 JOIN_SECONDS = 300.0
 # Options that may differ between processes. Of files, the contents are compared instead of the paths.
 OWN = {"run", "command", "action", "command_line", "coordinator", "process", "join_timeout", "json", "compile_cache"}
-OWN |= {"model", "prompt_file", "fitted", "data", "files", "load_state", "save_state", "out", "plot", "place"}
+OWN |= {"model", "prompt_file", "fitted", "data", "files", "load_state", "save_state", "out", "place"}
 OWN |= {"disk_folder", "prompt", "source"}
 
 
@@ -42,10 +42,9 @@ def add_process_options(add: argparse.ArgumentParser) -> None:
 def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     """Join the other processes that the options name, and leave them at the end. Call it before JAX has a backend.
 
-    In the block, only process 0 prints and writes. The others print errors alone. Their --plot is None, and without
-    --mesh their --save-state is None. With --mesh, each process saves its part. Their --out is a temporary copy of it:
-    so they continue the same evaluation. With --mesh and without these options, JAX may find the processes in the
-    environment.
+    In the block, only process 0 prints and writes. The others print errors alone. Without --mesh their --save-state is
+    None. With --mesh, each process saves its part. Their --out is a temporary copy of it: so they continue the same
+    evaluation. With --mesh and without these options, JAX may find the processes in the environment.
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
@@ -62,7 +61,6 @@ def joined(args: argparse.Namespace) -> Iterator["Processes"]:
     options = ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout, search)
     with join(options) as processes, output_of(processes), tempfile.TemporaryDirectory() as folder:
         if not processes.first:
-            args.plot = None
             if not search:  # on a mesh, each process saves its part
                 args.save_state = None
             if getattr(args, "out", None) is not None:

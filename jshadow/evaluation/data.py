@@ -10,42 +10,202 @@ columns are optional:
 - turn: 0 for the first question of a conversation. 1, 2, ... continue the conversation of the previous row.
 - prompt_ids: token ids of the prompt, if encoding its text gives different ids.
 
-Files of LongBench v1 and v2, InfiniteBench and RULER are recognized by their columns (see `suites`).
+Files of LongBench v1 and v2, InfiniteBench and RULER are recognized by their columns. Scorers and token limits are
+those of the suites (`scorers` names the papers). The prompts have different wording. So scores are close to published
+ones, but the experiment is not the same. Tasks in Chinese are refused, because their scores need word segmentation.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.suites import READERS
+from jshadow.evaluation.scorers import LETTERS, SCORERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
-from jshadow.evaluation.text_metrics import SCORERS
-from jshadow.evaluation.whole_file import whole_file
 from jshadow.weights.tokenizer import decode, encode, read_text
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
+    """Yield a temporary path that is renamed to `path` when the block ends. If it fails, the file is removed.
+
+    Raises:
+        ConfigError: the file cannot be written. The message begins with `what`.
+    """
+    target = Path(path)
+    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        yield part
+        part.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{what} must be a file that can be written, got {str(path)!r}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SuiteTask:
+    """One task of a suite. In the question `ask`, {input} is the input of the row, and {options} its choices.
+
+    `prefix` is the beginning of the answer, which is given to the model. If the prompt is not a `chat`, the model
+    continues a text, such as examples or code.
+    """
+
+    scorer: str
+    new_tokens: int
+    ask: str = "{input}"
+    prefix: str = ""
+    chat: bool = True
+
+
+SHORT = "Answer the question from the text above alone, in as few words as you can. Question: {input}"
+SUMMARY = "Write a summary of the text above."
+PARAGRAPH = "Which paragraph is this summary made from? Answer with its number. Summary: {input}"
+DIFFERENT = "How many different paragraphs are there above, if the same one counts once? Answer with the number."
+CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
+BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
+
+LONGBENCH = {
+    "narrativeqa": _SuiteTask("f1", 128, SHORT),
+    "qasper": _SuiteTask("f1", 128, SHORT),
+    "multifieldqa_en": _SuiteTask("f1", 64, SHORT),
+    "hotpotqa": _SuiteTask("f1", 32, SHORT),
+    "2wikimqa": _SuiteTask("f1", 32, SHORT),
+    "musique": _SuiteTask("f1", 32, SHORT),
+    "gov_report": _SuiteTask("rouge_l", 512, SUMMARY),
+    "qmsum": _SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
+    "multi_news": _SuiteTask("rouge_l", 512, SUMMARY),
+    "trec": _SuiteTask("classes", 64, chat=False),
+    "triviaqa": _SuiteTask("f1_line", 32, chat=False),
+    "samsum": _SuiteTask("rouge_l_line", 128, chat=False),
+    "passage_count": _SuiteTask("number_share", 32, DIFFERENT),
+    "passage_retrieval_en": _SuiteTask("number_share", 32, PARAGRAPH),
+    "lcc": _SuiteTask("edit_similarity", 64, chat=False),
+    "repobench-p": _SuiteTask("edit_similarity", 64, chat=False),
+}
+LONGBENCH_V2 = _SuiteTask("letter", 128, CHOICE, "The correct answer is")
+INFINITEBENCH = {
+    "passkey": _SuiteTask("first_number", 6, prefix="The pass key is"),
+    "number_string": _SuiteTask("first_number", 12, prefix="The sequence of digits is"),
+    "kv_retrieval": _SuiteTask("string_match_part", 50),
+    "longdialogue_qa_eng": _SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
+    "longbook_sum_eng": _SuiteTask("rouge_l", 1200, SUMMARY),
+    "longbook_choice_eng": _SuiteTask("letter", 40, CHOICE),
+    "longbook_qa_eng": _SuiteTask("f1", 40, SHORT),
+    "math_find": _SuiteTask("decimal", 3),
+    "math_calc": _SuiteTask("leading_numbers", 30000),
+    "code_run": _SuiteTask("last_number", 5),
+    "code_debug": _SuiteTask("letter", 5, BROKEN, "The letter is"),
+}
+NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
+RULER = {f"niah_{name}": _SuiteTask("string_match_all", 128, chat=False) for name in NIAH.split()} | {
+    "vt": _SuiteTask("string_match_all", 30, chat=False),
+    "cwe": _SuiteTask("string_match_all", 120, chat=False),
+    "fwe": _SuiteTask("string_match_all", 50, chat=False),
+    "qa_1": _SuiteTask("string_match_part", 32, chat=False),
+    "qa_2": _SuiteTask("string_match_part", 32, chat=False),
+}
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
+ALIASES = {"repobench_p": "repobench-p"}
+GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # the columns of kvpress
+
+
+def _kind_of(suite: str, kinds: Mapping[str, _SuiteTask], task: str) -> _SuiteTask:
+    name = ALIASES.get(task, task).removesuffix("_e")
+    if name in CHINESE:
+        raise ConfigError(f"task {task} of {suite} is in Chinese, and its score needs a segmentation of words")
+    if name not in kinds:
+        raise ConfigError(f"task must be one of {suite}'s, {sorted(kinds)}, got {task!r}")
+    return kinds[name]
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+
+
+def sample_of(
+    kind: _SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()
+) -> Sample:
+    """Build the sample of a row. `asked` replaces {input} and `options` replaces {options} in the question."""
+    choices = "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True)) if options else ""
+    question = kind.ask.format(input=asked or "", options=choices)
+    return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
+
+
+def _of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of LongBench v1 (input, context, answers, all_classes)."""
+    task = str(row.get("dataset") or task)
+    kind = _kind_of("LongBench", LONGBENCH, task)
+    sample = sample_of(kind, row["context"], _texts(row["answers"]), asked=row["input"])
+    return dataclasses.replace(sample, choices=_texts(row.get("all_classes") or ())), kind.chat
+
+
+def _of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context). Returns as `_of_longbench`."""
+    options = [row[f"choice_{name}"] for name in LETTERS]
+    sample = sample_of(LONGBENCH_V2, row["context"], _texts(row["answer"]), asked=row["question"], options=options)
+    return sample, LONGBENCH_V2.chat
+
+
+def _of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of InfiniteBench (context, input, answer, options). Returns as `_of_longbench`."""
+    kind = _kind_of("InfiniteBench", INFINITEBENCH, task)
+    answers, options = _texts(row["answer"]), list(row.get("options") or ())
+    if kind.scorer == "letter":
+        if len(options) != len(LETTERS):
+            raise ConfigError(f"options must be {len(LETTERS)}, got {len(options)}")
+        answers = tuple(LETTERS[options.index(one)] if one in options else one for one in answers)
+        answers = tuple(one for one in answers if one in LETTERS)
+    return sample_of(kind, row["context"], answers, asked=row["input"], options=options), kind.chat
+
+
+def _of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row of RULER (input, outputs). The input is the whole prompt. Returns as `_of_longbench`."""
+    kind = _kind_of("RULER", RULER, task)
+    sample = Sample(
+        row["input"], "", row.get("answer_prefix") or "", _texts(row["outputs"]), kind.new_tokens, kind.scorer
+    )
+    return sample, kind.chat
+
+
+def _of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """Read a row with the columns of kvpress. Returns as `_of_longbench`."""
+    answers = row["answer"]
+    answers = str(answers) if isinstance(answers, str | int | float) else _texts(answers)
+    known = RULER | LONGBENCH | INFINITEBENCH
+    usual = "string_match_part" if isinstance(answers, str) else "string_match_all"
+    scorer = row.get("scorer") or (known[task].scorer if task in known else usual)
+    most = row["max_new_tokens"]
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
+    choices = _texts(row.get("choices") or row.get("all_classes") or ())
+    sample = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
+    return sample, True
+
+
+READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (
+    (("question", "choice_A", "choice_B", "choice_C", "choice_D", "answer", "context"), _of_longbench_v2),
+    (GIVEN, _of_kvpress),
+    (("input", "context", "answers"), _of_longbench),
+    (("input", "outputs"), _of_ruler),
+    (("context", "input", "answer"), _of_infinitebench),
+)
+
 
 SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
 TRUNCATIONS = ("middle",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One parsed row.
+class _Row:
+    """One parsed row: its `Sample`, the optional columns, and `where` it stands, for error messages.
 
-    Attributes:
-        sample: the question with its context and answers.
-        task: name of the task.
-        where: file and row number, for error messages.
-        chat: whether the prompt uses the chat template.
-        length: number of tokens of the prompt, or None if the row does not have it.
-        instruction: text before the context.
-        turn: index of the question in a conversation about one context.
-        depth: place of the fact in the context, or None if the row does not have it.
-        prompt_ids: token ids of the prompt, or () if the row does not have them.
+    If it is not a `chat`, the prompt does not use the chat template.
     """
 
     sample: Sample
@@ -59,15 +219,8 @@ class Row:
     prompt_ids: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class DataTask:
-    """All cases of one task in the data.
-
-    Attributes:
-        task: name of the task.
-        cases: the cases.
-        depths: the depth of each case, or None if its first row has none.
-    """
+class _DataTask(NamedTuple):
+    """All cases of one task in the data, and the depth of each, or None if its first row has none."""
 
     task: str
     cases: tuple[Case, ...]
@@ -77,7 +230,7 @@ class DataTask:
 # Reading
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_objects(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (number, row) for the rows of a file, counted from 1. Raises ConfigError if it cannot be read."""
     try:
         if path.suffix == ".parquet":
@@ -99,7 +252,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
         raise ConfigError(f"data {path} cannot be read: {error}") from error
 
 
-def read_row(row: Any, path: Path, number: int) -> Row:
+def _read_row(row: Any, path: Path, number: int) -> _Row:
     """Parse row `number` (counted from 1) of the file `path`. Raises ConfigError that names the file and the row."""
     where = f"row {number} of {path}"
     if not isinstance(row, dict):
@@ -114,7 +267,7 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         sample, chat = reader(row, task)
         # In other suites, the column `length` has a different meaning.
         length = row.get("length") if reader is READERS[1][1] else None
-        result = Row(
+        result = _Row(
             sample=sample,
             task=str(row.get("dataset") or task),
             where=where,
@@ -127,10 +280,10 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    return checked(result)
+    return _checked(result)
 
 
-def checked(row: Row) -> Row:
+def _checked(row: _Row) -> _Row:
     """Check a row, and remove the instruction from its context. Raises ConfigError if a column is missing or wrong."""
     sample = row.sample
     for name in ("context", "question", "answer_prefix"):
@@ -148,30 +301,26 @@ def checked(row: Row) -> Row:
     return dataclasses.replace(row, sample=dataclasses.replace(sample, context=context))
 
 
-def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[Row]:
+def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[_Row]:
     """Read the first `limit` rows of each file, or all rows. Raises ConfigError for a bad limit, file or row."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for path in map(Path, paths):
-        of_file: list[Row] = []
-        for number, row in read_objects(path):
+        of_file: list[_Row] = []
+        for number, row in _read_objects(path):
             if len(of_file) == limit:
                 break
-            of_file.append(read_row(row, path, number))
+            of_file.append(_read_row(row, path, number))
         if not of_file:
             raise ConfigError(f"data {path} must have rows, got none")
         rows += of_file
     return rows
 
 
-def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group consecutive rows that have the same context, task, length and instruction.
-
-    A group is a list of separate questions (turn 0), or the turns of one conversation. Raises ConfigError if a turn
-    does not follow the previous turn on the same context.
-    """
-    groups: list[list[Row]] = []
+def _groups_of(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Group consecutive rows that have the same context, task, length and instruction."""
+    groups: list[list[_Row]] = []
     for row in rows:
         before = groups[-1][-1] if groups else None
         alike = before is not None and all(
@@ -198,7 +347,7 @@ def read_cases(
     *,
     truncate: str | None = None,
     limit: int | None = None,
-) -> list[DataTask]:
+) -> list[_DataTask]:
     """Read the cases of local files, grouped by task and length.
 
     Consecutive rows with the same context become one case, whose context is prefilled once. If a task has such a case,
@@ -219,26 +368,19 @@ def read_cases(
         raise ConfigError(f"truncate must be one of {TRUNCATIONS}, or None, got {truncate!r}")
     if tokenizer is None:
         raise ConfigError("data needs a tokenizer, and the checkpoint has none")
-    tasks: dict[tuple[str, int | None], list[list[Row]]] = {}
-    for group in groups_of(read_rows(paths, limit)):
+    tasks: dict[tuple[str, int | None], list[list[_Row]]] = {}
+    for group in _groups_of(read_rows(paths, limit)):
         tasks.setdefault((group[0].task, group[0].length), []).append(group)
     data_tasks = []
     for (task, _), groups in tasks.items():
         apart = any(len(group) > 1 and not group[1].turn for group in groups)
-        cases = tuple(fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
-        data_tasks.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
+        cases = tuple(_fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
+        data_tasks.append(_DataTask(task, cases, tuple(group[0].depth for group in groups)))
     return data_tasks
 
 
-def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
-    """Build one evaluation case from rows that share a context.
-
-    `apart` asks the questions on separate forks of the context. If prompt and answers need more than `room` tokens,
-    truncate="middle" removes tokens from the middle of the context.
-
-    Raises:
-        ConfigError: too little room and truncate=None, or nothing of the context would be left.
-    """
+def _fitted_case(tokenizer: Any, group: Sequence[_Row], apart: bool, room: int, truncate: str | None) -> Case:
+    """Build one evaluation case from rows that share a context."""
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {

@@ -7,27 +7,138 @@ itself.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jshadow.cache import offload
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_room
 from jshadow.engine.prefill.job import prepared_attention
-from jshadow.engine.sampling import Sampler, seed_key
+from jshadow.engine.sampling import Sampler, sample, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, row_keys, target_scores
-from jshadow.evaluation.replies import generate_rows
-from jshadow.models.config import check_positive
-from jshadow.ops.layout import round_up, step_of
+from jshadow.models.config import ModelConfig, check_positive
+from jshadow.ops.layout import fit_tokens, round_up, step_of
+from jshadow.planner.pieces import turn_piece
 from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
+
+Draw = Callable[[Array, int], np.ndarray]
+Take = Callable[[int, int], bool]
+
+
+def generate_rows(
+    params: Any, logits: Array, state: KVState, most: int, draw: Draw, take: Take, rows: int | None = None
+) -> KVState:
+    """Draw tokens and feed them until every row has ended. This consumes the state and returns the last one.
+
+    The last token of a row is never fed, whether it ends the row or is the last of `most` tokens.
+
+    Args:
+        params: the Params that the state was prefilled with.
+        logits: float32 [B, V], the logits of each row's last token.
+        state: the state after these tokens.
+        most: maximum number of tokens of each row, at least 1.
+        draw: called as draw(logits [B, V], number of tokens drawn before). It returns the next tokens, int32 [B].
+        take: called with each new token as take(row, token). It returns whether the row continues.
+        rows: only the first `rows` rows generate; the others are padding. None means all rows.
+    """
+    active = np.arange(state.batch) < (state.batch if rows is None else rows)
+    for index in range(most):
+        tokens = draw(logits, index)
+        for row in np.flatnonzero(active):
+            active[row] = take(int(row), int(tokens[row]))
+        if not active.any() or index == most - 1:
+            break
+        logits, state = decode.decode_step(params, tokens, state, active=active)
+    return state
+
+
+def padded_rows(rows: Sequence[Sequence[int]], width: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids int32 [B, S] with zeros after each row, and the lengths int32 [B]. S is at least `width`."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), max(width, *lengths)), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens, lengths
+
+
+def greedy(logits: Array, index: int) -> np.ndarray:
+    """Return the most likely token of each row of logits [B, V], int32 [B]. The lower id wins a tie.
+
+    `index` is ignored. It is there because `generate_rows` passes it.
+    """
+    return np.asarray(logits).argmax(-1).astype(np.int32)
+
+
+def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """Score targets [B, T] by logits [B, T, V]."""
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
+    return scores, logits.argmax(-1) == targets
+
+
+target_scores = jax.jit(chosen)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=decode.COMPILER_OPTIONS
+)
+def forced_scores(
+    weights: dict, tokens: Array, lengths: Array, targets: Array, reads: Reads, writes: Writes, *, config: ModelConfig
+) -> tuple[Array, Array, Writes]:
+    """Feed tokens int32 [B, T], padded on the right to `lengths` [B], and score the target that follows each.
+
+    The loop runs only as many pieces as the longest row needs. So one program is efficient for short and long
+    continuations. `reads` and `writes` are the halves of the state; `writes` is donated.
+
+    Returns:
+        Log-probabilities float32 [B, T], whether each target is the most likely token, bool [B, T], and the new
+        `writes`.
+    """
+    size = turn_piece(reads, tokens.shape[1])
+    tokens, targets = (fit_tokens(x, round_up(x.shape[1], size)) for x in (tokens, targets))
+
+    def body(index: Array, carry: tuple[Writes, Array, Array]) -> tuple[Writes, Array, Array]:
+        writes, scores, greedy = carry
+        piece, following = (lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (tokens, targets))
+        (score, top), state = decode.extend_steps(
+            weights,
+            config,
+            piece,
+            jnp.clip(lengths - index * size, 0, size),
+            KVState.of(reads, writes),
+            lambda logits: chosen(logits, following),
+        )
+        scores = lax.dynamic_update_slice_in_dim(scores, score, index * size, axis=1)
+        return state.split()[1], scores, lax.dynamic_update_slice_in_dim(greedy, top, index * size, axis=1)
+
+    start = writes, jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(tokens.shape, bool)
+    writes, scores, greedy = lax.fori_loop(0, -(-jnp.max(lengths) // size), body, start)
+    return scores, greedy, writes
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def draw_tokens(logits: Array, keys: Array, index: Array, *, sampler: Sampler) -> Array:
+    """Draw the next token of each row with the row's key, so that no row depends on another: int32 [B]."""
+
+    def one(row: Array, key: Array) -> Array:
+        return sample(sampler, row[None], jax.random.fold_in(key, index))[0]
+
+    return jax.vmap(one)(logits, keys)
+
+
+@jax.jit
+def row_keys(key: Array, names: Array) -> Array:
+    """Return the random key of each row, by the number that names it: int32 [B]."""
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(names)
+
 
 NARROWEST = 64  # the smallest width, in tokens
 WIDTHS = 4  # a width is a multiple of 1 / WIDTHS of the next power of two
@@ -52,18 +163,14 @@ def below(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """Scores and generates with a model under a policy.
+    """Scores and generates with a model under a policy. Only `generate` needs a tokenizer.
 
     Attributes:
-        params: the model's Params. Only `generate` needs a tokenizer.
-        policy: the policy that compresses the contexts.
-        fetch: "auto", "resident", "device_put" or "zero_copy".
+        params, policy, fetch, prefill, fitted: as for a generation. The prefill None is exact attention.
         capacity: maximum number of tokens of a row, for all requests. With None, the capacity follows from the width of
             the contexts: it is the next width that also holds the longest continuation, at most the model's context.
             Settings that depend on the capacity (a budget of None) then depend on that width.
         batch: maximum number of contexts that are prefilled together. All have the same width.
-        prefill: the attention between the tokens of a context. None means exact attention.
-        fitted: arrays that the policy has learned, or None.
 
     Raises:
         ConfigError: a setting is out of range or does not suit the model.
@@ -98,9 +205,8 @@ class Scorer:
     def check(self, lengths: Sequence[int], new: Sequence[int]) -> None:
         """Check the lengths of all contexts and the number of their new tokens, before anything runs.
 
-        Raises:
-            PromptError: a context is empty.
-            CapacityError: a context and its new tokens exceed the limit.
+        Raises PromptError for an empty context, and CapacityError for a context that exceeds the limit with its new
+        tokens.
         """
         for index, (context, more) in enumerate(zip(lengths, new, strict=True)):
             if context < 1:
@@ -114,17 +220,11 @@ class Scorer:
     def prefilled(
         self, contexts: Sequence[Sequence[int]], grow: int
     ) -> Iterator[tuple[list[int], Array, KVState, int]]:
-        """Prefill the contexts in batches of one width.
+        """Prefill the contexts in batches of one width, with room for `grow` more tokens.
 
         The widest come first, so that a lack of memory shows at once. B is a power of two, or `batch`. Rows that are
-        left over repeat the first row of the batch.
-
-        Args:
-            contexts: token ids of each context.
-            grow: maximum number of tokens that are added to any of them.
-
-        Yields:
-            The indices of the contexts, the logits [B, V] of their last tokens, the state, and B.
+        left over repeat the first row of the batch. Yields the indices of the contexts, the logits [B, V] of their last
+        tokens, the state, and B.
         """
         widths = [width_of(len(one), self.limit) for one in contexts]
         for width in sorted(set(widths), reverse=True):
@@ -134,7 +234,7 @@ class Scorer:
                 some = rows[start : start + self.batch]
                 count = min(self.batch, 1 << (len(some) - 1).bit_length())
                 padded = [contexts[index] for index in some + some[:1] * (count - len(some))]
-                tokens, lengths = right_padded(padded, width)
+                tokens, lengths = padded_rows(padded, width)
                 logits, state = decode.prefill_many(
                     self.params,
                     tokens,
@@ -189,19 +289,14 @@ class Scorer:
                         yield index, turn, (total, bool(greedy[row, :count].all()))
 
     def follow(self, rows: Sequence[Sequence[int]], state: KVState, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Score the tokens of each row after its first one. This consumes the state.
+        """Score the tokens of each row after its first one. This consumes the state after the contexts.
 
-        Args:
-            rows: token ids of the continuation of each row, with the rows that fill up the batch.
-            state: the state after the context of each row.
-            longest: maximum number of tokens that are fed, for the width of the program.
-
-        Returns:
-            Log-probabilities [B, T], and whether each token was the most likely one, bool [B, T].
+        At most `longest` tokens are fed, which decides the width of the program. Returns log-probabilities [B, T], and
+        whether each token was the most likely one, bool [B, T].
         """
         width = width_of(longest, self.limit, least=16)
-        tokens, lengths = right_padded([one[:-1] for one in rows], width)
-        targets, _ = right_padded([one[1:] for one in rows], width)
+        tokens, lengths = padded_rows([one[:-1] for one in rows], width)
+        targets, _ = padded_rows([one[1:] for one in rows], width)
         check_room(state, lengths.astype(np.int64))
         reads, writes = state.split()
         scores, greedy, _ = forced_scores(
@@ -227,18 +322,9 @@ class Scorer:
     ) -> Iterator[tuple[int, str]]:
         """Generate a text after each prompt. Short prompts do not fall back to a dense cache.
 
-        Args:
-            prompts: token ids, at least one in each prompt.
-            max_new_tokens: maximum number of new tokens, at least 1.
-            sampler: how tokens are drawn.
-            stop: strings and token ids that end a generation, in addition to the model's end tokens. They are not part
-                of the text.
-            seed: seed of the random numbers.
-            names: a number for each prompt that selects its random numbers, so that they do not depend on the batch.
-                None means the index of the prompt.
-
-        Yields:
-            (index of the prompt, text).
+        Yields (index of the prompt, text). `stop` has strings and token ids that end a generation, in addition to the
+        model's end tokens; they are not part of the text. `names` has a number for each prompt that selects its random
+        numbers, so that they do not depend on the batch. None means the index of the prompt.
 
         Raises:
             PromptError: a prompt is empty.
@@ -254,27 +340,19 @@ class Scorer:
             numbers = np.array([names[index] for index in indices] + [0] * (rows - len(indices)), np.int32)
             keys = row_keys(seed_key(seed), numbers)
             streams = [TextStream(self.params.tokenizer, texts) for _ in indices]
-            draw, take = functools.partial(drawn, sampler, keys), functools.partial(taken, streams, ends)
+            draw, take = functools.partial(_drawn, sampler, keys), functools.partial(_taken, streams, ends)
             generate_rows(self.params, logits, state, max_new_tokens, draw, take, len(indices))
             for index, stream in zip(indices, streams, strict=True):
                 stream.finish()
                 yield index, stream.text
 
 
-def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pad rows with zeros on the right. Returns the tokens int32 [B, width] and the lengths int32 [B]."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    for row, one in enumerate(rows):
-        tokens[row, : len(one)] = one
-    return tokens, np.array([len(one) for one in rows], np.int32)
-
-
-def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
+def _drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
     """Draw the next token of each row with its random key, int32 [B]. `index` is the number of tokens drawn before."""
     return np.asarray(draw_tokens(logits, keys, np.int32(index), sampler=sampler))
 
 
-def taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
+def _taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
     """Add a token to the text of its row, unless it is an end token. Returns whether the row continues."""
     if token in ends:
         return False

@@ -1,4 +1,4 @@
-"""Metrics of logits and scores: KL divergence, perplexity, agreement of the top token, means and standard errors."""
+"""Metrics of logits, and means with their standard errors."""
 
 import math
 from collections.abc import Sequence

@@ -1,29 +1,37 @@
-"""Turning the samples of a task into result rows and printed tables."""
+"""Turning the samples of a task into result rows, printed tables and a file."""
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jshadow.evaluation.data import whole_file
 from jshadow.evaluation.metrics import mean_known, mean_stderr
-from jshadow.policies import Policy, Wrapper
-from jshadow.policies.settings import changed_settings, policy_settings
+from jshadow.evaluation.plan import SERVED, Entry, Setup, TaskPlan, label
+from jshadow.evaluation.tasks.needles import PHASE_TASKS, PHASES
+from jshadow.planner.machine import footprint, step_footprint
+from jshadow.policies import Policy
+from jshadow.policies.capabilities import attention_of
+from jshadow.policies.settings import policy_settings
 
+RESULTS_FILE = "results.json"
 SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the label of a policy
 TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
 
-def tidy(total: float) -> float:
-    """Turn a sum of scores into an int if it is a whole number."""
+def _tidy(total: float) -> float:
+    """Return a whole number as an int."""
     return int(total) if total == int(total) else total
 
 
-def scores_of(record: Mapping[str, Any]) -> list[float]:
+def _scores_of(record: Mapping[str, Any]) -> list[float]:
     """Return the score of each question, from 0 to 1. A record without "scores" has only hits."""
     return record.get("scores", record["hits"])
 
@@ -40,9 +48,6 @@ def score_row(
             agreement tasks.
         full: the records of the same samples under full attention, in the same order.
         depths: place of the fact of each sample, from 0 to 1. If any is None, or there are none, the row has no depths.
-
-    Returns:
-        The part of the row that `evaluate` describes from "score" to "ppl_full".
     """
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
@@ -50,16 +55,16 @@ def score_row(
     pairs = [
         pair
         for record, full_record in zip(records, full, strict=True)
-        for pair in zip(scores_of(record), scores_of(full_record), strict=True)
+        for pair in zip(_scores_of(record), _scores_of(full_record), strict=True)
     ]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
-        row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
+        row |= {"ppl": _mean_perplexity(records), "ppl_full": _mean_perplexity(full)}
         return row | {"top1": score, "top1_stderr": stderr}
-    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(of_full for _, of_full in pairs))
-    row |= {"asked": len(pairs), "found": tidy(sum(score for score, _ in pairs)), "found_by_full": by_full}
+    both, by_full = _tidy(sum(min(pair) for pair in pairs)), _tidy(sum(of_full for _, of_full in pairs))
+    row |= {"asked": len(pairs), "found": _tidy(sum(score for score, _ in pairs)), "found_by_full": by_full}
     row |= {"found_by_both": both, "recall_of_full": 100 * both / by_full if by_full else None}
-    row |= {"turns": turn_scores(records)}
+    row |= {"turns": _turn_scores(records)}
     known = [depth for depth in depths if depth is not None]
     if known and len(known) == len(depths):
         by_depth: dict[float, list[float]] = {}
@@ -69,32 +74,24 @@ def score_row(
     return row
 
 
-def mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the perplexity over the tokens of all samples, or None if a record lacks it.
-
-    All samples have the same number of tokens.
-    """
+def _mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the perplexity over the tokens of all samples, or None if a record lacks it."""
     known = [record["ppl"] for record in records if record.get("ppl") is not None]
     return math.exp(mean_stderr([math.log(value) for value in known])[0]) if len(known) == len(records) else None
 
 
-def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the score of each turn in percent.
-
-    Independent questions, and conversations of different lengths, are counted as one turn.
-    """
+def _turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the score of each turn in percent."""
     counts = {len(record["hits"]) for record in records}
     if len(counts) > 1 or any(record.get("apart") for record in records):
         return [mean_stderr([record["score"] for record in records])[0]]
-    return (np.mean([scores_of(record) for record in records], axis=0) * 100).tolist()
+    return (np.mean([_scores_of(record) for record in records], axis=0) * 100).tolist()
 
 
 def verdict(by_full: float, by_control: float) -> str:
-    """Describe the result of a negative control. The text begins with "ok" if the task can tell policies apart.
+    """Describe a negative control, from the sums of the scores of full attention and of the control.
 
-    Args:
-        by_full: sum of the scores of full attention.
-        by_control: sum of the scores of the control.
+    The text begins with "ok" if the task can tell policies apart.
     """
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
@@ -116,7 +113,7 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     entries = []
     for (policy, control_of), members in groups.items():
         names = ("asked", "found", "found_by_full", "found_by_both")
-        totals = {name: tidy(sum(row[name] for row in members)) for name in names}
+        totals = {name: _tidy(sum(row[name] for row in members)) for name in names}
         by_full = totals["found_by_full"]
         share = 100 * totals["found_by_both"] / by_full if by_full else None
         entry = {"policy": policy, "control_of": control_of, **totals, "recall_of_full": share}
@@ -126,23 +123,10 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
-def label(policy: Policy) -> str:
-    """Return a policy in the syntax of `--policies`: NAME, and :key=value for each setting that is not its default."""
-    if isinstance(policy, Wrapper):
-        keys = [name for name in policy_settings(policy) if name != "inner"]
-        around = [f"{policy.name}.{name}={json.dumps(getattr(policy, name))}" for name in keys]
-        return ":".join([label(policy.inner), *around])
-    changed = changed_settings(policy)
-    return ":".join([policy.name, *(f"{name}={json.dumps(value)}" for name, value in changed.items())])
-
-
 def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Return a short name of each policy of a table, and sentences that tell what the names leave out.
+    """Return a short name of each label of a table, and sentences that tell what the names leave out.
 
     If a method runs with several settings, its names have only those settings in which they differ.
-
-    Args:
-        labels: what `label` returned, in the order of the table. A label may occur several times.
     """
     methods: dict[str, dict[str, list[str]]] = {}
     for one in labels:
@@ -162,72 +146,41 @@ def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     return names, told
 
 
-def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _form(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> str:
+    """Return a number, with its standard error if there is one, or "-"."""
+    if value is None:
+        return "-"
+    return format(scale * value, spec) + ("" if error is None else f" ± {error:{spec}}")
+
+
+def _results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of results, one line for each row."""
-    titles = (
-        "task",
-        "length",
-        "policy",
-        "score %",
-        "recall of full %",
-        "KL",
-        "ppl",
-        "KV bytes",
-        "full / this",
-        "repeats %",
-    )
-    table, (names, _) = Table(*titles), short_names(row["policy"] for row in rows)
-    table.columns[titles.index("policy")].overflow = "fold"  # a name that is cut could be that of another row
-
-    def form(value: float | None, spec: str, scale: float = 1.0) -> str:
-        return "-" if value is None else format(scale * value, spec)
-
+    table, (names, _) = Table("task", "length", "policy"), short_names(row["policy"] for row in rows)
+    table.columns[2].overflow = "fold"  # a name that is cut could be that of another row
+    for title in ("score %", "recall of full %", "KL", "ppl", "KV bytes", "full / this", "repeats %"):
+        table.add_column(title)
     for row in rows:
         name = (
             names[row["policy"]] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
         )
-        score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
             row["task"],
             f"{row['length']:,}",
             name,
-            score,
-            form(row.get("recall_of_full"), ".1f"),
-            form(row.get("kl"), ".4f"),
-            form(row.get("ppl"), ".3f"),
+            _form(row["score"], ".1f", row["stderr"]),
+            _form(row.get("recall_of_full"), ".1f"),
+            _form(row.get("kl"), ".4f"),
+            _form(row.get("ppl"), ".3f"),
             f"{row['offloaded_device_bytes']:,}",
             f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}",
-            form(row["hit_rate"], ".1f", 100.0),
+            _form(row["hit_rate"], ".1f", scale=100.0),
         )
     return table
 
 
-def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
-    """Return the row of a policy that has no setting within a share. `why` is the reason."""
-    nothing = (
-        "score",
-        "stderr",
-        "device_bytes",
-        "host_bytes",
-        "full_bytes",
-        "offloaded_device_bytes",
-        "served_device_bytes",
-        "served_full_bytes",
-        "served_moved_bytes",
-        "settings",
-    )
-    return {
-        "task": task,
-        "length": length,
-        "policy": name,
-        "name": name,
-        "share": share,
-        "infeasible": why,
-        "control_of": None,
-        "control": None,
-        "fitted": False,
-        **dict.fromkeys(nothing),
-    }
+RUN_BYTES = ("device_bytes", "host_bytes", "full_bytes")
+SERVED_BYTES = ("served_device_bytes", "served_full_bytes", "served_moved_bytes")
+UNKNOWN = ("score", "stderr", *RUN_BYTES, "offloaded_device_bytes", *SERVED_BYTES, "settings")
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -258,9 +211,10 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
         size, scores = row["served_device_bytes"], (by_task[task] for task in tasks)
-        marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
-        distances = [(one["kl"], one["kl_stderr"]) for one in by_task.values() if one.get("kl") is not None]
-        divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in distances]
+        marks = [_form(one["score"], ".1f", one["stderr"]) for one in scores]
+        divergence = [
+            _form(one["kl"], ".4f", one["kl_stderr"]) for one in by_task.values() if one.get("kl") is not None
+        ]
         table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks, *divergence[:1])
     console.print(table)
     for sentence in told:
@@ -268,7 +222,16 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
 
 
-def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
+def write_results(rows: Sequence[Mapping[str, Any]], out: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
+    """Write the rows and their recall over all tasks to out/results.json, completely or not at all.
+
+    `about` has further entries of the file. Raises ConfigError if it cannot be written.
+    """
+    with whole_file(Path(out) / RESULTS_FILE, "out") as part:
+        part.write_text(json.dumps({"results": rows, "pooled": pooled(rows), **about}), encoding="utf-8")
+
+
+def _cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
     """Return (task, length, number of truncated contexts, number of samples) for tasks with truncated contexts."""
     cut = ((r["task"], r["length"], r["truncated"], r["samples"]) for r in rows if r.get("truncated"))
     return list(dict.fromkeys(cut))
@@ -276,7 +239,7 @@ def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, in
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the table, the results of the controls, and the recall over all tasks with questions."""
-    console.print(results_table(rows))
+    console.print(_results_table(rows))
     for sentence in short_names(row["policy"] for row in rows)[1]:
         console.print(sentence, highlight=False)
     if rows:
@@ -287,7 +250,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     for task, length, said in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows):
         if said is not None:
             console.print(f"{task} at {length:,}, control: {said}")
-    for task, length, cut, samples in cut_short(rows):
+    for task, length, cut, samples in _cut_short(rows):
         console.print(f"{task} at {length:,}: {cut} of {samples} contexts were cut in the middle to fit the model")
     for entry in pooled(rows):
         both, by_full = entry["found_by_both"], entry["found_by_full"]
@@ -295,3 +258,87 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(f"all questions, {entry['policy']}: {recall}")
         if entry["control_of"]:
             console.print(f"all questions, control of {entry['control_of']}: {entry['control']}")
+
+
+Record = Mapping[str, Any]
+
+
+def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
+    """Return the resolved settings of a policy.
+
+    Resolving sets some settings to None because another one replaces them (keys.bits). A swept one has its given value.
+    """
+    assert entry.policy is not None
+    asked, settings = policy_settings(entry.policy), policy_settings(resolved)
+    return settings | {name: asked[name] for name in entry.sweeps if settings[name] is None}
+
+
+def row_heads(setup: Setup, plan: TaskPlan) -> list[dict[str, Any]]:
+    """Return the rows of a task without the figures of its samples, one for each entry. JSON can hold them."""
+    prefill = {"prefill": setup.prefill.label(plan.length) if setup.prefill else "exact"}
+    return [prefill | _row_head(setup, plan, entry) for entry in plan.entries]
+
+
+def _row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
+    """Return the row of one entry without the figures of its samples, and without the prefill of all."""
+    params, fetch = setup.params, setup.fetch
+    row: dict[str, Any]
+    if entry.policy is None:
+        row = {"task": plan.task, "length": plan.length, "policy": entry.name, "name": entry.name, "share": entry.share}
+        row |= {"infeasible": entry.infeasible, "control_of": None, "control": None, "fitted": False}
+        return row | dict.fromkeys(UNKNOWN)
+    sizes = plan.sizes | {"dtype": params.dtype.name}
+    resolved = entry.policy.resolve(params.config, plan.capacity)
+    used = footprint(params.config, resolved, **sizes, fetch=fetch)
+    row = {"task": plan.task, "length": plan.length, "policy": label(entry.policy)}
+    row |= {"share": entry.share, "infeasible": None, "name": resolved.name}
+    row |= {"settings": settings_of(entry, resolved)}
+    row |= {"control_of": entry.control_of, "control": None, "capacity": plan.capacity, "fetch": fetch}
+    row |= {"fitted": setup.arrays_of(resolved) is not None, "sweeps": list(entry.sweeps)}
+    row |= {"truncated": sum(case.truncated > 0 for case in plan.cases)}
+    row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
+    offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
+    row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
+    served = footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
+    row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
+    step = step_footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
+    row |= {"served_moved_bytes": step["bytes_moved"]}
+    if attention := attention_of(resolved):
+        row["prefill"] = attention.label(plan.length)
+    return row
+
+
+def with_figures(
+    heads: Sequence[Record], depths: Sequence[float | None], table: Sequence[Sequence[Record]]
+) -> list[dict[str, Any]]:
+    """Return the rows of a task from what `row_heads` returned, where full attention is first.
+
+    `table` has for each sample the records of the entries whose heads are not infeasible, in their order. `depths` are
+    those of the TaskPlan.
+    """
+    rows: list[dict[str, Any]] = []
+    columns = iter(zip(*table, strict=True))
+    phased = heads[0]["task"] in PHASE_TASKS
+    full = [records[0] for records in table]
+    for head in heads:
+        figures = {}
+        if not head["infeasible"]:
+            records = next(columns)
+            figures = score_row(records, full, depths) | (_phase_figures(records) if phased else {})
+        rows.append({**head, **figures})
+    verdicts = [verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
+    worst = max(verdicts, key=lambda text: not text.startswith("ok"), default=None)
+    return [row | {"control": worst} for row in rows]  # the verdict is about the task, so every row has it
+
+
+def _phase_figures(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the number of answers asked for and found at each phase. Sample i has phase i modulo PHASES."""
+    found = [_tidy(sum(sum(_scores_of(one)) for one in records[i::PHASES])) for i in range(PHASES)]
+    return {"phase_asked": [len(records[i::PHASES]) for i in range(PHASES)], "phase_found": found}
+
+
+def task_rows(setup: Setup, plan: TaskPlan, table: Sequence[Mapping[Policy, Record]]) -> list[dict[str, Any]]:
+    """Return the result rows of one task at one length. `table` has the records of every policy for each case."""
+    policies = [entry.policy for entry in plan.entries if entry.policy is not None]
+    ordered = [[records[policy] for policy in policies] for records in table]
+    return with_figures(row_heads(setup, plan), plan.depths, ordered)

@@ -21,11 +21,11 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.engine.types import OnePrompt, Progress
 from jshadow.errors import CheckpointError, NumericalError, PromptError, StateMismatch
-from jshadow.evaluation.parts.dealing import deal, parse_part
 from jshadow.library.pdf import Begun, read_pdf
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
 from jshadow.library.state_store import StateStore
 from jshadow.ops.layout import round_up
+from jshadow.ops.parts import deal, parse_part
 from jshadow.weights.convert.files import readable
 from jshadow.weights.digest import host_array
 from jshadow.weights.params import Params

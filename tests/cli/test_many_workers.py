@@ -61,7 +61,7 @@ def test_a_killed_part_is_run_again_alone(evaluation, killing, tmp_path, printed
     assert process(*again[1:]).returncode == 0
     assert printed(*merge).endswith(table)  # after the line about the part
     assert answer(*merge, "--out", tmp_path / "merged") == rows
-    assert (tmp_path / "merged" / "report.html").exists()
+    assert (tmp_path / "merged" / "results.json").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the extra `workers` is for Linux")

@@ -141,7 +141,7 @@ def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(processes, "join", lambda options: processes.Processes(2, options.process))
     for number in range(2):
         args = argparse.Namespace(coordinator="a:1", processes=2, process=number, join_timeout=1.0)
-        args.out, args.plot, args.save_state = str(out), "plot.svg", "state"
+        args.out, args.save_state = str(out), "state"
         with joined(args) as found:
             assert found.index == number
             print("a line")
@@ -149,7 +149,7 @@ def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
             os.write(1, b"from gloo\n")
             if number:
                 assert args.out != str(out)
-                assert (args.plot, args.save_state) == (None, None)
+                assert args.save_state is None
                 (Path(args.out) / "more").write_text((Path(args.out) / "samples.jsonl").read_text())
         print(f"end {number}", flush=True)
     assert capfd.readouterr() == ("a line\nend 0\nend 1\n", "a note\n")

@@ -34,7 +34,7 @@ from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.prefill.units import Unit, units_of
 from jshadow.engine.sparse_prefill import AShape
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
-from jshadow.evaluation.laws import turns
+from jshadow.evaluation.laws import laws
 from jshadow.ops.attention import Piece, attend, causal_attention, cudnn_attends
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import cache_specs
@@ -52,7 +52,7 @@ PIECES += [slow((name, PIECE)) for name in ("h2o", "infllm", "shadowkv_plus_tran
 
 @pytest.mark.parametrize(("name", "prefill_chunk"), PIECES)
 def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
-    turns.prefill_pieces_are_one_prefill(case_of(name, piece=prefill_chunk))
+    laws.prefill_pieces_are_one_prefill(case_of(name, piece=prefill_chunk))
 
 
 @pytest.mark.parametrize("logits", ["all", slow("last")])

@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from evaluations import made_up_case, tiny
+from evaluations import made_up_cases, tiny
 from ruler_package import write_package, write_sessions
 from tiny_text import byte_tokenizer
 
 from jshadow.evaluation import runner
-from jshadow.evaluation.tasks import package_texts
+from jshadow.evaluation.tasks import agreement_texts
 from jshadow.weights.params import Params
 
 
 def forget_texts() -> None:
     """Forget the texts that were read, so that those of another package are read."""
-    for cached in (package_texts.essays, package_texts.encyclopedia, package_texts.sessions):
+    for cached in (agreement_texts.essays, agreement_texts.encyclopedia, agreement_texts.sessions):
         cached.cache_clear()
 
 
@@ -39,5 +39,5 @@ def params() -> Params:
 def made_up() -> Iterator[None]:
     """In this module, no model runs: the records of samples are made up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "run_case", made_up_case)
+        patch.setattr(runner, "run_cases", made_up_cases)
         yield

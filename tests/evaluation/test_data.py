@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import made_up_case, records_of
+from evaluations import made_up_cases, records_of
 from tiny_text import byte_tokenizer
 from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, ShadowKV, cli, save
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, runner, samples, tasks
+from jshadow.evaluation import data, runner, tasks
 
 TOKENIZER = byte_tokenizer()
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
@@ -267,22 +267,22 @@ def test_prompts_of_several_lengths_are_answered_as_by_themselves(params, tmp_pa
 
 def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(params, tmp_path, monkeypatch, capsys):
     path, out, ran = write(tmp_path / "mine.jsonl", LENGTHS), tmp_path / "out", []
-    monkeypatch.setattr(runner, "run_case", lambda *given: ran.append(given[2]) or made_up_case(*given))
+    monkeypatch.setattr(runner, "run_cases", lambda *given: ran.extend(given[2]) or made_up_cases(*given))
     call: dict[str, Any] = {"data": [path], "out": out, "truncate": "middle"}
     first = runner.evaluate(params, [], [], [Full()], **call)
     assert ran == [0, 1, 2, 3]
     assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
     assert [record.get("truncated", 0) > 0 for record in records_of(out)] == [False, False, False, True]
-    lines = (out / samples.SAMPLES_FILE).read_bytes().splitlines()
+    lines = (out / runner.SAMPLES_FILE).read_bytes().splitlines()
     lines[1], lines[2] = lines[1][:50], b"null"
-    (out / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
+    (out / runner.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
     assert runner.evaluate(params, [], [], [Full()], **call) == first
     assert ran[4:] == [1, 2]
     assert "2 damaged line(s)" in capsys.readouterr().err
 
 
 def test_the_command_line_takes_data(params, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", made_up_case)
+    monkeypatch.setattr(runner, "run_cases", made_up_cases)
     save(params, tmp_path / "model")
     path = write(tmp_path / "mine.jsonl", [ROW, ROW | {"context": TEXT * 8}])
     args = ["eval", str(tmp_path / "model"), "--data", str(path), "--policies", "full", "--dtype", "float32"]

@@ -23,9 +23,8 @@ from jshadow import Full, ShadowKV, StreamingLLM, generate, save, save_fitted
 from jshadow.engine import decode
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.evaluation import likelihood, likelihood_steps
-from jshadow.evaluation.lm_eval import JshadowLM
-from jshadow.evaluation.lm_eval_settings import parse_generation
+from jshadow.evaluation import likelihood
+from jshadow.evaluation.lm_eval import JshadowLM, parse_generation
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Loki
 from jshadow.weights.params import init_params
@@ -142,9 +141,9 @@ def test_offloaded_scores_are_the_resident_ones_and_near_lengths_share_compiled_
     resident, offloaded = (scores(model, *asked) for model in models)
     assert [score for score, _ in offloaded] == pytest.approx([score for score, _ in resident], abs=1e-4)
     assert [greedy for _, greedy in offloaded] == [greedy for _, greedy in resident]
-    before = likelihood_steps.forced_scores._cache_size()
+    before = likelihood.forced_scores._cache_size()
     scores(models[0], *near)
-    assert likelihood_steps.forced_scores._cache_size() == before
+    assert likelihood.forced_scores._cache_size() == before
 
 
 def test_widths_are_few():

@@ -12,18 +12,16 @@ from typing import Any
 
 import byte_models
 import pytest
-from evaluations import records_of
+from evaluations import records_of, run_cases
 
 import jshadow
 from jshadow.cli.main import main
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, runner, tasks
-from jshadow.evaluation.parts import Part, deal, parse_part
-from jshadow.evaluation.parts.merge import merge_parts
-from jshadow.evaluation.parts.record import PART_FILE
-from jshadow.evaluation.parts.run import evaluate_part, part_folder
-from jshadow.evaluation.samples import SAMPLES_FILE
-from jshadow.evaluation.settings import EvalSettings
+from jshadow.evaluation import runner, tasks
+from jshadow.evaluation.parts import PART_FILE, evaluate_part, merge_parts, part_folder
+from jshadow.evaluation.plan import EvalSettings
+from jshadow.evaluation.runner import SAMPLES_FILE
+from jshadow.ops.parts import Part, deal, parse_part
 from jshadow.weights.params import init_params
 
 pytestmark = pytest.mark.usefixtures("made_up")
@@ -66,7 +64,7 @@ def parts(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate_part` writes what a part has to do, and runs no sample."""
-    monkeypatch.setattr("jshadow.evaluation.parts.run.finish_samples", lambda *_: {})
+    monkeypatch.setattr("jshadow.evaluation.parts.finish_samples", lambda *_: {})
 
 
 def plain(rows: list[dict[str, Any]]) -> Any:
@@ -117,7 +115,7 @@ def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path,
     assert sorted((merged / SAMPLES_FILE).read_text().splitlines()) == sorted(
         (out / SAMPLES_FILE).read_text().splitlines()
     )
-    monkeypatch.setattr(runner, "run_case", None)
+    monkeypatch.setattr(runner, "run_cases", None)
     assert plain(runner.evaluate(PARAMS, **TASKS, samples=2, out=merged)) == rows
     size = (merged / SAMPLES_FILE).stat().st_size
     merge_parts([parts], out=merged)
@@ -126,7 +124,7 @@ def test_three_parts_are_one_run_which_goes_on_from_them(whole, parts, tmp_path,
 
 @pytest.mark.slow
 def test_parts_of_a_model_are_one_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     asked = {"tasks": ["agreement", "needle_docs"], "lengths": [240]}
     rows = runner.evaluate(PARAMS, **TASKS | asked, samples=2)
     for index in (2, 1):
@@ -179,8 +177,8 @@ def test_a_part_that_was_killed_goes_on(whole, parts, left, monkeypatch):
         with pytest.raises(ConfigError, match="has 0 of 3"):
             merge_parts([parts])
     ran: list[int] = []
-    original = runner.run_case
-    monkeypatch.setattr(runner, "run_case", lambda *args: ran.append(args[2]) or original(*args))
+    original = runner.run_cases
+    monkeypatch.setattr(runner, "run_cases", lambda *args: ran.extend(args[2]) or original(*args))
     run_part(2, parts)
     assert len(ran) == 3 - left // 2
     assert merge_parts([parts]) == whole[1]
@@ -268,7 +266,6 @@ def test_a_damaged_record_is_refused(parts, change, told):
 
 BAD = [
     (["m", "--part", "1/3"], "--part must come with --out"),
-    (["m", "--part", "1/3", "--out", "o", "--plot", "p.svg"], "without --plot"),
     (["m", "--part", "3", "--out", "o"], "part must be I/N with I from 1 to N, such as 2/3, got '3'"),
     (["m", "--part", "4/3", "--out", "o"], "part must be I/N with I from 1 to N, got 4/3"),
     (["--tasks", "agreement"], "MODEL must be given, except with --merge"),

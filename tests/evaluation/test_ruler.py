@@ -17,12 +17,12 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full, StreamingLLM, cli, save
 from jshadow.errors import ConfigError
-from jshadow.evaluation import runner, text_metrics
-from jshadow.evaluation.parts import Part
-from jshadow.evaluation.parts.run import evaluate_part
-from jshadow.evaluation.settings import EvalSettings
+from jshadow.evaluation import runner
+from jshadow.evaluation.parts import evaluate_part
+from jshadow.evaluation.plan import EvalSettings
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import TASKS, ruler
-from jshadow.evaluation.tasks.ruler import package
+from jshadow.ops.parts import Part
 from jshadow.weights.params import load_tokenizer
 from jshadow.weights.tokenizer import encode, opening
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("made_up")  # the model is asked in test_ta
 
 def forget_package() -> None:
     """Remove the modules of the package, so that another one can be imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package.MODULE]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == ruler.MODULE]:
         del sys.modules[name]
 
 
@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_package(root, params, tmp_path):
     records = records_of(out)
     assert runner.evaluate(*given, **options) == rows
     assert len(records_of(out)) == len(records) == 12
-    scorers = importlib.import_module(f"{package.MODULE}.eval.synthetic.constants").TASKS
+    scorers = importlib.import_module(f"{ruler.MODULE}.eval.synthetic.constants").TASKS
     for row in rows[:4]:
         own = [one for one in records if (one["task"], one["policy"]) == (row["task"], row["policy"])]
         scorer = scorers["qa" if "qa" in row["task"] else "variable_tracking"]["metric_fn"]
@@ -141,7 +141,7 @@ def test_a_missing_package_and_another_version_are_told(refused, tmp_path, monke
 
 
 def test_missing_data_and_a_failing_script_are_told(root, refused, monkeypatch):
-    folder = root / package.MODULE / "data" / "synthetic"
+    folder = root / ruler.MODULE / "data" / "synthetic"
     (folder / "qa.py").write_text("raise ValueError('broken script')")
     refused("ruler_qa_1: ValueError: broken script", ("ruler_qa_1",))
     (folder / "json" / "squad.json").unlink()
@@ -150,9 +150,9 @@ def test_missing_data_and_a_failing_script_are_told(root, refused, monkeypatch):
     refused(r"ruler_vt needs the file .*variable_tracking\.py", ("ruler_vt",))
     monkeypatch.setattr(nltk.data, "path", [])
     refused("ruler_niah_single_2 needs .*python -m nltk.downloader punkt_tab")
-    (root / package.MODULE / "synthetic.yaml").write_text("{}")
+    (root / ruler.MODULE / "synthetic.yaml").write_text("{}")
     refused("cannot be read")
-    monkeypatch.setattr(package, "NEEDED", ("no_such_module",))
+    monkeypatch.setattr(ruler, "NEEDED", ("no_such_module",))
     refused("no_such_module")
 
 
@@ -198,15 +198,15 @@ if real_package():
 
     def test_scores_of_random_outputs_are_nvidia_s():
         rng = random.Random(0)
-        scorers = importlib.import_module(f"{package.MODULE}.eval.synthetic.constants").TASKS
+        scorers = importlib.import_module(f"{ruler.MODULE}.eval.synthetic.constants").TASKS
         answers = ["1234567", "Île de France", "ab-cd", "yes", "XQZRT", "the 10th", "New York"]
         words = [*answers, "12345", "\t", "\n", "\x01", "YES", "new york", "", " "]
-        for task in package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS]):
+        for task in ruler.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS]):
             references, outputs = [], []
             for _ in range(200):
                 references.append(tuple(rng.choices(answers, k=rng.randint(1, 5))))
                 outputs.append(" ".join(rng.choices(words, k=rng.randint(0, 6))))
-            shares = [text_metrics.score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
+            shares = [score(task.scorer, *pair) for pair in zip(references, outputs, strict=True)]
             theirs = scorers[task.script.stem]
             cleaned = ["".join("\n" if ord(one) < 32 else one for one in output.strip()).strip() for output in outputs]
             assert theirs["metric_fn_per_sample"](cleaned, references) == pytest.approx([100 * one for one in shares])
@@ -217,7 +217,7 @@ if real_package():
     def test_all_tasks_of_nvidia_fit(smollm2_dir):
         sizes = {"tokenizer": load_tokenizer(smollm2_dir), "length": 4096}
         made = cases_at(ruler.RULER_TASKS, **sizes)
-        told = package.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS])
+        told = ruler.read_tasks([name.removeprefix(ruler.PREFIX) for name in ruler.RULER_TASKS])
         for task, cases in zip(told, made.values(), strict=True):
             assert len({case.prompt for case in cases}) == 2
             for case in cases:

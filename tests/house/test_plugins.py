@@ -10,15 +10,16 @@ import tomllib
 from pathlib import Path
 
 import byte_models
+import plots
 import pytest
 from conftest import REPO
+from plots import plot_memory
 from plugins import strangers
 
 import jshadow
 from jshadow.cli.main import main
+from jshadow.evaluation import speed
 from jshadow.evaluation.laws import LAWS, LawBroken, run_laws, subject_of
-from jshadow.evaluation.plots import plot_memory, style
-from jshadow.evaluation.speed import timing
 from jshadow.policies import POLICIES, find_policy, parse_policy, split_policy
 from jshadow.policies.settings import policy_settings
 
@@ -235,15 +236,15 @@ def test_a_new_file_of_the_package_touches_no_other(tmp_path):
     code = """
 import jshadow
 from cases import DEVICE_ONLY, LOSSLESS, POLICY_CASES
-from jshadow.evaluation.plots import style
+import plots
 from jshadow.policies import POLICIES
 names = list(POLICIES)
 assert names == sorted(names) and "newest" in names, names
 assert POLICY_CASES["newest"].restricted.kept == 12
 assert "newest" in DEVICE_ONLY and "newest" not in LOSSLESS
-print(jshadow.__file__, style.look_of("newest")["color"])
+print(jshadow.__file__, plots.look_of("newest")["color"])
 """
-    places = [tmp_path, REPO, REPO / "tests" / "support"]
+    places = [tmp_path, REPO, REPO / "benchmarks", REPO / "tests" / "support"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
@@ -321,13 +322,13 @@ def test_eval_draws_them(checkpoint, folder, capsys):
     assert {row["name"] for row in rows if row.get("kl") is not None} == {"full", *PLACES}
     figure = plot_memory(rows, measure="kl")
     colors = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
-    assert {style.look_of(name)["color"] for name in PLACES} <= colors
-    assert (folder / "results" / "memory_kl.png").exists()
+    assert {plots.look_of(name)["color"] for name in PLACES} <= colors
+    assert json.loads((folder / "results" / "results.json").read_text())["results"] == rows
 
 
 @pytest.mark.slow
 def test_bench(folder, capsys, monkeypatch):
-    monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))  # small ceilings
+    monkeypatch.setattr(speed, "ON_CPU", (2**16, 32))  # small ceilings
     arguments = ["bench", "layer", "--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     arguments += ["--repeats", "1", "--policies", "key_norms:KeyNorms:kept=40", "--fetch", "resident"]
     assert "key_norms" in {row["policy"] for row in shown(arguments, capsys)["results"]}

@@ -14,7 +14,7 @@ import yaml
 from conftest import REPO
 
 from jshadow.cli.main import parser
-from jshadow.evaluation.parts import Part, parse_part
+from jshadow.ops.parts import Part, parse_part
 
 MANY, HOSTS = REPO / "examples" / "many_workers", REPO / "examples" / "several_hosts"
 pytestmark = pytest.mark.process  # of bash, which take milliseconds

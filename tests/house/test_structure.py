@@ -29,14 +29,13 @@ ROOMS += ["library", "serving", "cli", "__init__", "__main__"]
 # Packages that only some places may import.
 ONLY_IN = {
     "safetensors orbax gguf huggingface_hub": ("weights/convert",),
-    "torch": ("evaluation/speed",),
-    "matplotlib": ("evaluation/plots",),
+    "torch matplotlib": (),  # scripts of benchmarks/ have them
     "pyarrow lm_eval": ("evaluation",),
     "obstore": ("library/remote.py",),
     "pypdf": ("library/pdf_worker.py",),
     "starlette pydantic": ("serving/http",),
     "fastapi uvicorn prometheus_client llguidance": ("serving/http", "cli/serve.py"),
-    "transformers": ("weights", "evaluation/speed"),
+    "transformers": ("weights",),
     "triton jax_triton": (),
     "optax": ("policies/less",),
     "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "cache/mesh_rows.py", "policies/shadowkv"),

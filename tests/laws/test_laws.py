@@ -1,6 +1,6 @@
 """Every policy keeps every law of `jshadow.evaluation.laws`.
 
-All laws run in one world, which `jshadow/evaluation/laws/inputs.py` makes: a tiny model, a ragged batch, a capacity.
+All laws run in one world, which `jshadow/evaluation/laws/law.py` makes: a tiny model, a ragged batch, a capacity.
 Its cached functions `prefilled` and `teacher_forced` hold the prefilled batch of a policy and the logits of six steps.
 So the laws of SHARED need three large programs for each policy: the prefill, the step and the turn of seven tokens.
 Each law of DEAR needs programs of its own, or dozens of single operations. `make test` runs these on a few policies.

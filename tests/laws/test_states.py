@@ -31,9 +31,9 @@ from jshadow.cache import accounting, offload
 from jshadow.cache.records import Selection
 from jshadow.engine import decode
 from jshadow.errors import StateMismatch
-from jshadow.evaluation.laws import states
-from jshadow.evaluation.laws.inputs import abstract
-from jshadow.evaluation.laws.states import halves
+from jshadow.evaluation.laws import laws
+from jshadow.evaluation.laws.law import abstract
+from jshadow.evaluation.laws.laws import halves
 
 
 def state_of(name: str, fetch: str | None = None):
@@ -253,10 +253,10 @@ def test_a_compiled_step_copies_no_prompt_half_and_writes_its_tokens_in_place(na
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_a_step_neither_scatters_on_the_host_nor_moves_all_of_it(name):
     case = case_of(name, "device_put")
-    states.steps_leave_the_host_alone(case)
-    assert states.step_host_moves(case)[1] >= (3 if name == "shadowkv" else 2)
+    laws.steps_leave_the_host_alone(case)
+    assert laws.step_host_moves(case)[1] >= (3 if name == "shadowkv" else 2)
     # the walk sees an offense when there is one
-    tiers = states.host_tiers(state_of(name))
+    tiers = laws.host_tiers(state_of(name))
     stored = {part.array.shape for part in tiers}
     put = functools.partial(jax.device_put, device=jax.memory.Space.Device)
-    assert states.host_offenses(put, tiers[0].array, stored=stored)[0]
+    assert laws.host_offenses(put, tiers[0].array, stored=stored)[0]

@@ -14,7 +14,7 @@ import jshadow
 from jshadow.cli.main import main
 from jshadow.engine.decode import decode_step, extend, prefill
 from jshadow.errors import ConfigError
-from jshadow.evaluation.laws import inputs
+from jshadow.evaluation.laws import law
 from jshadow.models.layers import Linear, quantize_int8, quantized
 from jshadow.policies import Full
 from jshadow.weights.convert import convert
@@ -34,7 +34,7 @@ def test_the_error_of_a_number_is_half_a_step(shape, order, dtype, monkeypatch):
     assert (np.abs(rounded * factors.astype(np.float64) - wide) <= factors * (0.5 + 1e-4)).all()
     np.testing.assert_allclose(np.abs(rounded).max(axis=0), 127)
     np.testing.assert_allclose(factors, np.abs(wide).max(axis=0) / 127, rtol=1e-6)
-    monkeypatch.setattr("jshadow.models.layers.BLOCK", 200)
+    monkeypatch.setattr("jshadow.models.int8.BLOCK", 200)
     jax.tree.map(np.testing.assert_array_equal, quantize_int8(kernel), (rounded, factors))
 
 
@@ -80,11 +80,11 @@ def test_a_model_in_int8(tmp_path, name):
 
 def test_states_know_their_weights(tmp_path):
     """A saved state of the plain model does not load into the int8 model."""
-    plain = inputs.model()
+    plain = law.model()
     save(plain, tmp_path / "m")
     params = load(tmp_path / "m", "float32", quantize="int8")
-    jshadow.save_state(tmp_path / "s", inputs.prefilled(Full())[1], plain)
-    assert jshadow.load_state(tmp_path / "s", plain).capacity == inputs.CAPACITY
+    jshadow.save_state(tmp_path / "s", law.prefilled(Full())[1], plain)
+    assert jshadow.load_state(tmp_path / "s", plain).capacity == law.CAPACITY
     with pytest.raises(jshadow.errors.StateMismatch, match="weights"):
         jshadow.load_state(tmp_path / "s", params)
 

@@ -15,8 +15,7 @@ from jshadow.cache.shards import Shards
 from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import workload_of
-from jshadow.evaluation.speed.model import mode_of
-from jshadow.evaluation.speed.request import Request
+from jshadow.evaluation.speed import Request, mode_of
 from jshadow.models.partition import AXES
 from jshadow.planner import machine
 from jshadow.planner.bytes import Workload

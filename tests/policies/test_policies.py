@@ -20,7 +20,7 @@ from jshadow.cli import policies as command
 from jshadow.cli.main import main
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import subject_of
-from jshadow.evaluation.results import label
+from jshadow.evaluation.plan import label
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import (
     H2O,

@@ -15,16 +15,16 @@ from probe import Probe
 from random_arrays import array
 
 from jshadow.cache.state import KVState
-from jshadow.evaluation.laws import Case, Subject, inputs
-from jshadow.evaluation.laws.inputs import BATCH as BATCH
-from jshadow.evaluation.laws.inputs import CAPACITY, TINY, offloads
-from jshadow.evaluation.laws.inputs import FETCH_MODES as FETCH_MODES
-from jshadow.evaluation.laws.inputs import LENGTHS as LENGTHS
-from jshadow.evaluation.laws.inputs import PROMPT as PROMPT
-from jshadow.evaluation.laws.inputs import STEPS as STEPS
-from jshadow.evaluation.laws.inputs import model as model
-from jshadow.evaluation.laws.inputs import random_tokens as random_tokens
-from jshadow.evaluation.laws.inputs import run_steps as run_steps
+from jshadow.evaluation.laws import Case, Subject, law
+from jshadow.evaluation.laws.law import BATCH as BATCH
+from jshadow.evaluation.laws.law import CAPACITY, TINY, offloads
+from jshadow.evaluation.laws.law import FETCH_MODES as FETCH_MODES
+from jshadow.evaluation.laws.law import LENGTHS as LENGTHS
+from jshadow.evaluation.laws.law import PROMPT as PROMPT
+from jshadow.evaluation.laws.law import STEPS as STEPS
+from jshadow.evaluation.laws.law import model as model
+from jshadow.evaluation.laws.law import random_tokens as random_tokens
+from jshadow.evaluation.laws.law import run_steps as run_steps
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.policies import (
     KIVI,
@@ -227,4 +227,4 @@ def case_of(name: str, fetch: str = "resident", kind: str = "restricted", **whic
 
 def prefilled(name: str, kind: str, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
     """Logits and a fresh fork of the state of the ragged batch; the prefill itself runs once a process."""
-    return inputs.prefilled(setting(name, kind), fetch, dtype)
+    return law.prefilled(setting(name, kind), fetch, dtype)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshadow.evaluation import results
-from jshadow.evaluation.cases import judged
-from jshadow.evaluation.settings import Setup, TaskPlan
+from jshadow.evaluation.plan import Setup, TaskPlan, label
+from jshadow.evaluation.runner import judged
+from jshadow.evaluation.runner import run_cases as run_cases  # made_up_cases takes its place
+from jshadow.evaluation.tasks import Case
 from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.weights.params import Params, init_params
@@ -27,20 +28,25 @@ def records_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
-def made_up_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
-    """Yield the records that `run_case` yields, with figures that follow from sample and policy."""
-    case = plan.cases[index]
+def made_up_cases(
+    setup: Setup, plan: TaskPlan, indices: Sequence[int], policies: Sequence[Policy]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the records that `run_cases` yields, with figures that follow from sample and policy."""
     for policy in policies:
-        number = zlib.crc32(f"{setup.params.digest} {case.prompt} {results.label(policy)}".encode())
-        figures = {"attended_tokens": 10 + number % 89 / 8, "hit_rate": None if number % 3 else 0.5}
-        if case.forced:
-            kl = 0.0 if policy == Full() else number % 997 / 1000
-            record: dict[str, Any] = {"hits": [], "outputs": [], "score": 100 - 50 * kl, "kl": kl, "ppl": 2 + kl}
-        else:
-            # The answer after every second bit that is set, and a wrong number for the others.
-            texts = [
-                f"It is {' and '.join(sample.answers)}." if number >> place & 1 else "It is 1 or 2."
-                for place, sample in enumerate(case.samples)
-            ]
-            record = judged(case, texts) | ({"apart": True} if case.questions else {})
-        yield record | figures
+        yield [_made_up(setup, plan.cases[index], policy) for index in indices]
+
+
+def _made_up(setup: Setup, case: Case, policy: Policy) -> dict[str, Any]:
+    number = zlib.crc32(f"{setup.params.digest} {case.prompt} {label(policy)}".encode())
+    figures = {"attended_tokens": 10 + number % 89 / 8, "hit_rate": None if number % 3 else 0.5}
+    if case.forced:
+        kl = 0.0 if policy == Full() else number % 997 / 1000
+        record: dict[str, Any] = {"hits": [], "outputs": [], "score": 100 - 50 * kl, "kl": kl, "ppl": 2 + kl}
+    else:
+        # The answer after every second bit that is set, and a wrong number for the others.
+        texts = [
+            f"It is {' and '.join(sample.answers)}." if number >> place & 1 else "It is 1 or 2."
+            for place, sample in enumerate(case.samples)
+        ]
+        record = judged(case, texts) | ({"apart": True} if case.questions else {})
+    return record | figures

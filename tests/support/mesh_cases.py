@@ -14,7 +14,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.speculation import PromptLookup
 from jshadow.errors import JshadowError
-from jshadow.evaluation.laws.inputs import TINY
+from jshadow.evaluation.laws.law import TINY
 from jshadow.generate import generate
 from jshadow.policies import Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import ExactKeys

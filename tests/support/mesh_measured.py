@@ -20,7 +20,7 @@ from jshadow.cache.state import KVState
 from jshadow.cache.state_splits import layer_splits
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
-from jshadow.evaluation.laws.inputs import TINY
+from jshadow.evaluation.laws.law import TINY
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, sharding_of
 from jshadow.models.transformer import abstract_weights

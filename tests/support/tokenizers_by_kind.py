@@ -7,7 +7,8 @@ from tiny_text import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jshadow.evaluation import tasks
+from jshadow.evaluation.tasks import framing, texts
+from jshadow.evaluation.tasks.needles import QUESTION
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
@@ -21,7 +22,7 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*tasks.NOISE, tasks.HEAD, tasks.QUESTION, *tasks.paragraphs()[:40]], trainer)
+    tokenizer.train_from_iterator([*texts.NOISE, framing.HEAD, QUESTION, *texts.paragraphs()[:40]], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=["<s>", "$A", "</s>"], special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -89,8 +90,8 @@ def _sentencepiece_vocabulary(size: int) -> tuple[dict[str, int], list[tuple[str
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256 if size > 300 else 0))]
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False, max_token_length=12)
-    texts = [*tasks.NOISE, tasks.HEAD, tasks.QUESTION, *tasks.paragraphs()[:40]]
-    tokenizer.train_from_iterator([text.replace("\n", " ") for text in texts], trainer)
+    learned = [*texts.NOISE, framing.HEAD, QUESTION, *texts.paragraphs()[:40]]
+    tokenizer.train_from_iterator([text.replace("\n", " ") for text in learned], trainer)
     made = json.loads(tokenizer.to_str())["model"]
     return made["vocab"], [tuple(pair) for pair in made["merges"]]
 

@@ -12,7 +12,7 @@ from gpu.runner import NotHere, Runner, Task, brief
 from gpu.sizes import Sizes
 from gpu.synthetic import free, on_device
 from gpu.timing import build, series
-from jshadow.evaluation.speed.layer import Shape, random_step
+from jshadow.evaluation.speed import Shape, random_step
 from jshadow.ops.attention import Piece, attend
 
 CALLS = 8

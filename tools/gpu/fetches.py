@@ -19,7 +19,7 @@ from gpu.timing import build, series
 from jshadow.cache import offload
 from jshadow.cache.records import HostTier, Kept, LayerState, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.evaluation.speed.layer import Shape, random_step
+from jshadow.evaluation.speed import Shape, random_step
 from pallas_kernels import places_of
 
 DRAWS, CALLS = 8, 16  # minimum number of sets of chunks that alternate; calls that are dispatched together

@@ -16,7 +16,7 @@ from gpu.timing import Seconds, build, series
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
 from jshadow.engine.step import AllLayers, step_layer
-from jshadow.evaluation.speed.layer import Shape, random_step
+from jshadow.evaluation.speed import Shape, random_step
 from jshadow.ops.attention import attend
 from jshadow.policies.shadowkv.kept import own_piece
 

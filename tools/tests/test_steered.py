@@ -8,7 +8,7 @@ from gpu.steered import PHASE, SHARE
 from gpu.synthetic import refetched, state, steered
 
 from jshadow.cache.records import StepKV
-from jshadow.evaluation.speed.layer import Shape, random_step
+from jshadow.evaluation.speed import Shape, random_step
 
 
 def policy_of(sizes, code, capacity):

@@ -16,33 +16,23 @@ from collections.abc import Callable
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.agreement import FORCED as FORCED
-from jshadow.evaluation.tasks.agreement import agreement, agreement_bible, agreement_code
-from jshadow.evaluation.tasks.extraction import text_to_json
-from jshadow.evaluation.tasks.framing import HEAD as HEAD
-from jshadow.evaluation.tasks.framing import Case as Case
+from jshadow.evaluation.tasks import questions
+from jshadow.evaluation.tasks.agreement_texts import PACKAGE_TASKS, agreement, agreement_bible, agreement_code
+from jshadow.evaluation.tasks.framing import Case
 from jshadow.evaluation.tasks.framing import Sample as Sample
-from jshadow.evaluation.tasks.needle_phases import PHASE_TASKS, seed_at_phase
-from jshadow.evaluation.tasks.needles import CITIES as CITIES
-from jshadow.evaluation.tasks.needles import DIGITS as DIGITS
-from jshadow.evaluation.tasks.needles import DIGITS_OF_MANY as DIGITS_OF_MANY
-from jshadow.evaluation.tasks.needles import FACT as FACT
-from jshadow.evaluation.tasks.needles import NEW_TOKENS as NEW_TOKENS
-from jshadow.evaluation.tasks.needles import PREFIX as PREFIX
-from jshadow.evaluation.tasks.needles import QUESTION as QUESTION
-from jshadow.evaluation.tasks.needles import SNAP as SNAP
-from jshadow.evaluation.tasks.needles import TURNS as TURNS
-from jshadow.evaluation.tasks.needles import NeedleKind, needles, niah, passkey
-from jshadow.evaluation.tasks.needles import snap as snap
-from jshadow.evaluation.tasks.package_texts import PACKAGE_TASKS
-from jshadow.evaluation.tasks.retrieval import kv_retrieval, two_stage
-from jshadow.evaluation.tasks.texts import NOISE as NOISE
-from jshadow.evaluation.tasks.texts import STORY as STORY
+from jshadow.evaluation.tasks.needles import (
+    DIGITS_OF_MANY,
+    PHASE_TASKS,
+    TURNS,
+    NeedleKind,
+    kv_retrieval,
+    needles,
+    niah,
+    passkey,
+    seed_at_phase,
+    two_stage,
+)
 from jshadow.evaluation.tasks.texts import documentation, noise, story
-from jshadow.evaluation.tasks.texts import paragraphs as paragraphs
-from jshadow.evaluation.tasks.texts import repeated as repeated
-from jshadow.evaluation.tasks.tracing import common_words, frequent_words, variable_tracking
-from jshadow.evaluation.tasks.verses import qa_1, qa_1_apart, qa_2
 from jshadow.weights.tokenizer import encode as encode
 
 Task = Callable[[Any, int, float, int], Case]
@@ -71,13 +61,13 @@ TASKS: dict[str, Task] = {
     "passkey": passkey,
     "kv_retrieval": kv_retrieval,
     "two_stage": two_stage,
-    "vt": variable_tracking,
-    "cwe": common_words,
-    "fwe": frequent_words,
-    "qa_1": qa_1,
-    "qa_2": qa_2,
-    "qa_1_apart": qa_1_apart,
-    "text_to_json": text_to_json,
+    "vt": questions.variable_tracking,
+    "cwe": questions.common_words,
+    "fwe": questions.frequent_words,
+    "qa_1": questions.qa_1,
+    "qa_2": questions.qa_2,
+    "qa_1_apart": questions.qa_1_apart,
+    "text_to_json": questions.text_to_json,
     "agreement": agreement,
     "agreement_bible": agreement_bible,
     "agreement_code": agreement_code,

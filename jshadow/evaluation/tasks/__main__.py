@@ -12,7 +12,7 @@ from jshadow.evaluation.data import rows_of, write_rows
 from jshadow.evaluation.tasks import TASKS, make, sample_of
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     options = argparse.ArgumentParser(
         prog="python -m jshadow.evaluation.tasks", description="Print one prompt, or write rows that kvpress reads."
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def write(args: argparse.Namespace) -> None:
+def _write(args: argparse.Namespace) -> None:
     """Write the rows of several cases to a file. Raises ConfigError for bad options, or if it cannot be written."""
     from jshadow.weights.params import load_tokenizer
 
@@ -49,7 +49,7 @@ def write(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(rows)} rows")
 
 
-def show(args: argparse.Namespace) -> None:
+def _show(args: argparse.Namespace) -> None:
     """Print one prompt. Raises ConfigError as `make` does."""
     from jshadow.weights.params import load_tokenizer
 
@@ -65,9 +65,9 @@ def show(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 after an error of jshadow."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        show(args) if args.out is None else write(args)
+        _show(args) if args.out is None else _write(args)
     except JshadowError as error:
         print(f"jshadow: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -1,22 +1,33 @@
-"""Needle tasks: facts planted in a long text, and questions that ask for them.
+"""Needle tasks: facts planted in a long text or table, and questions that ask for them.
 
-There are two families. The `needle_*` tasks were written for this project. Their facts are numbers of cities. The
-`niah_*` tasks follow RULER (arXiv 2404.06654, section 3.1 and appendix B) with different wording. Their keys are pairs
-of words or UUIDs, and their values are numbers or UUIDs. Their text is filler, documentation instead of essays, or only
-other needles. So their scores differ from those on RULER's files.
+The facts of the `needle_*` tasks are numbers of cities. `needle_*_phases` plant a fact at all places within a chunk of
+tokens equally often, because a method that selects chunks may miss a fact that begins inside one (arXiv 2609.36322
+reports differences of up to 40 points). The `niah_*` tasks follow RULER (arXiv 2404.06654, section 3.1 and appendix B)
+with different wording. Their text is filler, documentation instead of essays, or only other needles. So their scores
+differ from those on RULER's files.
 """
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.drawing import numbers, uuids, word_pairs
-from jshadow.evaluation.tasks.filling import Pieces, filled, planted
-from jshadow.evaluation.tasks.framing import HEAD, Case, Sample
-from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
+from jshadow.evaluation.tasks.framing import (
+    HEAD,
+    Case,
+    Pieces,
+    Sample,
+    filled,
+    numbers,
+    place,
+    planting,
+    uuids,
+    word_pairs,
+)
+from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise, noise_pieces, story
 from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode
 
@@ -39,11 +50,8 @@ PASSKEY_NEW_TOKENS = 12
 # Cities and numbers
 
 
-def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
-    """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence.
-
-    If none ends near it, the result is `target`. `text` is a list of token ids, and places are indices in it.
-    """
+def _snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
+    """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence."""
     reach = int(SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
     before = {cut: decode(tokenizer, text[max(0, cut - 2) : cut]) for cut in cuts if 0 < cut < len(text)}
@@ -59,14 +67,8 @@ def needles(
 ) -> Case:
     """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances.
 
-    Args:
-        tokenizer: see `make`.
-        length: see `make`.
-        depth: see `make`.
-        seed: see `make`.
-        source: returns the endless token ids of a text for (tokenizer, random generator).
-        count: number of facts.
-        digits: number of digits of each planted number.
+    `source` returns the endless token ids of a text for (tokenizer, random generator). Each planted number has `digits`
+    digits. The other arguments are those of `make`.
     """
     rng = random.Random(seed)
     cities = rng.sample(CITIES, count)
@@ -84,7 +86,7 @@ def needles(
         raise ConfigError(f"length must be at least {length - room + count} tokens for this task, got {length}")
     text = list(itertools.islice(source(tokenizer, rng), room))
     depths = [(depth + i / count) % 1 if i else depth for i in range(count)]
-    cuts = [snap(tokenizer, text, int(share * room)) for share in depths]
+    cuts = [_snap(tokenizer, text, int(share * room)) for share in depths]
     context, planted, done = [], {}, 0
     for i in sorted(range(count), key=cuts.__getitem__):
         context += text[done : cuts[i]]
@@ -109,16 +111,10 @@ def needles(
 
 @dataclasses.dataclass(frozen=True)
 class NeedleKind:
-    """One kind of needle test.
+    """One kind of needle test: its haystack ("noise", "documentation" or "needles"), and numbers of keys and values.
 
-    Attributes:
-        haystack: "noise", "documentation" or "needles".
-        uuid_keys: whether keys are UUIDs instead of words.
-        uuid_values: whether values are UUIDs instead of numbers.
-        keys: number of planted keys. In a haystack of needles, the number of keys besides the haystack.
-        values: number of values of each key.
-        asked: number of keys that are asked for.
-        apart: whether each key has a separate question, asked on a fork of one prefill.
+    In a haystack of needles, `keys` is the number of keys besides the haystack. If the questions are `apart`, each key
+    that is asked for has a question of its own, on a fork of one prefill.
     """
 
     haystack: str = "documentation"
@@ -131,7 +127,7 @@ class NeedleKind:
 
     @property
     def thing(self) -> str:
-        """The word for a value in the text: "code" or "number"."""
+        """The word for a value in the text."""
         return "code" if self.uuid_values else "number"
 
 
@@ -149,15 +145,13 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
     else:
         pieces = Pieces((noise_pieces if kind.haystack == "noise" else documentation_pieces)(rng))
     head = f"Some special {kind.thing}s are hidden in this text. You will be asked for them.\n\n"
-
-    def compose(count: int, padding: str) -> str:
-        return (head + planted(pieces.first(count), needles, depths)).rstrip() + padding
+    compose = planting(head, pieces, needles, depths)
 
     def after(count: int) -> str:
         return end + pieces.first(count + 1)[-1]
 
     asked = facts[: kind.asked]
-    samples = [ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
+    samples = [_ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
     padding_text = None if kind.haystack == "needles" else after  # a part of a needle must not be used as filler
     return filled(tokenizer, length, compose, samples, apart=kind.apart, after=padding_text)
 
@@ -167,7 +161,7 @@ def needle(kind: NeedleKind, key: str, value: str) -> str:
     return f"The special {kind.thing} of {key} is {value}."
 
 
-def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
+def _ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
     """Return the question for all values of the given keys."""
     names = [key for key, _ in facts]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -185,9 +179,112 @@ def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     number, pieces = next(numbers(rng, 5)), Pieces(noise_pieces(rng))
     head = "There is a pass key in this text. Find it and remember it.\n\n"
     fact = f"The pass key is {number}. Remember it. {number} is the pass key. "
-
-    def compose(count: int, padding: str) -> str:
-        return (head + planted(pieces.first(count), [fact], [depth])).rstrip() + padding
-
+    compose = planting(head, pieces, [fact], [depth])
     sample = Sample("", "What is the pass key?", "The pass key is", number, PASSKEY_NEW_TOKENS)
     return filled(tokenizer, length, compose, [sample])
+
+
+PHASES = 8  # number of tokens of a chunk, which is the default of ShadowKV
+
+
+def _needle_at_phase(
+    tokenizer: Any,
+    length: int,
+    depth: float,
+    seed: int,
+    *,
+    source: Callable[[Any, random.Random], Iterator[int]],
+) -> Case:
+    """Plant one fact, so that the index of its first token modulo PHASES is the seed modulo PHASES."""
+    for extra in itertools.count():
+        case = needles(tokenizer, length + extra, depth, seed, source=source)
+        planted = case.planted[0] - extra
+        if planted % PHASES == seed % PHASES:
+            break
+    sample = case.samples[0]
+    head, tail = frame(tokenizer, sample.question, sample.answer_prefix, head=HEAD)
+    text = case.prompt[len(head) + extra : len(case.prompt) - len(tail)]
+    shown = decode(tokenizer, text).strip("\ufffd")  # the first and the last character may be incomplete
+    samples = (dataclasses.replace(sample, context=shown),)
+    return dataclasses.replace(case, samples=samples, prompt=(*head, *text, *tail), planted=(planted,))
+
+
+PHASE_TASKS = {
+    f"needle_{name}_phases": functools.partial(_needle_at_phase, source=source)
+    for name, source in (("noise", noise), ("story", story), ("docs", documentation))
+}
+
+
+def seed_at_phase(seed: int, index: int) -> int:
+    """Return a seed near `seed` whose phase is that of sample number `index`."""
+    return seed - seed % PHASES + index % PHASES
+
+
+KV_NEW_TOKENS = 50  # as in InfiniteBench
+STAGES_NEW_TOKENS = 32
+LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
+LONG_KEY = 99_999  # a key with at least as many tokens as any other
+PALETTE = "red blue green yellow black white brown purple orange pink teal gray maroon violet beige cyan"
+COLORS = tuple(PALETTE.split())
+
+
+def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """Ask for the value of one key in a JSON object of random UUIDs.
+
+    The task is that of arXiv 2307.03172, section 4, and of Retrieve.KV of InfiniteBench (arXiv 2402.13718).
+    """
+    names = uuids(random.Random(seed))
+    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(names, names, strict=False))
+    key, value = next(names), next(names)
+
+    def compose(count: int, padding: str) -> str:
+        pairs = pieces.first(count)
+        at = place([len(pair) for pair in pairs], depth)
+        return "{" + ", ".join([*pairs[:at], f'"{key}": "{value}"', *pairs[at:]]) + "}" + padding
+
+    sample = Sample(
+        "",
+        f'What is the value of the key "{key}" in the JSON object above?',
+        f'The value of "{key}" is "',
+        value,
+        KV_NEW_TOKENS,
+        "string_match_part",
+    )
+    return filled(tokenizer, length, compose, [sample])
+
+
+def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """Ask for a sum, and for the color of that key in a dictionary (2StageRetr of OmniKV, ICLR 2025, appendix A).
+
+    As in the paper, keys are counted from 0, and the question comes after the dictionary. The paper has 200 keys. Here
+    there are as many as the length allows.
+    """
+    rng = random.Random(seed)
+    pieces = Pieces(_colors(rng))
+    share = rng.random()
+
+    def compose(count: int, padding: str) -> str:
+        pairs = ", ".join(f"{key}: {color}" for key, color in enumerate(pieces.first(count)))
+        return "{" + pairs + "}" + padding
+
+    def sample(key: int, answer: str) -> Sample:
+        second = int(share * min(key, LARGEST_STEP))
+        question = (
+            f"The dictionary above has numbers and their colours. Add {key - second} + {second}, look the sum up, "
+            "and answer with its colour."
+        )
+        return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
+
+    # The number of keys is known only after filling the text. So the text is filled with a longest question first. The
+    # final question is not longer, so the final text has at least as many keys.
+    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLORS[0])], least=2).samples[0].context.count(":")
+    key = min(int(depth * count), count - 1)
+    return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
+
+
+def _colors(rng: random.Random) -> Iterator[str]:
+    """Yield random colors without end. Neighbors differ."""
+    before = ""
+    for _ in itertools.count():
+        before = rng.choice([color for color in COLORS if color != before])
+        yield before

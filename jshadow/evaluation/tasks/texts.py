@@ -5,6 +5,7 @@ starts. Texts that ship with Python differ between its versions, so a seed gives
 """
 
 import functools
+import importlib.metadata
 import itertools
 import json
 import random
@@ -15,8 +16,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.tasks.installed import installed_file
 from jshadow.weights.tokenizer import encode
+
+
+def installed_file(distribution: str, version: str | None, file: str, install: str) -> Path:
+    """Return the path of a file in the folder of installed packages.
+
+    Raises ConfigError, which names the command `install`, if the distribution is not installed or has not the given
+    version (None: any), or if the file is missing.
+    """
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"this task needs the package {distribution}: {install}") from error
+    if version is not None and found.version != version:
+        raise ConfigError(f"{distribution} must have the version {version}, got {found.version}: {install}")
+    path = Path(str(found.locate_file(file)))
+    if not path.is_file():
+        raise ConfigError(f"this task needs the file {path}, which is missing: {install}")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raises ConfigError if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"this task needs {path}, which cannot be read: {error!r}") from error
+
 
 # Short sentences, as in the usual filler of such tasks. Their length matters. With the sentences of STORY, which are
 # twice as long, ShadowKV with rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens, while SmolLM2 with full
@@ -71,7 +98,7 @@ def verses() -> tuple[Verse, ...]:
 
 
 @functools.cache
-def modules() -> tuple[Path, ...]:
+def _modules() -> tuple[Path, ...]:
     """Return the source files at the top level of Python's standard library, sorted by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
@@ -86,16 +113,20 @@ def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterat
     return itertools.cycle([f"{sentence} " for sentence in sentences])
 
 
-def documentation_pieces(rng: random.Random) -> Iterator[str]:
-    """Yield paragraphs of Python's documentation, starting at a random one."""
-    parts = paragraphs()
+def from_any[T](rng: random.Random, parts: Sequence[T]) -> Iterator[T]:
+    """Yield the parts in order, again and again, starting at a random one."""
     for index in itertools.count(rng.randrange(len(parts))):
         yield parts[index % len(parts)]
 
 
-def code_pieces(rng: random.Random) -> Iterator[str]:
+def documentation_pieces(rng: random.Random) -> Iterator[str]:
+    """Yield paragraphs of Python's documentation, starting at a random one."""
+    return from_any(rng, paragraphs())
+
+
+def _code_pieces(rng: random.Random) -> Iterator[str]:
     """Yield blocks of source code of Python's standard library, starting at a random place of a random module."""
-    files, place = modules(), rng.random()
+    files, place = _modules(), rng.random()
     for index in itertools.count(rng.randrange(len(files))):
         text = files[index % len(files)].read_text(encoding="utf-8", errors="replace")
         parts = [f"{part}\n\n" for part in text.split("\n\n") if part.strip()]
@@ -103,27 +134,9 @@ def code_pieces(rng: random.Random) -> Iterator[str]:
         place = 0.0
 
 
-def bible_pieces(rng: random.Random) -> Iterator[str]:
+def _bible_pieces(rng: random.Random) -> Iterator[str]:
     """Yield verses with their citations, starting at a random one."""
-    parts = verses()
-    for index in itertools.count(rng.randrange(len(parts))):
-        verse = parts[index % len(parts)]
-        yield f"{verse.citation} {verse.text}\n"
-
-
-def documentation(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of the documentation without end, starting at a random paragraph."""
-    return tokens_of(tokenizer, rng, documentation_pieces)
-
-
-def code(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of the standard library's source code without end, starting in a random module."""
-    return tokens_of(tokenizer, rng, code_pieces)
-
-
-def bible(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Yield token ids of Bible verses without end, starting at a random one."""
-    return tokens_of(tokenizer, rng, bible_pieces)
+    return (f"{verse.citation} {verse.text}\n" for verse in from_any(rng, verses()))
 
 
 def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Random], Iterator[str]]) -> Iterator[int]:
@@ -132,11 +145,15 @@ def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Rando
         yield from encode(tokenizer, piece)
 
 
-def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
+def _repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
     """Yield token ids of the given sentences in order, again and again. The text is the same for every seed."""
     del rng  # the same for every seed
     return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
 
 
-noise = functools.partial(repeated, sentences=NOISE)
-story = functools.partial(repeated, sentences=STORY)
+# Functions of (tokenizer, random generator) that return the endless token ids of a text.
+documentation = functools.partial(tokens_of, pieces=documentation_pieces)
+code = functools.partial(tokens_of, pieces=_code_pieces)
+bible = functools.partial(tokens_of, pieces=_bible_pieces)
+noise = functools.partial(_repeated, sentences=NOISE)
+story = functools.partial(_repeated, sentences=STORY)

@@ -13,7 +13,7 @@ from random_arrays import array
 from jshadow import load_state, save_state
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
-from jshadow.evaluation.laws import inputs
+from jshadow.evaluation.laws import law
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_of, on_backend
 from jshadow.policies import ShadowKV
@@ -40,7 +40,7 @@ def rebuilt(spec, layer, inverse, lengths, ids):
 
 def both(name, pool):
     """A prefilled state with a pool, and the same in the form that it has on a GPU."""
-    plain = inputs.prefilled(dataclasses.replace(setting(name, "restricted"), pool=pool))[1]
+    plain = law.prefilled(dataclasses.replace(setting(name, "restricted"), pool=pool))[1]
     return plain, keeping(plain.fork())
 
 
@@ -105,7 +105,7 @@ def test_a_pool_changes_no_bit_of_a_result_and_moves_less():
     runs = {}
     for pool in (0.0, 2.0):
         policy = dataclasses.replace(setting("shadowkv", "restricted"), pool=pool)
-        state, logits, selected = inputs.prefilled(policy, "zero_copy")[1], [], []
+        state, logits, selected = law.prefilled(policy, "zero_copy")[1], [], []
         for i in range(8):
             out, state = decode.decode_step(model(), STEPS[:, i], state)
             logits.append(np.asarray(out))

@@ -17,7 +17,7 @@ from jshadow import ShadowKV, ShadowKVPlus, load_state, save_state
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation.laws.inputs import TINY, random_tokens
+from jshadow.evaluation.laws.law import TINY, random_tokens
 from jshadow.policies import parse_policy
 from jshadow.policies.settings import dotted_settings, with_settings
 from jshadow.policies.shadowkv import Choice
