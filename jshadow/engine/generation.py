@@ -26,7 +26,7 @@ from jshadow.engine.token_steps import Draw, TokenSteps
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, NumericalError, StateMismatch
-from jshadow.ops.layout import round_up
+from jshadow.ops.buckets import round_up
 from jshadow.policies import ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full

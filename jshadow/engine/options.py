@@ -11,7 +11,7 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Fitted, Progress
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
-from jshadow.ops.layout import round_up, step_of
+from jshadow.ops.buckets import round_up, step_of
 from jshadow.planner.bytes import Workload
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention

@@ -21,7 +21,7 @@ from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.models.config import ModelConfig
-from jshadow.ops.layout import round_up
+from jshadow.ops.buckets import round_up
 from jshadow.weights.params import Params
 
 STOPS = 8  # the number of stop ids is rounded up to a multiple of this, so that generations share compiled programs

@@ -24,7 +24,8 @@ from jshadow.engine.sampling import Sampler, sample, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.models.config import ModelConfig, check_positive
-from jshadow.ops.layout import fit_tokens, round_up, step_of
+from jshadow.ops.buckets import round_up, step_of
+from jshadow.ops.layout import fit_tokens
 from jshadow.planner.pieces import turn_piece
 from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted

@@ -12,7 +12,7 @@ from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation.data import read_cases, whole_file
 from jshadow.evaluation.tasks import Case, Sample, ruler, sample_of
 from jshadow.models.config import ModelConfig
-from jshadow.ops.layout import round_up
+from jshadow.ops.buckets import round_up
 from jshadow.planner.machine import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
 from jshadow.policies.base import innermost

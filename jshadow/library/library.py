@@ -24,7 +24,7 @@ from jshadow.errors import CheckpointError, NumericalError, PromptError, StateMi
 from jshadow.library.pdf import Begun, read_pdf
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
 from jshadow.library.state_store import StateStore
-from jshadow.ops.layout import round_up
+from jshadow.ops.buckets import round_up
 from jshadow.ops.parts import deal, parse_part
 from jshadow.weights.convert.files import readable
 from jshadow.weights.digest import host_array

@@ -12,7 +12,7 @@ from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERIES, QUERY_BLOCK, capability_here, cudnn_attends
-from jshadow.ops.layout import round_up, step_of
+from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, capability
 from jshadow.policies.costs import costs_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.texts import noise_pieces, words
-from jshadow.ops.layout import round_up
+from jshadow.ops.buckets import round_up
 from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode, opening
 
