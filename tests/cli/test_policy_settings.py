@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jshadow.cli.policy_settings import attribute_texts, setting_rows
+from jshadow.cli.policies import attribute_texts, setting_rows
 from jshadow.policies import POLICIES
 from jshadow.policies.settings import setting_types
 

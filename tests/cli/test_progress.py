@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jshadow.cli import progress
+from jshadow.cli import console
 from jshadow.cli.chat import Conversation
+from jshadow.cli.console import SlowProgress, waiting
 from jshadow.cli.generate import write_answer
-from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.engine import generation, options
 from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.errors import ConfigError
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 def comes(monkeypatch):
     """Lines and bars come soon, on a new stderr. Gives what waits until a text was written to it."""
     for name in ("SLOW_SECONDS", "LINE_SECONDS", "REFRESH_SECONDS"):
-        monkeypatch.setattr(progress, name, 0.05)
+        monkeypatch.setattr(console, name, 0.05)
 
     def wait_for(text):
         end = time.monotonic() + 20

@@ -11,8 +11,7 @@ import jax
 import pytest
 from several_processes import ended, no_survivors, start_all  # noqa: F401
 
-from jshadow.cli.mesh import mesh_of, parse_mesh
-from jshadow.cli.processes import joined
+from jshadow.cli.processes import joined, mesh_of, parse_mesh
 from jshadow.engine.mesh import agree, processes
 from jshadow.errors import ConfigError
 

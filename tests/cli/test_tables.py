@@ -10,7 +10,7 @@ from real_shapes import LLAMA_31_8B_JSON
 from rich.console import Console
 from rich.table import Table
 
-from jshadow.cli import bench_tables, console, plan, policies
+from jshadow.cli import console
 from jshadow.cli.console import print_table
 
 
@@ -50,8 +50,7 @@ LONG = ["--context", "122880"]
 @pytest.mark.parametrize("command", [slow(["plan", *LONG]), ["plan"], ["policies", *LONG, "--model"]])
 def test_commands_at_80_columns(command, tmp_path, printed, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
-    for module in (plan, policies, bench_tables):
-        monkeypatch.setattr(module, "console", lambda width=0: console.console(80))
+    monkeypatch.setattr(console, "console", lambda width=0: Console(width=80))
     out = printed(*command, tmp_path / "config.json")
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80

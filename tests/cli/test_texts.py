@@ -12,7 +12,7 @@ from command_line import CAPACITY, FULL, LENGTH, TEXT
 from tiny_text import byte_tokenizer
 
 from jshadow.cli.chat import Conversation, questions
-from jshadow.cli.files import read_text
+from jshadow.cli.console import read_text
 from jshadow.cli.generate import read_prompt
 from jshadow.cli.main import main
 from jshadow.errors import PromptError
