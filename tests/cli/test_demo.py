@@ -3,9 +3,8 @@
 import hashlib
 import re
 
+import demo_text
 from conftest import REPO
-
-from jshadow.cli import demo_text
 
 SHA256 = "c6a8133802031075e3dfa0f8d090ef611c974cd616f93350855afec35bef348f"
 
