@@ -108,18 +108,7 @@ def show_table(
 def print_table(table: "Table", out: "Console") -> None:
     """Print a table whose first column has labels. Columns that do not fit the width go into further tables.
 
-    Args:
-        table: the table. Its cells are strings. The lines of each column after the first are not broken.
-        out: the console to print to.
-    """
-    for part in split_table(table, out.width):
-        out.print(part)
-
-
-def split_table(table: "Table", width: int) -> list["Table"]:
-    """Split a table into tables of at most `width` characters.
-
-    Each of them has the first column, which holds the labels, and some of the other columns.
+    The cells of the table are strings. The lines of each column after the first are not broken.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -127,13 +116,12 @@ def split_table(table: "Table", width: int) -> list["Table"]:
     texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
     widths = [max(cell_len(line) for text in cells for line in text.split("\n")) + PADDING for cells in texts]
     # A long label may wrap, down to a third of the width.
-    room = width - 1 - min(widths[0], width // 3)
+    room = out.width - 1 - min(widths[0], out.width // 3)
     groups: list[list[int]] = [[]]
     for index in range(1, len(widths)):
         if groups[-1] and sum(widths[one] for one in groups[-1]) + widths[index] > room:
             groups.append([])
         groups[-1].append(index)
-    parts = []
     for group in groups:
         part = Table(title=table.title)
         part.add_column(texts[0][0], overflow="fold")
@@ -141,8 +129,13 @@ def split_table(table: "Table", width: int) -> list["Table"]:
             part.add_column(texts[index][0], justify=table.columns[index].justify, no_wrap=True, overflow="fold")
         for row in zip(*(texts[index][1:] for index in (0, *group)), strict=True):
             part.add_row(*row)
-        parts.append(part)
-    return parts
+        out.print(part)
+
+
+def show_sentences(sentences: Iterable[str], width: int = 120) -> None:
+    """Print sentences, each of which begins a line."""
+    for sentence in sentences:
+        console(width).print(sentence, highlight=False)
 
 
 class SlowProgress:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from jshadow.cli.compile_cache import CacheOptions
-from jshadow.cli.console import SlowProgress, check_writable, console, read_text, show_table, waiting
+from jshadow.cli.console import SlowProgress, check_writable, read_text, show_sentences, show_table, waiting
 from jshadow.cli.fields import Command, option
 from jshadow.cli.options import (
     MODEL_HELP,
@@ -193,13 +193,8 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
     """Run a generation and print its text as it comes.
 
     Progress is on stderr, which may be the same terminal or pipe. So there is none between the pieces of a text, and
-    the last line of the text is ended before the message of an error comes.
-
-    Args:
-        run: the GenerationLoop.
-        progress: the progress of the prefill. It is closed.
-        label: printed before the text.
-        silent: whether no text is printed.
+    the last line of the text is ended before the message of an error comes. The progress is that of the prefill, and
+    is closed. The label comes before the text, of which nothing is printed if `silent`.
     """
     pieces = iter(run)
     try:
@@ -268,9 +263,7 @@ def show_figures(results: Sequence["Generation"], expected: str | None = None) -
     if any(generation.report.verified_steps is not None for generation in results):
         row("verified steps", lambda m: optional(m.report.verified_steps, "{:,}"))
     show_table(["", *(one.report.policy.name for one in results)], rows, width=100, wrap=True)
-    out = console(100)
-    for sentence in notes(results):
-        out.print(sentence, highlight=False)
+    show_sentences(notes(results), 100)
 
 
 def _parts_text(parts: dict[str, float]) -> str:

@@ -61,8 +61,8 @@ class Convert(Command):
         return 0
 
 
-class PrintVersion(argparse.Action):
-    """The action that prints the versions of jshadow and JAX and exits."""
+class _Print(argparse.Action):
+    """The action that prints the versions of jshadow and JAX, or the completion script of a shell, and exits."""
 
     def __call__(
         self,
@@ -71,28 +71,15 @@ class PrintVersion(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Print the line to standard output."""
-        from importlib.metadata import version
+        if self.dest == "version":
+            from importlib.metadata import version
 
-        print(f"jshadow {version('jshadow')} (jax {version('jax')})")
-        parser.exit()
+            print(f"jshadow {version('jshadow')} (jax {version('jax')})")
+        else:
+            import shtab
 
-
-class PrintCompletion(argparse.Action):
-    """The action that prints the completion script of a shell and exits."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Print the script of the shell `values` to standard output."""
-        import shtab
-
-        _mark_files(parser)
-        print(shtab.complete(parser, str(values)))
+            _mark_files(parser)
+            print(shtab.complete(parser, str(values)))
         parser.exit()
 
 
@@ -111,9 +98,9 @@ def _mark_files(parser: argparse.ArgumentParser) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     top = argparse.ArgumentParser(prog="jshadow", description=ABOUT, argument_default=argparse.SUPPRESS)
-    top.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
+    top.add_argument("--version", action=_Print, nargs=0, help="print the version and exit")
     top.add_argument(
-        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print a script of shell completion and exit"
+        "--print-completion", action=_Print, choices=SHELLS, help="print a script of shell completion and exit"
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_command(commands, "generate", Generate, "answer a prompt")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jshadow.cli.console import console, show_table
+from jshadow.cli.console import show_sentences, show_table
 from jshadow.cli.fields import Command, option
 from jshadow.cli.options import check_least
 from jshadow.errors import ConfigError
@@ -287,8 +287,7 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
     _show_parts(plans[0])
     for plan in plans:
         _show_plan(plan)
-    for line in _notes(plans):
-        console().print(line, highlight=False)
+    show_sentences(_notes(plans))
     return 0
 
 
@@ -329,8 +328,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
     if args.json:
         print(json.dumps({"sessions": plans}))
         return 0
-    for line in SESSION_NOTES:
-        console().print(line, highlight=False)
+    show_sentences(SESSION_NOTES)
     return 0
 
 

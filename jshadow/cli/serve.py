@@ -105,23 +105,14 @@ class Serve(
 
     def run(self) -> int:
         """Return 0 when a signal has ended the server in order."""
-        early = _check(self)
+        policy, prefill, options = _check(self)
         listener = None if self.warm_only else _listening_socket(self.host, self.port)
         try:
-            service = _service_of(self, early)
+            service = _service_of(self, policy, prefill, options)
             return _warm(service, as_json=self.json) if listener is None else _serve(self, service, listener)
         finally:
             if listener is not None:
                 listener.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Early:
-    """The settings that follow from the options alone, before the model is loaded."""
-
-    policy: "Policy"
-    prefill: "SparsePrefill | None"
-    options: "ServerOptions"
 
 
 def _warm(service: "Service", *, as_json: bool) -> int:
@@ -185,8 +176,8 @@ def _give_up() -> None:
     os._exit(1)
 
 
-def _check(args: Serve) -> _Early:
-    """Return what the options say without the model.
+def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
+    """Return what follows from the options alone, before the model is loaded.
 
     Raises:
         ConfigError: a package is missing, or a value is out of range.
@@ -226,7 +217,7 @@ def _check(args: Serve) -> _Early:
         upload_bytes=int(args.max_upload_mib * MIB),
         seconds=args.timeout,
     )
-    return _Early(policy_of(args), parse_prefill(args.prefill or "exact"), options)
+    return policy_of(args), parse_prefill(args.prefill or "exact"), options
 
 
 def _allowed_hosts_of(args: Serve) -> tuple[str, ...]:
@@ -264,7 +255,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return found
 
 
-def _service_of(args: Serve, early: _Early) -> "Service":
+def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", options: "ServerOptions") -> "Service":
     """Return the service of the options. Raises the errors of `load`, `Library` and `Engine`."""
     from jshadow.library import Library
     from jshadow.serving import Engine, EngineOptions
@@ -277,32 +268,23 @@ def _service_of(args: Serve, early: _Early) -> "Service":
         raise PromptError(f"serve needs a tokenizer, and {args.model} has none")
     context = _context_of(args.max_context, params)
     room = _room_of(args.room, context)
-    fitted = fitted_of(args, params, early.policy)
-    options = EngineOptions(
-        fetch=args.fetch,
-        fitted=fitted,
-        prefill=early.prefill,
-        penalties=True,
-        bias_limit=MOST_BIASES,
-        logprobs=True,
-        grammar=True,
-    )
+    fitted = fitted_of(args, params, policy)
+    parts: dict[str, Any] = {"penalties": True, "bias_limit": MOST_BIASES, "logprobs": True, "grammar": True}
+    asked = EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, **parts)
     classes = classes_of(context, room, args.slots)
     # The rows of the longest class are stored, so the library and the engine have one fetch mode.
-    options = dataclasses.replace(options, fetch=plan_classes(params, early.policy, classes, options)[-1].fetch)
+    fetch = plan_classes(params, policy, classes, asked)[-1].fetch
     tiers, library = _tiers_of(args), None
     if args.library is not None:
-        library = Library(
-            args.library, params, early.policy, capacity=context, fetch=options.fetch, limits=tiers, fitted=fitted
-        )
+        library = Library(args.library, params, policy, capacity=context, fetch=fetch, limits=tiers, fitted=fitted)
     try:
-        limits = _limits_of(args, tiers)
-        engine = Engine(params, early.policy, classes=classes, library=library, limits=limits, options=options)
+        limits, asked = _limits_of(args, tiers), dataclasses.replace(asked, fetch=fetch)
+        engine = Engine(params, policy, classes=classes, library=library, limits=limits, options=asked)
     except BaseException:
         if library is not None:
             library.close()
         raise
-    return Service(engine, library, early.options)
+    return Service(engine, library, options)
 
 
 def _context_of(given: int | None, params: Any) -> int:
@@ -357,7 +339,6 @@ def _limits_of(args: Serve, tiers: "TierLimits") -> "Limits":
 
 
 def _bytes_of(gib: float | None) -> int | None:
-    """Return a number of GiB in bytes. None stays None."""
     return None if gib is None else int(gib * GIB)
 
 

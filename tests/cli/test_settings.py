@@ -69,7 +69,7 @@ BAD = [
     ("policy = 3", "policy must be a string, got 3", ""),
     ('chat = "yes"', "chat must be true or false, got 'yes'", ""),
     ("stop = [1]", "stop must be a list of strings, got [1]", ""),
-    ('source = "+"', "source must be one of ['-'], got '+'", ""),
+    ('source = "-"', "each key must be an option of the command", "got source = '-'"),  # stands without dashes
     ("seed =", "must be a readable TOML file", "got the line 'seed ='"),
     ("no-compile-cache = 1", "no-compile-cache must be true or false, got 1", ""),
 ]
