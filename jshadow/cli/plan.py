@@ -26,7 +26,7 @@ XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 # Options that must come with --context.
 OF_A_GPU = ["gpu", "gpu_gib", "bandwidth", "link", "tflops", "batch", "host_gib", "gather", "repeat_share"]
 OF_A_GPU += ["group_rows", "shared", "speculate"]
-OF_A_MESH = ["tp", "left", "count", "nvlink"]
+OF_A_MESH = ["tp", "left", "nvlink"]
 SESSION_NOTES = (
     "A session is a row of a group. Groups are stepped one after another, so temporaries are those of one group.",
     "A prompt being read counts once, with its state. Sessions in any spread: however many each document has.",
@@ -64,7 +64,6 @@ class Plan(Command):
         "split: the left rows of ShadowKV's keys are split over the GPUs of --tp; everywhere: each of them has all "
         "(default: split)"
     )
-    count: int | None = option("the same as --tp N --left everywhere")
     nvlink: float | None = option("bandwidth between GPUs of a host, one way", metavar="GB/S")
     batch: int | None = option("requests (default: as many as fit)")
     host_gib: float | None = option("host memory of a process (default: no limit)", metavar="GIB")
@@ -137,16 +136,10 @@ class Plan(Command):
         return [gpu_named(name) for name in DEFAULT_GPUS] if base is None else [base]
 
     def mesh(self) -> "MeshSizes":
-        """Return the mesh of the options. Raises ConfigError if --count comes with --tp or --left."""
+        """Return the mesh of the options."""
         from jshadow.planner.mesh import MeshSizes
 
         sizes: dict[str, Any] = {"tp": self.tp, "left": self.left}
-        if self.count is not None:
-            for name, value in sizes.items():
-                if value is not None:
-                    raise ConfigError(f"--count must be left out with --{name}, got {self.count}")
-            check_least(self, 1, "count")
-            sizes = {"tp": self.count, "left": "everywhere"}
         return MeshSizes(**{name: value for name, value in sizes.items() if value is not None})
 
 
@@ -163,11 +156,9 @@ def config_of(model: str) -> "ModelConfig":
 
 
 def _packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"]:
-    """Return packed codes that are planned beside ShadowKV with low-rank keys: of equal bytes, and of about half.
+    """Return the packed codes that are planned beside ShadowKV with low-rank keys: of equal bytes, and of about half.
 
-    Returns:
-        {"packed": ..., "packed_small": ...}, without those that cannot pack this model's keys. {} for another policy or
-        key code.
+    Those that cannot pack this model's keys are left out. There is none beside another policy or key code.
     """
     from jshadow.policies import ShadowKV
     from jshadow.policies.shadowkv import LowRank, TransformCode
@@ -197,24 +188,19 @@ def _packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy
 
 
 def _with_kernel(policies: dict[str, "Policy"], config: "ModelConfig", context: int, args: Plan) -> Any:
-    """Return the policies that the fetch mode can serve on a GPU.
-
-    With "zero_copy", these are the policies for which a GPU kernel can read the rows in host memory.
-    """
+    """Return the policies whose rows in host memory a GPU kernel can read, or all if the mode is not "zero_copy"."""
     from jshadow.planner.bytes import cache_specs
 
     if args.fetch != "zero_copy":
         return policies
-    layouts = {
-        name: [
-            spec.policy.host_layout(spec)
-            for spec in cache_specs(
-                config, policy.resolve(config, context), 1, context, context, args.dtype, args.fetch
-            )
-        ]
-        for name, policy in policies.items()
-    }
-    return {name: policies[name] for name, rows in layouts.items() if not any(row and row.no_kernel for row in rows)}
+    read = {}
+    for name, policy in policies.items():
+        resolved = policy.resolve(config, context)
+        specs = cache_specs(config, resolved, 1, context, context, args.dtype, args.fetch)
+        layouts = [spec.policy.host_layout(spec) for spec in specs]
+        if not any(layout and layout.no_kernel for layout in layouts):
+            read[name] = policy
+    return read
 
 
 def _count_bytes(args: Plan, policy: "Policy") -> int:

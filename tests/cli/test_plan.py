@@ -107,7 +107,20 @@ def test_long_settings_are_told_whole(config, printed):
 def test_a_directory_means_the_same(plans, answer, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
-    options = ("--context", "4096", "--gpu", "h200", "--count", "2", "--batch", "3", "--fetch", "resident")
+    options = (
+        "--context",
+        "4096",
+        "--gpu",
+        "h200",
+        "--tp",
+        "2",
+        "--left",
+        "everywhere",
+        "--batch",
+        "3",
+        "--fetch",
+        "resident",
+    )
     [plan] = plans(*options)
     assert [plan] == answer("plan", tmp_path / "model", *options)["plans"]
     assert (plan["count"], plan["chosen"]["batch"], plan["fetch"]) == (2, 3, "resident")
@@ -198,8 +211,7 @@ def test_sessions_over_shared_documents(config, answer, table):
 GPU = ["--context", "4096", "--gpu", "h100"]
 NEED_A_CONTEXT = ("repeat-share", "gather", "host-gib", "shared")
 BAD = [
-    ([*GPU, "--count", "3"], "ConfigError: tp must divide the 8 KV heads, got tp=3"),
-    ([*GPU, "--count", "0"], "ConfigError: --count must be at least 1"),
+    ([*GPU, "--tp", "3"], "ConfigError: tp must divide the 8 KV heads, got tp=3"),
     ([*GPU, "--batch", "-1"], "ConfigError: batch must be at least 1"),
     (["--context", "131072"], "CapacityError: context + max_new_tokens"),
     (["--gpu", "h100"], "ConfigError: --gpu must come with --context"),
