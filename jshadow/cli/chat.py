@@ -117,14 +117,7 @@ class Conversation:
     """
 
     def __init__(self, params: Any, settings: dict[str, Any], max_new_tokens: int, *, silent: bool) -> None:
-        """Begin without a state.
-
-        Args:
-            params: the model and its tokenizer.
-            settings: keyword arguments of `GenerateOptions` for the first prefill.
-            max_new_tokens: maximum number of tokens of an answer.
-            silent: whether the answers are not printed.
-        """
+        """Begin without a state. The settings are keyword arguments of `GenerateOptions` for the first prefill."""
         self.params, self.settings, self.most, self.silent = params, settings, max_new_tokens, silent
         self.state: Any = None
         self.document = False

@@ -48,8 +48,7 @@ def default_folder() -> Path:
 def compile_cache(args: Any) -> Iterator[None]:
     """Run a command with the cache that its options ask for. If the cache cannot be used, one line on stderr says so.
 
-    Args:
-        args: the parsed command. If it has no `compile_cache`, the command compiles nothing, and nothing is done.
+    A command without the option `compile_cache` compiles nothing, and nothing is done.
     """
     if not hasattr(args, "compile_cache"):
         yield
@@ -80,7 +79,6 @@ def _set_up() -> None:
 
 
 def _warn(reason: str) -> None:
-    """Print on stderr, in one line, why compiled programs are not kept."""
     print(f"jshadow: compiled programs are not kept on disk: {reason}", file=sys.stderr)
 
 

@@ -25,14 +25,9 @@ REFRESH_SECONDS = 0.2
 
 
 def read_text(path: str, option: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file in UTF-8, or in UTF-16 with its mark of byte order.
 
-    Args:
-        path: a file in UTF-8, or in UTF-16 with its mark of byte order; `~` is the home folder.
-        option: the name of the file in error messages, such as "--text".
-
-    Raises:
-        PromptError: the file cannot be read, is not UTF-8 text, or has no text in it.
+    Raises PromptError, which names the option, if the file cannot be read, is not such text, or has no text in it.
     """
     try:
         text = texts.read_text(Path(path).expanduser())
@@ -46,12 +41,7 @@ def read_text(path: str, option: str) -> str:
 
 
 def check_writable(path: str | os.PathLike[str], option: str) -> None:
-    """Raise CheckpointError if a file cannot be written at this path. A missing folder is not an error.
-
-    Args:
-        path: the file to be written; `~` is the home folder.
-        option: the name of the file in error messages, such as "--out".
-    """
+    """Raise CheckpointError, which names the option, if a file cannot be written. Its folder may be missing."""
     target = Path(path).expanduser()
     try:
         existing = next(folder for folder in target.absolute().parents if folder.exists())
@@ -141,17 +131,11 @@ def show_sentences(sentences: Iterable[str], width: int = 120) -> None:
 class SlowProgress:
     """A progress callback that shows how far the work is, once the work has taken a while.
 
-    Until the first call, the display also shows `first`, because JAX is then compiling. Close it when the work has
-    ended.
+    Until the first call, the display also shows `first`, because JAX is then compiling. It is "" if nothing but the
+    work itself is done. Close the display when the work has ended.
     """
 
     def __init__(self, title: str, *, first: str = "compiling") -> None:
-        """Start to watch the time.
-
-        Args:
-            title: the name of the work.
-            first: what is done before the first call. It is "" if nothing but the work itself is done.
-        """
         self.title, self.first = title, first
         self.place: tuple[int, int] | None = None
         self.detail = ""

@@ -181,13 +181,11 @@ def _show_settings(name: str, *, as_json: bool) -> int:
 def setting_rows(value: Any, prefix: str = "", condition: str = "") -> list[dict[str, Any]]:
     """Return the settings of a policy or record, in the order of its fields.
 
-    Args:
-        value: the policy or record, whose values are the defaults.
-        prefix: the beginning of the dotted names, for example "keys.".
-        condition: the setting that chooses the record, for example "keys=transform". It is "" if there is no choice.
+    Its values are the defaults. The dotted names begin with `prefix`, such as "keys.". The setting that chooses the
+    record, such as "keys=transform", is the condition.
 
     Returns:
-        {"name", "type", "default", "text", "with"} for each setting; "with" is the condition.
+        {"name", "type", "default", "text", "with"} for each setting; "with" is the condition, or "".
     """
     from jshadow.policies.settings import Record, record_types
 

@@ -155,7 +155,7 @@ def joined(args: Any) -> Iterator["Processes"]:
 
 
 def _copy_of(out: str, folder: str) -> str:
-    """Copy a directory into a folder if it is there, and return the place of the copy."""
+    """Copy a directory, if it is there, into a folder, and return the place of the copy."""
     target = Path(folder) / "out"
     if Path(out).is_dir():
         shutil.copytree(out, target)
@@ -192,12 +192,8 @@ def _output_of(processes: "Processes") -> Iterator[None]:
 def check_same(args: Any, params: Any, files: Mapping[str, Any]) -> None:
     """Compare the weights, the options and the files of all processes. With one process, do nothing.
 
-    If there is an --out, the finished samples in it are compared too.
-
-    Args:
-        args: the parsed command. Its options must be the same, except those of `OWN`.
-        params: the loaded model.
-        files: by the name of an option, a path, several paths, bytes (such as a prompt), or None.
+    The options of the parsed command are compared, except those of `OWN`. `files` has a path, several paths, bytes
+    (such as a prompt) or None by the name of an option. The finished samples in --out are compared too.
 
     Raises:
         DistributedError: something differs. Each process raises it.
