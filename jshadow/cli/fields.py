@@ -182,6 +182,8 @@ def read_settings(path: str, kind: type[Command]) -> dict[str, Any]:
             )
         if field.name in values:
             raise ConfigError(f"{path}: {key} must be given once, got it as {_name_of(field)} and as {field.name}")
+        if field.metadata["metavar"] == "KEY=VALUE" and isinstance(value, dict):
+            value = [f"{name}={json.dumps(one)}" for name, one in _flat(value)]
         value = _value_of(f"{path}: {key}", hints[field.name], value)
         values[field.name] = not value if field.default is True else value
     return values
@@ -215,8 +217,6 @@ def _value_of(name: str, hint: Any, value: Any) -> Any:
     """Return the value of an option as the command line would give it. Raises ConfigError for a wrong type."""
     kind, many, _ = _kind_of(hint)
     if many:
-        if isinstance(value, dict):
-            value = [f"{key}={json.dumps(one)}" for key, one in _flat(value)]
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f"{name} must be a list of strings, got {value!r:.80}")
         return value

@@ -68,6 +68,7 @@ BAD = [
     ('top-p = "most"', "top-p must be a number, got 'most'", ""),
     ("policy = 3", "policy must be a string, got 3", ""),
     ('chat = "yes"', "chat must be true or false, got 'yes'", ""),
+    ("stop = {a = 1}", "stop must be a list of strings, got {'a': 1}", ""),
     ("stop = [1]", "stop must be a list of strings, got [1]", ""),
     ('source = "-"', "each key must be an option of the command", "got source = '-'"),  # stands without dashes
     ("seed =", "must be a readable TOML file", "got the line 'seed ='"),
