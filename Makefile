@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
 	@mkdir -p .cache
-	@$(BIN)/python -m jshadow.cli.demo_text > .cache/demo.txt
-	@$(BIN)/python -m jshadow.cli.demo_text --question > .cache/demo-prompt.txt
+	@$(BIN)/python tools/demo_text.py > .cache/demo.txt
+	@$(BIN)/python tools/demo_text.py --question > .cache/demo-prompt.txt
 	@echo "A harbor's diary of about 2,000 tokens with one planted fact, then: $$(tail -n 1 .cache/demo-prompt.txt)"
 	@$(BIN)/jshadow generate $(MODEL) --prompt-file .cache/demo-prompt.txt --chat --policy shadowkv --set rank=32 \
 	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32 --expect 4719362
@@ -30,7 +30,7 @@ SERVE_OPTIONS ?=
 serve: $(BIN)/.serve
 	@$(BIN)/python checkpoints/fetch_smollm2.py
 	@mkdir -p .cache
-	@$(BIN)/python -m jshadow.cli.demo_text > .cache/demo.txt
+	@$(BIN)/python tools/demo_text.py > .cache/demo.txt
 	@$(BIN)/jshadow serve $(MODEL) --library .cache/documents --max-context 4096 --room 1024 --slots 4 --policy shadowkv \
 	    --set rank=32 --set budget=256 --dtype float32 $(SERVE_OPTIONS)
 

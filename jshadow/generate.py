@@ -1,18 +1,14 @@
 """generate and stream: from a prompt to text in one call."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Unpack, overload
 
-from jshadow.cache.state import KVState
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
 from jshadow.engine.result import Generation as Generation
-from jshadow.engine.sampling import Sampler
-from jshadow.engine.speculation.drafter import Drafter
-from jshadow.engine.types import Batch, Fitted, OnePrompt, Prompt
+from jshadow.engine.types import Batch, OnePrompt, Prompt
 from jshadow.errors import PromptError
 from jshadow.policies import Policy
-from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
 
 
@@ -25,22 +21,7 @@ def generate(
     params: Params, prompt: Batch, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
 ) -> list[Generation]: ...
 def generate(
-    params: Params,
-    prompt: Prompt,
-    policy: Policy | None = None,
-    *,
-    max_new_tokens: int = 128,
-    sampler: Sampler | None = None,
-    seed: int = 0,
-    fetch: str = "auto",
-    capacity: int | None = None,
-    state: KVState | None = None,
-    stop: str | int | Sequence[str | int] | None = None,
-    prefill: PrefillAttention | None = None,
-    verify: bool = False,
-    fitted: Fitted | None = None,
-    speculate: Drafter | None = None,
-    plain: bool = False,
+    params: Params, prompt: Prompt, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
 ) -> Generation | list[Generation]:
     """Answer a prompt, or a batch of prompts of any lengths.
 
@@ -49,10 +30,11 @@ def generate(
         prompt: text, a chat, token ids, or a list of any of these. Text is encoded with the tokenizer's special tokens
             and without the chat template. A chat is a list of messages, and is encoded with the chat template.
         policy: how keys and values are kept. None means ShadowKV().
-        max_new_tokens: maximum number of tokens to generate. With 0, the prompt is only read into `out.state`.
-        sampler: how tokens are drawn. None means greedy.
-        seed: seed of the sampler, an integer of 64 bits.
-        fetch: "auto", "resident", "device_put" or "zero_copy". With a state: "auto", or the mode of the state.
+        max_new_tokens: maximum number of tokens to generate. The default is 128. With 0, the prompt is only read into
+            `out.state`.
+        sampler: how tokens are drawn. None, the default, means greedy.
+        seed: seed of the sampler, an integer of 64 bits. The default is 0.
+        fetch: "auto" (the default), "resident", "device_put" or "zero_copy". With a state: "auto", or its own mode.
         capacity: maximum number of tokens that a row can ever hold, prompt included. None means the number that this
             call needs, rounded up.
         state: a state to continue. It is consumed. Each prompt is appended to one of its rows. A chat is then the next
@@ -83,22 +65,7 @@ def generate(
         NumericalError: the model's logits are NaN. The message names the step and the row.
         VerificationError: `verify` found a difference. The message names the step, the layer and the head.
     """
-    options = GenerateOptions(
-        policy=policy,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        fetch=fetch,
-        capacity=capacity,
-        state=state,
-        stop=stop,
-        prefill=prefill,
-        verify=verify,
-        fitted=fitted,
-        speculate=speculate,
-        plain=plain,
-    )
-    loop = GenerationLoop(params, prompt, options)
+    loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options))
     for _ in loop:
         pass
     generations = loop.results()

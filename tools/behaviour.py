@@ -66,7 +66,7 @@ llama-3.1-8b --context 65536 --gpu l40s --fetch zero_copy
 llama-3.1-8b --context 65536 --gpu l40s --batch 2 --host-gib 64
 llama-3-70b-1m --tp 8 --context 200000
 llama-3-70b-1m --tp 8 --left everywhere --context 200000
-llama-3.1-8b --count 2 --context 122880
+llama-3.1-8b --tp 2 --left everywhere --context 122880
 llama-3.1-8b --context 30000 --gpu h100 --group-rows 4
 llama-3.1-8b --context 30000 --gpu h100 --shared 2
 llama-3.1-8b --context 30000 --gpu h100 --speculate 4 --acceptance 0.7

@@ -1,36 +1,34 @@
 """`jshadow chat`: questions and answers about one document, which is read once."""
 
-import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jshadow.cli.compile_cache import add_cache_option
-from jshadow.cli.files import read_text
-from jshadow.cli.generate import write_answer
+from jshadow.cli.compile_cache import CacheOptions
+from jshadow.cli.console import SlowProgress, read_text
+from jshadow.cli.fields import Command, option
+from jshadow.cli.generate import why_larger, write_answer
 from jshadow.cli.options import (
-    add_policy_options,
-    add_sampling_options,
-    add_weights_options,
-    check_fetch,
-    check_fitted_file,
+    MODEL_HELP,
+    MethodOptions,
+    SamplingOptions,
+    WeightOptions,
+    check_least,
+    check_method,
+    fitted_of,
     load_model,
     policy_of,
     sampler_of,
 )
-from jshadow.cli.progress import SlowProgress
-from jshadow.cli.report_table import why_larger
 from jshadow.errors import CapacityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
     from jshadow.engine.result import Generation
 
-ABOUT = """Ask about a document. The document is prefilled once, and each question and answer extends its KV state. A
-gauge below each answer shows the bytes of the state. Lines of standard input are the questions. /quit, the end of the
-input and Ctrl-C end the conversation."""
 QUIT = "/quit"
 ROOM = 4096  # tokens for questions and answers, unless --room says otherwise
 GAUGE_CELLS = 20
@@ -38,58 +36,52 @@ GAUGE_CELLS = 20
 PLAIN_QUESTION, PLAIN_STOP = "Question: {}\nAnswer:", "\nQuestion:"
 
 
-def add_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add.set_defaults(run=run_chat)
-    add.add_argument("model", help="HF directory, or hub id")
-    add.add_argument("--file", metavar="FILE", help="a UTF-8 file with the document (default: no document)")
-    add_policy_options(add)
-    add.add_argument("--max-new-tokens", type=int, default=256, help="of each answer, at most (default: %(default)s)")
-    add_sampling_options(add)
-    add.add_argument("--capacity", type=int, help="tokens to allocate for document, questions and answers together")
-    add.add_argument(
-        "--room", type=int, help=f"tokens to allocate beside the document, if the context allows (default: {ROOM:,})"
-    )
-    add_weights_options(add)
-    add_cache_option(add)
-    add.add_argument("--json", action="store_true", help="print one JSON object a turn instead of text")
+@dataclasses.dataclass(kw_only=True)
+class Chat(MethodOptions, SamplingOptions, WeightOptions, CacheOptions, Command):
+    """Ask about a document.
 
+    The document is prefilled once, and each question and answer extends its KV state. A gauge below each answer shows
+    the bytes of the state. Lines of standard input are the questions. /quit, the end of the input and Ctrl-C end the
+    conversation.
+    """
 
-def run_chat(args: argparse.Namespace) -> int:
-    """Run `jshadow chat`, and return 0 when the user has ended the conversation."""
-    from jshadow.engine.sparse_prefill import parse_prefill
+    model: str = option(MODEL_HELP, positional=True, required=True)
+    file: str | None = option("a UTF-8 file with the document (default: no document)", metavar="FILE")
+    max_new_tokens: int = option("of each answer, at most", 256)
+    capacity: int | None = option("tokens to allocate for document, questions and answers together")
+    room: int | None = option(f"tokens to allocate beside the document, if the context allows (default: {ROOM:,})")
+    json: bool = option("print one JSON object a turn instead of text", False)
 
-    if args.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    if args.capacity is not None and args.room is not None:
-        raise ConfigError(f"--room must be left out with --capacity, got {args.room}")
-    if args.room is not None and args.room < 1:
-        raise ConfigError(f"--room must be at least 1, got {args.room}")
-    document = None if args.file is None else read_text(args.file, "--file")
-    policy, sampler, prefill = policy_of(args), sampler_of(args), parse_prefill(args.prefill or "exact")
-    check_fetch(args.fetch)
-    check_fitted_file(args.fitted)
-    params = load_model(args)
-    if params.tokenizer is None:
-        raise PromptError(f"chat needs a tokenizer, and {args.model} has none")
-    settings: dict[str, Any] = {"policy": policy, "sampler": sampler, "prefill": prefill, "seed": args.seed}
-    if args.fitted is not None:
-        from jshadow.engine.saved.fitted import load_fitted
+    def run(self) -> int:
+        """Return 0 when the user has ended the conversation."""
+        from jshadow.engine.sparse_prefill import parse_prefill
 
-        settings["fitted"] = load_fitted(args.fitted, params, policy)
-    settings |= {"fetch": args.fetch, "capacity": args.capacity, "spare": args.room or ROOM}
-    talk = Conversation(params, settings, args.max_new_tokens, silent=args.json)
-    try:
-        if document is not None:
-            talk.read(document)
-        for question in questions():
-            generation = talk.ask(question)
-            print(json.dumps(talk.record(question, generation)) if args.json else talk.gauge(generation), flush=True)
-            if talk.turns == 1 and not args.json and (sentence := why_larger(generation.report)):
-                print(sentence, flush=True)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-    return 0
+        check_least(self, 1, "max_new_tokens")
+        if self.capacity is not None and self.room is not None:
+            raise ConfigError(f"--room must be left out with --capacity, got {self.room}")
+        check_least(self, 1, "room")
+        document = None if self.file is None else read_text(self.file, "--file")
+        policy = policy_of(self)
+        settings: dict[str, Any] = {"policy": policy, "sampler": sampler_of(self), "seed": self.seed}
+        settings |= {"prefill": parse_prefill(self.prefill or "exact"), "fetch": self.fetch}
+        check_method(self.fetch, self.fitted)
+        params = load_model(self)
+        if params.tokenizer is None:
+            raise PromptError(f"chat needs a tokenizer, and {self.model} has none")
+        settings["fitted"] = fitted_of(self, params, policy)
+        settings |= {"capacity": self.capacity, "spare": self.room or ROOM}
+        talk = Conversation(params, settings, self.max_new_tokens, silent=self.json)
+        try:
+            if document is not None:
+                talk.read(document)
+            for question in questions():
+                reply = talk.ask(question)
+                print(json.dumps(talk.record(question, reply)) if self.json else talk.gauge(reply), flush=True)
+                if talk.turns == 1 and not self.json and (sentence := why_larger(reply.report)):
+                    print(sentence, flush=True)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        return 0
 
 
 def questions() -> Iterator[str]:
@@ -125,14 +117,7 @@ class Conversation:
     """
 
     def __init__(self, params: Any, settings: dict[str, Any], max_new_tokens: int, *, silent: bool) -> None:
-        """Begin without a state.
-
-        Args:
-            params: the model and its tokenizer.
-            settings: keyword arguments of `GenerateOptions` for the first prefill.
-            max_new_tokens: maximum number of tokens of an answer.
-            silent: whether the answers are not printed.
-        """
+        """Begin without a state. The settings are keyword arguments of `GenerateOptions` for the first prefill."""
         self.params, self.settings, self.most, self.silent = params, settings, max_new_tokens, silent
         self.state: Any = None
         self.document = False

@@ -6,12 +6,16 @@ so that processes which a command starts also use it. A variable that is already
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
+
+from jshadow.cli.fields import add_options, option
 
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 # Small programs are also kept: a short answer runs dozens of them, and each takes a fraction of a second to compile.
@@ -19,14 +23,19 @@ KEEP_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_C
 WRITE_FAILED, READ_FAILED = (f"Error {verb} persistent compilation cache entry" for verb in ("writing", "reading"))
 
 
+@dataclasses.dataclass(kw_only=True)
+class CacheOptions:
+    """Whether compiled programs are kept."""
+
+    title: ClassVar[str] = ""
+    compile_cache: bool = option(
+        f"do not keep compiled programs on disk (default: {FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)", True
+    )
+
+
 def add_cache_option(add: argparse.ArgumentParser) -> None:
     """Add --no-compile-cache to a command that compiles."""
-    add.add_argument(
-        "--no-compile-cache",
-        dest="compile_cache",
-        action="store_false",
-        help=f"do not keep compiled programs on disk (default: {FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)",
-    )
+    add_options(add, CacheOptions)
 
 
 def default_folder() -> Path:
@@ -36,24 +45,23 @@ def default_folder() -> Path:
 
 
 @contextlib.contextmanager
-def compile_cache(args: argparse.Namespace) -> Iterator[None]:
+def compile_cache(args: Any) -> Iterator[None]:
     """Run a command with the cache that its options ask for. If the cache cannot be used, one line on stderr says so.
 
-    Args:
-        args: the parsed command. If it has no `compile_cache`, the command compiles nothing, and nothing is done.
+    A command without the option `compile_cache` compiles nothing, and nothing is done.
     """
     if not hasattr(args, "compile_cache"):
         yield
         return
     if args.compile_cache:
-        set_up()
+        _set_up()
     else:
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     with one_warning():
         yield
 
 
-def set_up() -> None:
+def _set_up() -> None:
     """Set JAX's variables, and make the folder. If it cannot be written, warn and turn the cache off."""
     folder = os.environ.get(FOLDER_VARIABLE, "")
     try:
@@ -63,15 +71,14 @@ def set_up() -> None:
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"x")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
-        warn(str(error))
+        _warn(str(error))
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
         return
     for name, value in (KEEP_ALL | {FOLDER_VARIABLE: folder}).items():
         os.environ.setdefault(name, value)
 
 
-def warn(reason: str) -> None:
-    """Print on stderr, in one line, why compiled programs are not kept."""
+def _warn(reason: str) -> None:
     print(f"jshadow: compiled programs are not kept on disk: {reason}", file=sys.stderr)
 
 
@@ -89,7 +96,7 @@ def one_warning() -> Iterator[None]:
         if text.startswith(WRITE_FAILED):
             if not failed:
                 failed = True
-                warn(text.rpartition("': ")[2])
+                _warn(text.rpartition("': ")[2])
         elif not text.startswith(READ_FAILED):
             show(message, *others, **named)  # type: ignore[arg-type]
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jshadow.cli import fields
 from jshadow.cli.compile_cache import add_cache_option
-from jshadow.cli.console import console
-from jshadow.cli.mesh import add_mesh_options
-from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights_options, load_model
-from jshadow.cli.processes import add_process_options, check_same, joined
-from jshadow.cli.progress import SlowProgress
+from jshadow.cli.console import SlowProgress, console
+from jshadow.cli.fields import JSON_HELP
+from jshadow.cli.options import FETCH_HELP, PREFILL_HELP, WeightOptions, load_model
+from jshadow.cli.processes import MeshOptions, ProcessOptions, check_same, joined
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASKS
 from jshadow.evaluation.tasks.ruler import RULER_TASKS, SUITES, check_tasks
@@ -63,13 +63,12 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "--cases", metavar="FILE", help="read the prompts of the tasks from FILE, or write it if it is new"
     )
     add.add_argument("--fetch", default="auto", help=FETCH_HELP)
-    add_weights_options(add)
+    fields.add_options(add, WeightOptions)
     add_cache_option(add)
     add.add_argument("--out", metavar="DIR", help="directory for the result of every sample and of all (results.json)")
     add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
     add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
-    add_mesh_options(add)
-    add_process_options(add)
+    fields.add_options(add, MeshOptions, ProcessOptions)
     add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 

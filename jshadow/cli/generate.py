@@ -1,81 +1,96 @@
-"""`jshadow generate`: its options, and how an answer is streamed."""
+"""`jshadow generate`: an answer that is streamed, and the table of its figures."""
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from jshadow.cli.compile_cache import add_cache_option
-from jshadow.cli.console import console
-from jshadow.cli.files import check_writable, read_text
-from jshadow.cli.mesh import add_mesh_options
+from jshadow.cli.compile_cache import CacheOptions
+from jshadow.cli.console import SlowProgress, check_writable, read_text, show_sentences, show_table, waiting
+from jshadow.cli.fields import Command, option
 from jshadow.cli.options import (
-    JSON_HELP,
-    add_policy_options,
-    add_sampling_options,
-    add_weights_options,
-    check_fetch,
-    check_fitted_file,
+    MODEL_HELP,
+    MethodOptions,
+    SamplingOptions,
+    WeightOptions,
+    check_method,
+    fitted_of,
     load_model,
     policy_of,
     sampler_of,
 )
-from jshadow.cli.processes import add_process_options, check_same, joined
-from jshadow.cli.progress import SlowProgress, waiting
-from jshadow.cli.report_table import figures, is_right, notes
+from jshadow.cli.processes import MeshOptions, ProcessOptions, check_same, joined
 from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.tokenizer import mended
 
 if TYPE_CHECKING:
+    from jshadow.engine.report import Report
     from jshadow.engine.result import Generation
 
-SPECULATE_HELP = (
-    "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "
-    "tokens before (:tokens=8:ngram=3). self: steps of the model over a part of its cache, with --policy full "
-    "(:tokens=8:budget=512). A directory: a smaller model of the same tokenizer"
-)
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
-def add_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add.set_defaults(run=run_generate)
-    add.add_argument("model", help="HF directory, or hub id")
-    add.add_argument("source", nargs="?", choices=["-"], help="read the prompt from standard input")
-    add.add_argument("--prompt", help="the prompt")
-    add.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with the prompt")
-    add.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    add.add_argument(
-        "--plain-prompt", action="store_true", help="special tokens in the prompt, such as <|im_end|>, are plain text"
+@dataclasses.dataclass(kw_only=True)
+class Generate(MethodOptions, SamplingOptions, WeightOptions, MeshOptions, ProcessOptions, CacheOptions, Command):
+    """Answer a prompt, streaming the text."""
+
+    model: str = option(MODEL_HELP, positional=True, required=True)
+    source: Literal["-"] | None = option("read the prompt from standard input", positional=True)
+    prompt: str | None = option("the prompt")
+    prompt_file: str | None = option("a UTF-8 file with the prompt", metavar="FILE")
+    chat: bool = option("put the prompt through the model's chat template", False)
+    plain_prompt: bool = option("special tokens in the prompt, such as <|im_end|>, are plain text", False)
+    baseline: str | None = option("run this policy first and show both side by side", metavar="POLICY")
+    max_new_tokens: int = option("default: %(default)s; 0 only saves the state", 128)
+    speculate: str | None = option(
+        "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "
+        "tokens before (:tokens=8:ngram=3). self: steps of the model over a part of its cache, with --policy full "
+        "(:tokens=8:budget=512). A directory: a smaller model of the same tokenizer",
+        metavar="NAME[:KEY=VALUE...]",
     )
-    add_policy_options(add)
-    add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
-    add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
-    add_sampling_options(add)
-    add.add_argument("--speculate", metavar="NAME[:KEY=VALUE...]", help=SPECULATE_HELP)
-    add.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
-    add.add_argument("--capacity", type=int, help="tokens to allocate (default: what is needed, rounded up)")
-    add.add_argument(
-        "--save-state", metavar="FILE", help=f"save the KV state afterwards, with room for {SPARE:,} tokens"
-    )
-    add.add_argument(
-        "--load-state",
+    stop: Sequence[str] = option("end at this text (repeatable)", (), metavar="TEXT")
+    capacity: int | None = option("tokens to allocate (default: what is needed, rounded up)")
+    save_state: str | None = option(f"save the KV state afterwards, with room for {SPARE:,} tokens", metavar="FILE")
+    load_state: str | None = option(
+        "continue a saved state: the prompt is its next turn. --policy module:Class names the class of a policy that "
+        "is not part of jshadow",
         metavar="FILE",
-        help="continue a saved state: the prompt is its next turn. --policy module:Class names the class of a policy "
-        "that is not part of jshadow",
     )
-    add.add_argument("--expect", metavar="TEXT", help="mark each answer as right if it has this text in it")
-    add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
-    add_weights_options(add)
-    add_cache_option(add)
-    add_mesh_options(add)
-    add_process_options(add)
-    add.add_argument("--json", action="store_true", help=JSON_HELP)
+    expect: str | None = option("mark each answer as right if it has this text in it", metavar="TEXT")
+    verify: bool = option("check each step against the resident path (slow)", False)
+
+    def run(self) -> int:
+        """Return 0 when the answer is complete."""
+        from jshadow.engine.sparse_prefill import parse_prefill
+        from jshadow.engine.speculation import parse_drafter
+        from jshadow.policies import parse_policy
+
+        text = read_prompt(self)
+        _check(self)
+        policies: list[Any] = [policy_of(self) if self.load_state is None else None]
+        if self.baseline:
+            policies.insert(0, parse_policy(self.baseline, []))
+        options: dict[str, Any] = {"sampler": sampler_of(self), "prefill": parse_prefill(self.prefill or "exact")}
+        options["speculate"] = None if self.speculate is None else parse_drafter(self.speculate, self.dtype)
+        prompt: Any = [{"role": "user", "content": text}] if self.chat else text
+        with joined(self):
+            params = load_model(self)
+            check_same(self, params, {"prompt": text.encode(), "fitted": self.fitted})
+            fitted = fitted_of(self, params, policies[-1])
+            results = []
+            for policy in policies:
+                own = options | {"policy": policy, "fitted": fitted if policy is policies[-1] else None}
+                results.append(_answer(self, params, prompt, own, f"[{policy.name}] " if self.baseline else ""))
+            if self.json:
+                print(json.dumps({"results": [to_json(one, self.expect) for one in results]}))
+            else:
+                show_figures(results, self.expect)
+        return 0
 
 
-def read_prompt(args: argparse.Namespace) -> str:
+def read_prompt(args: Generate) -> str:
     """Return the prompt from --prompt, --prompt-file or standard input.
 
     Raises:
@@ -87,7 +102,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
         return read_text(args.prompt_file, "prompt")
     try:
-        text = mended(sys.stdin.read().removeprefix("\ufeff") if args.source else args.prompt)
+        text = mended(sys.stdin.read().removeprefix("\ufeff") if args.prompt is None else args.prompt)
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"prompt must be readable UTF-8 text: {error}") from error
     if not text.strip():
@@ -95,50 +110,19 @@ def read_prompt(args: argparse.Namespace) -> str:
     return text
 
 
-def run_generate(args: argparse.Namespace) -> int:
-    """Run `jshadow generate`, and return 0 when the answer is complete."""
-    from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.engine.speculation import parse_drafter
-    from jshadow.policies import parse_policy
+def _check(args: Generate) -> None:
+    """Check the options and their files before the weights are loaded.
 
-    text = read_prompt(args)
-    check_options(args)
-    check_files(args)
-    policies: list[Any] = [policy_of(args)] if args.load_state is None else [None]
-    if args.baseline:
-        policies.insert(0, parse_policy(args.baseline, []))
-    prefill, sampler = parse_prefill(args.prefill or "exact"), sampler_of(args)
-    drafter = None if args.speculate is None else parse_drafter(args.speculate, args.dtype)
-    prompt: Any = [{"role": "user", "content": text}] if args.chat else text
-    several = len(policies) > 1
-    questions = [Question(prompt, policy, sampler, prefill, drafter, None, labeled=several) for policy in policies]
-    with joined(args):
-        params = load_model(args)
-        check_same(args, params, {"prompt": text.encode(), "fitted": args.fitted})
-        return answer_all(args, params, questions)
+    The class of --policy module:Class is registered, so that a saved state of such a policy can be loaded.
 
+    Raises:
+        ConfigError: an option is unknown, or two contradict each other.
+        CheckpointError: a file cannot be read or written.
+    """
+    from jshadow.engine.saved.state import read_state_info
+    from jshadow.policies import find_policy
 
-def answer_all(args: argparse.Namespace, params: Any, questions: "list[Question]") -> int:
-    """Answer the questions and print the report. The last one gets the arrays of --fitted. Return 0."""
-    from jshadow.engine.saved.fitted import load_fitted
-
-    if args.fitted is not None:
-        fitted = load_fitted(args.fitted, params, questions[-1].policy)
-        questions[-1] = dataclasses.replace(questions[-1], fitted=fitted)
-    results = [answer(args, params, question) for question in questions]
-    if args.json:
-        print(json.dumps({"results": [to_json(one, args.expect) for one in results]}))
-        return 0
-    out = console(100)
-    out.print(figures(results, args.expect))
-    for sentence in notes(results):
-        out.print(sentence, highlight=False)
-    return 0
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an unknown fetch mode, and for options that contradict each other."""
-    check_fetch(args.fetch)
+    check_method(args.fetch, args.fitted)
     if args.load_state is not None:
         options = {
             "--policy": args.policy is not None and ":" not in args.policy,
@@ -157,90 +141,50 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError(f"--baseline must be left out with --save-state, got {args.baseline!r}")
     if args.max_new_tokens == 0 and args.save_state is None:
         raise ConfigError("--max-new-tokens must be at least 1 without --save-state, got 0")
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Check the files of the options before the weights are loaded.
-
-    The class of --policy module:Class is registered, so that a saved state of such a policy can be loaded.
-
-    Raises:
-        CheckpointError: a file cannot be read or written.
-        ConfigError: there is no such class.
-    """
-    from jshadow.engine.saved.state import read_state_info
-    from jshadow.policies import find_policy
-
     if args.load_state is not None:
         if args.policy is not None:
             find_policy(args.policy)
         read_state_info(args.load_state)
     if args.save_state is not None:
         check_writable(args.save_state, "--save-state")
-    check_fitted_file(args.fitted)
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """One prompt under one policy.
+def _answer(args: Generate, params: Any, prompt: Any, own: dict[str, Any], label: str) -> "Generation":
+    """Generate one answer and print it as it comes. If the options say so, load a state before and save one after.
 
-    Attributes:
-        prompt: a text, or a chat.
-        policy: the policy. None: the policy of the saved state.
-        sampler: how tokens are drawn.
-        prefill: the attention between the tokens of the prompt.
-        drafter: what proposes tokens, or None.
-        fitted: arrays that the policy has learned, or None.
-        labeled: whether the policy's name is printed before the answer.
+    `own` has the options of the generation that are made of texts. A policy None is that of the saved state.
     """
-
-    prompt: Any
-    policy: Any
-    sampler: Any
-    prefill: Any
-    drafter: Any
-    fitted: Any
-    labeled: bool
-
-
-def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
-    """Generate one answer and print it as it comes. If the options say so, load a state before and save one after."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved.state import load_state, read_state_info, save_state
 
-    policy, state, tokens_before = question.policy, None, []
+    before = []
     if args.load_state is not None:
-        tokens_before = read_state_info(args.load_state)["tokens"]
+        before = read_state_info(args.load_state)["tokens"]
         state = load_state(args.load_state, params)
-        policy = state.policy
-    with SlowProgress(f"prefill, {policy.name}") as progress:
+        own |= {"state": state, "policy": state.policy}
+    with SlowProgress(f"prefill, {own['policy'].name}") as progress:
         options = GenerateOptions(
-            policy=policy,
+            **own,
             max_new_tokens=args.max_new_tokens,
-            sampler=question.sampler,
             seed=args.seed,
             fetch=args.fetch,
             capacity=args.capacity,
-            state=state,
             stop=args.stop or None,
-            prefill=question.prefill,
             verify=args.verify,
-            fitted=question.fitted,
-            speculate=question.drafter,
             plain=args.plain_prompt,
             progress=progress.prefill,
-            before=tokens_before or None,
+            before=before or None,
             spare=SPARE if args.save_state is not None else 0,
             returns_state=args.save_state is not None,
         )
-        run = GenerationLoop(params, question.prompt, options)
-        write_answer(run, progress, f"[{policy.name}] " if question.labeled else "", silent=args.json)
+        run = GenerationLoop(params, prompt, options)
+        write_answer(run, progress, label, silent=args.json)
     generation = run.results()[0]
     if args.save_state is not None:
         tokens = None
-        if tokens_before is not None:
-            tokens = [[*(tokens_before[0] if tokens_before else []), *run.prompts[0], *generation.tokens]]
+        if before is not None:
+            tokens = [[*(before[0] if before else []), *run.prompts[0], *generation.tokens]]
         save_state(args.save_state, generation.state, params, tokens=tokens)
     return generation
 
@@ -249,13 +193,8 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
     """Run a generation and print its text as it comes.
 
     Progress is on stderr, which may be the same terminal or pipe. So there is none between the pieces of a text, and
-    the last line of the text is ended before the message of an error comes.
-
-    Args:
-        run: the GenerationLoop.
-        progress: the progress of the prefill. It is closed.
-        label: printed before the text.
-        silent: whether no text is printed.
+    the last line of the text is ended before the message of an error comes. The progress is that of the prefill, and
+    is closed. The label comes before the text, of which nothing is printed if `silent`.
     """
     pieces = iter(run)
     try:
@@ -280,4 +219,91 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
 def to_json(generation: Any, expected: str | None) -> dict[str, Any]:
     """Return a Generation as plain values: its text, tokens and report, and "right" if a text is expected."""
     values = {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
-    return values if expected is None else values | {"right": is_right(generation, expected)}
+    return values if expected is None else values | {"right": _is_right(generation, expected)}
+
+
+def _is_right(generation: "Generation", expected: str) -> bool:
+    return expected in (generation.text or "")
+
+
+def show_figures(results: Sequence["Generation"], expected: str | None = None) -> None:
+    """Print the figures of one or more generations, with one column for each policy, and sentences about them.
+
+    If there is a text that a right answer has in it, a row has ticks and crosses.
+    """
+    rows: list[Sequence[str]] = []
+
+    def row(label: str, value: Callable[[Any], str]) -> None:
+        rows.append([label, *(value(generation) for generation in results)])
+
+    def optional(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    row("answer", lambda m: (m.text or "").strip())
+    if expected is not None:
+        row(f"right ({expected})", lambda m: "✓" if _is_right(m, expected) else "✗")
+    for label, name in (("device", "device_kind"), ("dtype", "dtype")):
+        if any(hasattr(generation.report, name) for generation in results):
+            row(label, lambda m, name=name: str(getattr(m.report, name, "-")))  # type: ignore[misc]
+    row("prompt tokens", lambda m: f"{m.report.prompt_tokens:,}")
+    row("tokens attended a step", lambda m: optional(m.report.attended_tokens, "{:,.1f}"))
+    row("of these, in the last step", lambda m: _parts_text(m.report.attended_parts))
+    row("KV bytes on the device", lambda m: f"{m.report.device_bytes:,}")
+    row("KV bytes on the host", lambda m: f"{m.report.host_bytes:,}")
+    row("device bytes, full / this", lambda m: f"{m.report.full_bytes / m.report.device_bytes:.2f}")
+    row("repeat share", lambda m: optional(m.report.hit_rate, "{:.1%}"))
+    row("prefill", lambda m: m.report.prefill or "-")
+    row("prefill seconds", lambda m: f"{m.report.prefill_seconds:.2f}")
+    row("decode tokens/s", lambda m: optional(m.report.decode_tokens_per_second, "{:.1f}"))
+    if any(generation.report.cycles is not None for generation in results):
+        row("speculation", lambda m: _speculation_text(m.report))
+    row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
+    row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
+    row("fallback", lambda m: str(m.report.fallback))
+    if any(generation.report.verified_steps is not None for generation in results):
+        row("verified steps", lambda m: optional(m.report.verified_steps, "{:,}"))
+    show_table(["", *(one.report.policy.name for one in results)], rows, width=100, wrap=True)
+    show_sentences(notes(results), 100)
+
+
+def _parts_text(parts: dict[str, float]) -> str:
+    """Return a text such as "256 selected, 384 outliers" of the parts that are not empty."""
+    return ", ".join(f"{tokens:,.4g} {name.replace('_', ' ')}" for name, tokens in parts.items() if tokens) or "-"
+
+
+def _speculation_text(report: "Report") -> str:
+    """Return a text such as "2.4 tokens a cycle, 57 of 80 proposed tokens kept", or "-" without speculation."""
+    if not report.cycles:
+        return "-"
+    tokens = (report.cycles + (report.accepted_tokens or 0)) / report.cycles
+    return f"{tokens:.2f} tokens a cycle, {report.accepted_tokens:,} of {report.proposed_tokens:,} proposed kept"
+
+
+def notes(results: Sequence["Generation"]) -> list[str]:
+    """Return the sentences below the table.
+
+    They say why a policy takes more memory than full attention, what offloading costs on a CPU, and why a fetch mode
+    was chosen on an accelerator.
+    """
+    import jax
+
+    sentences = [sentence for one in results if (sentence := why_larger(one.report))]
+    if jax.default_backend() == "cpu" and any(one.report.host_bytes for one in results):
+        sentences.append(
+            "On a CPU, offloading costs time and saves nothing: host memory and device memory are the same memory."
+        )
+    if jax.default_backend() != "cpu":
+        sentences += [f"fetch {one.report.fetch_reason}." for one in results if one.report.fetch_reason]
+    return sentences
+
+
+def why_larger(report: "Report") -> str | None:
+    """Return a sentence for a policy that takes more device memory than full attention, or None if it takes less."""
+    if report.device_bytes <= report.full_bytes:
+        return None
+    tokens = report.prompt_tokens + report.generated_tokens
+    sentence = (
+        f"{report.policy.name} takes more device memory than full attention because what it adds to keys and values "
+        f"outweighs what it leaves out of {tokens:,} tokens"
+    )
+    return sentence + (", and fetch=resident moves nothing to the host." if report.fetch == "resident" else ".")

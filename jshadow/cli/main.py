@@ -5,6 +5,7 @@ The modules of the commands import JAX only when a command runs, so that help an
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -12,45 +13,56 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jshadow.cli import bench as cli_bench
-from jshadow.cli import chat as cli_chat
+from jshadow.cli import bench, fit, library
 from jshadow.cli import eval as cli_eval
-from jshadow.cli import fit as cli_fit
-from jshadow.cli import generate as cli_generate
-from jshadow.cli import laws as cli_laws
-from jshadow.cli import library as cli_library
-from jshadow.cli import plan as cli_plan
-from jshadow.cli import policies as cli_policies
-from jshadow.cli import serve as cli_serve
+from jshadow.cli.chat import Chat
 from jshadow.cli.compile_cache import compile_cache
-from jshadow.cli.completion import SHELLS, PrintCompletion
-from jshadow.cli.options import JSON_HELP
-from jshadow.cli.progress import SlowProgress
+from jshadow.cli.console import SlowProgress
+from jshadow.cli.fields import Command, add_command, command_of, option
+from jshadow.cli.generate import Generate
+from jshadow.cli.laws import Laws
+from jshadow.cli.plan import Plan
+from jshadow.cli.policies import Policies
+from jshadow.cli.serve import Serve
 from jshadow.errors import ConfigError, JshadowError
 
 ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
+SHELLS = ("bash", "zsh")
+FILES = ("FILE", "FILES")  # metavars of options that take a file
+PATHS = ("model", "source", "target", "out", "place", "prompt_file")  # arguments that take a file or a folder
 
 
-def run_convert(args: argparse.Namespace) -> int:
-    """Run `jshadow convert`, and return 0 when the directory is complete."""
-    from jshadow.weights.convert import convert
+@dataclasses.dataclass(kw_only=True)
+class Convert(Command):
+    """Convert a checkpoint, tensor by tensor, so that a large one needs little memory.
 
-    if not 0 < args.shard_gb < 1e9:
-        raise ConfigError(f"--shard-gb must be above 0 and finite, got {args.shard_gb!r}")
-    with SlowProgress("converting", first="") as progress:
-        convert(
-            args.source, args.target, args.dtype, progress, format=args.format, shard_bytes=int(args.shard_gb * 1e9)
-        )
-    if args.json:
-        asked = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
-        print(json.dumps(asked))
-    else:
-        print(f"{args.target}: written")
-    return 0
+    DST gets a manifest of its files.
+    """
+
+    source: str = option(
+        "a .gguf file, an HF or Orbax directory, or a hub id", metavar="SRC", positional=True, required=True
+    )
+    target: str = option("directory to write; must not exist", metavar="DST", positional=True, required=True)
+    dtype: str = option("dtype of the written tensors", "bfloat16")
+    format: str = option("huggingface or orbax", "huggingface")
+    shard_gb: float = option("GB of each safetensors file, at most", 5.0, metavar="GB")
+
+    def run(self) -> int:
+        """Return 0 when the directory is complete."""
+        from jshadow.weights.convert import convert
+
+        if not 0 < self.shard_gb < 1e9:
+            raise ConfigError(f"--shard-gb must be above 0 and finite, got {self.shard_gb!r}")
+        size = int(self.shard_gb * 1e9)
+        with SlowProgress("converting", first="") as progress:
+            convert(self.source, self.target, self.dtype, progress, format=self.format, shard_bytes=size)
+        asked = {"source": self.source, "target": self.target, "dtype": self.dtype, "format": self.format}
+        print(json.dumps(asked) if self.json else f"{self.target}: written")
+        return 0
 
 
-class PrintVersion(argparse.Action):
-    """The action that prints the versions of jshadow and JAX and exits."""
+class _Print(argparse.Action):
+    """The action that prints the versions of jshadow and JAX, or the completion script of a shell, and exits."""
 
     def __call__(
         self,
@@ -59,67 +71,54 @@ class PrintVersion(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Print the line to standard output."""
-        from importlib.metadata import version
+        if self.dest == "version":
+            from importlib.metadata import version
 
-        print(f"jshadow {version('jshadow')} (jax {version('jax')})")
+            print(f"jshadow {version('jshadow')} (jax {version('jax')})")
+        else:
+            import shtab
+
+            _mark_files(parser)
+            print(shtab.complete(parser, str(values)))
         parser.exit()
+
+
+def _mark_files(parser: argparse.ArgumentParser) -> None:
+    """Make the script offer file names for the arguments of all commands that take a path."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _mark_files(command)
+        elif action.metavar in FILES or (action.dest in PATHS and action.choices is None):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
-    top = argparse.ArgumentParser(prog="jshadow", description=ABOUT)
-    top.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
+    top = argparse.ArgumentParser(prog="jshadow", description=ABOUT, argument_default=argparse.SUPPRESS)
+    top.add_argument("--version", action=_Print, nargs=0, help="print the version and exit")
     top.add_argument(
-        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print a script of shell completion and exit"
+        "--print-completion", action=_Print, choices=SHELLS, help="print a script of shell completion and exit"
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    cli_generate.add_options(
-        commands.add_parser("generate", help="answer a prompt", description="Answer a prompt, streaming the text.")
-    )
-
-    cli_chat.add_options(commands.add_parser("chat", help="ask about a document", description=cli_chat.ABOUT))
-
-    cli_library.add_options(
-        commands.add_parser("library", help="store documents, ask about them", description=cli_library.ABOUT)
-    )
-
-    cli_serve.add_options(
-        commands.add_parser("serve", help="answer over HTTP, with OpenAI's routes", description=cli_serve.ABOUT)
-    )
-
-    add = commands.add_parser(
-        "convert",
-        help="turn one kind of checkpoint into another",
-        description="Convert a checkpoint, tensor by tensor, so that a large one needs little memory. DST gets a "
-        "manifest of its files.",
-    )
-    add.set_defaults(run=run_convert)
-    add.add_argument("source", metavar="SRC", help="a .gguf file, an HF or Orbax directory, or a hub id")
-    add.add_argument("target", metavar="DST", help="directory to write; must not exist")
-    add.add_argument("--dtype", default="bfloat16", help="dtype of the written tensors (default: %(default)s)")
-    add.add_argument("--format", default="huggingface", help="huggingface or orbax (default: %(default)s)")
-    add.add_argument(
-        "--shard-gb", type=float, default=5.0, help="GB of each safetensors file, at most (default: %(default)s)"
-    )
-    add.add_argument("--json", action="store_true", help=JSON_HELP)
-
-    cli_policies.add_options(
-        commands.add_parser("policies", help="list the policies, count their bytes", description=cli_policies.ABOUT)
-    )
-
-    cli_laws.add_options(commands.add_parser("laws", help="check a policy", description=cli_laws.ABOUT))
-
-    cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
-
-    cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
-
-    cli_fit.add_fit_options(commands.add_parser("fit", help="learn a policy's arrays", description=cli_fit.ABOUT_FIT))
-    cli_fit.add_calibrate_options(
-        commands.add_parser("calibrate", help="find OmniKV's filter layers", description=cli_fit.ABOUT_CALIBRATE)
-    )
-
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    add_command(commands, "generate", Generate, "answer a prompt")
+    add_command(commands, "chat", Chat, "ask about a document")
+    about = commands.add_parser("library", help="store documents, ask about them", description=library.ABOUT)
+    actions = about.add_subparsers(required=True, metavar="ACTION")
+    add_command(actions, "add", library.Add, "read documents")
+    add_command(actions, "list", library.List, "list the documents")
+    add_command(actions, "ask", library.Ask, "ask about a document")
+    add_command(actions, "remove", library.Remove, "remove a document")
+    add_command(commands, "serve", Serve, "answer over HTTP, with OpenAI's routes")
+    add_command(commands, "convert", Convert, "turn one kind of checkpoint into another")
+    add_command(commands, "policies", Policies, "list the policies, count their bytes")
+    add_command(commands, "laws", Laws, "check a policy")
+    add_command(commands, "plan", Plan, "count KV bytes, plan a GPU")
+    bench.add_options(commands.add_parser("bench", help="measure decode steps", description=bench.ABOUT))
+    add_command(commands, "fit", fit.Fit, "learn a policy's arrays")
+    add_command(commands, "calibrate", fit.Calibrate, "find OmniKV's filter layers")
     cli_eval.add_options(commands.add_parser("eval", help="measure policies", description=cli_eval.ABOUT))
     return top
 
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model may write what the encoding of the terminal lacks
     try:
         try:
-            return run_command(argv)
+            return _run_command(argv)
         finally:
             sys.stdout.flush()  # a closed pipe is noticed here, not when the process ends
     except BrokenPipeError:
@@ -153,21 +152,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception:
-        if (problem := backend_problem()) is None:
+        if (problem := _backend_problem()) is None:
             raise
         print(f"jshadow: {problem}", file=sys.stderr)
         return 1
 
 
-def run_command(argv: Sequence[str] | None) -> int:
+def _run_command(argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command, and return its exit status."""
-    args = parser().parse_args(argv)
-    args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
+    args = command_of(parser().parse_args(argv))
     with compile_cache(args):
+        if isinstance(args, Command):
+            return args.run()
+        args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
         return int(args.run(args))
 
 
-def backend_problem() -> str | None:
+def _backend_problem() -> str | None:
     """Return why JAX cannot start the backend that JAX_PLATFORMS names, and what to do, or None if it can."""
     asked = os.environ.get("JAX_PLATFORMS", "")
     if not asked or "jax" not in sys.modules:

@@ -1,55 +1,75 @@
 """Options that several commands share."""
 
-import argparse
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jshadow.cli.mesh import placed
+from jshadow.cli.fields import JSON_HELP as JSON_HELP
+from jshadow.cli.fields import option
+from jshadow.cli.processes import placed
+from jshadow.errors import ConfigError
 
 if TYPE_CHECKING:
     from jshadow.engine.sampling import Sampler
     from jshadow.policies import Policy
 
-JSON_HELP = "print one JSON object instead of text"
+MODEL_HELP = "HF directory, or hub id"
 FETCH_HELP = "auto, resident, device_put or zero_copy (default: %(default)s)"
 PREFILL_HELP = "exact (default), vertical_slash or a_shape: how the prompt's tokens attend to each other"
 
 
-def add_weights_options(add: argparse._ActionsContainer) -> None:
-    """Add --dtype and --quantize."""
-    add.add_argument("--dtype", default="bfloat16", help="dtype of weights, keys and values (default: %(default)s)")
-    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
+@dataclasses.dataclass(kw_only=True)
+class PolicyOptions:
+    """A policy with its settings and its learned arrays."""
 
-
-def add_policy_options(add: argparse._ActionsContainer) -> None:
-    """Add --policy, --set, --fitted, --prefill and --fetch."""
-    add.add_argument("--policy", help="policy name, or module:Class (default: shadowkv; see `jshadow policies`)")
-    add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
-    add.add_argument(
-        "--fitted", metavar="FILE", help="arrays that `jshadow fit` wrote; without --policy, their policy is used"
+    title: ClassVar[str] = "method"
+    policy: str | None = option("policy name, or module:Class (default: shadowkv; see `jshadow policies`)")
+    set: Sequence[str] = option("a setting of the policy (repeatable)", (), metavar="KEY=VALUE")
+    fitted: str | None = option(
+        "arrays that `jshadow fit` wrote; without --policy, their policy is used", metavar="FILE"
     )
-    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
-    add.add_argument("--fetch", default="auto", help=FETCH_HELP)
 
 
-def add_sampling_options(add: argparse.ArgumentParser) -> None:
-    """Add --temperature, --top-k, --top-p, --min-p and --seed."""
-    add.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add.add_argument("--top-k", type=int, help="draw from this many likeliest tokens")
-    add.add_argument("--top-p", type=float, help="draw from the likeliest tokens that have this probability together")
-    add.add_argument("--min-p", type=float, help="draw from tokens with this share of the likeliest one's probability")
-    add.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+@dataclasses.dataclass(kw_only=True)
+class MethodOptions(PolicyOptions):
+    """A policy, and how a prompt is read with it."""
+
+    title: ClassVar[str] = "method"
+    prefill: str | None = option(PREFILL_HELP, metavar="NAME[:KEY=VALUE...]")
+    fetch: str = option(FETCH_HELP, "auto")
 
 
-def sampler_of(args: argparse.Namespace) -> "Sampler":
+@dataclasses.dataclass(kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    title: ClassVar[str] = "sampling"
+    temperature: float = option("0 is greedy (default)", 0.0)
+    top_k: int | None = option("draw from this many likeliest tokens")
+    top_p: float | None = option("draw from the likeliest tokens that have this probability together")
+    min_p: float | None = option("draw from tokens with this share of the likeliest one's probability")
+    seed: int = option("seed of the draws", 0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class WeightOptions:
+    """How the weights of a model are held."""
+
+    title: ClassVar[str] = "weights"
+    dtype: str = option("dtype of weights, keys and values", "bfloat16")
+    quantize: str | None = option("int8: keep the projections' weights in int8")
+
+
+def sampler_of(args: SamplingOptions) -> "Sampler":
     """Return the sampler of the sampling options. Raises ConfigError for a value out of range."""
     from jshadow.engine.sampling import Sampler
 
     return Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
 
 
-def policy_of(args: argparse.Namespace) -> "Policy":
+def policy_of(args: PolicyOptions) -> "Policy":
     """Return the policy of --policy and --set.
 
     If only --fitted is given, it is the policy that learned the arrays.
@@ -66,26 +86,43 @@ def policy_of(args: argparse.Namespace) -> "Policy":
 
     learner = read_fitted_info(args.fitted)["policy"]
     settings = [f"{key}={json.dumps(value)}" for key, value in learner["settings"].items()]
-    return parse_policy(learner["name"], settings + args.set)
+    return parse_policy(learner["name"], [*settings, *args.set])
 
 
-def check_fetch(fetch: str) -> None:
-    """Raise ConfigError for an unknown fetch mode. "auto" is not resolved, so that no backend is started."""
-    from jshadow.cache.offload import resolve_fetch
+def fitted_of(args: PolicyOptions, params: Any, policy: "Policy") -> Any:
+    """Return the arrays of --fitted, or None without it. Raises the errors of `load_fitted`."""
+    from jshadow.engine.saved.fitted import load_fitted
 
-    if fetch != "auto":
-        resolve_fetch(fetch)
+    return None if args.fitted is None else load_fitted(args.fitted, params, policy)
 
 
-def check_fitted_file(path: str | None) -> None:
-    """Raise CheckpointError unless the header of a file of learned arrays can be read. None means no file."""
+def check_method(fetch: str, fitted: str | None) -> None:
+    """Check --fetch and --fitted before the model is loaded.
+
+    Raises:
+        ConfigError: the fetch mode is unknown.
+        CheckpointError: the header of the file of learned arrays cannot be read.
+    """
+    from jshadow.cache.offload import check_fetch
     from jshadow.engine.saved.fitted import read_fitted_info
 
-    if path is not None:
-        read_fitted_info(Path(path).expanduser())
+    check_fetch(fetch)
+    if fitted is not None:
+        read_fitted_info(Path(fitted).expanduser())
 
 
-def load_model(args: argparse.Namespace) -> Any:
+def check_least(args: Any, least: float, *names: str, above: bool = False, finite: bool = False) -> None:
+    """Raise ConfigError for an option below `least`, equal to it if `above`, or infinite if `finite`. None is right."""
+    for name in names:
+        value = getattr(args, name)
+        if value is None or ((least < value if above else least <= value) and not (finite and value == float("inf"))):
+            continue
+        limit = f"above {least:g}" if above else f"at least {least:g}"
+        limit += " and finite" if finite else ""
+        raise ConfigError(f"--{name.replace('_', '-')} must be {limit}, got {value!r}")
+
+
+def load_model(args: Any) -> Any:
     """Return the Params (weights and tokenizer) of the model that the options name."""
     from jshadow.weights.params import load
 

@@ -1,75 +1,161 @@
-"""Options of the commands that several processes run together, and who of them prints."""
+"""Several devices and several processes: the mesh of --mesh, how processes join, and who of them prints."""
 
-import argparse
+import collections
 import contextlib
+import dataclasses
+import math
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jshadow.cli.mesh import parse_mesh
-from jshadow.errors import CheckpointError
+from jshadow.cli.fields import option
+from jshadow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jshadow.engine.mesh.processes import Processes
 
-JOIN_SECONDS = 300.0
 # Options that may differ between processes. Of files, the contents are compared instead of the paths.
-OWN = {"run", "command", "action", "command_line", "coordinator", "process", "join_timeout", "json", "compile_cache"}
+OWN = {"run", "command_line", "coordinator", "process", "join_timeout", "json", "compile_cache", "settings"}
 OWN |= {"model", "prompt_file", "fitted", "data", "files", "load_state", "save_state", "out", "place"}
 OWN |= {"disk_folder", "prompt", "source"}
 
 
-def add_process_options(add: argparse.ArgumentParser) -> None:
-    """Add --coordinator, --processes, --process and --join-timeout as a group."""
-    group = add.add_argument_group("several processes")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 runs, and a free port there")
-    group.add_argument("--processes", type=int, metavar="N", help="how many processes run the command together")
-    group.add_argument("--process", type=int, metavar="I", help="the number of this process, from 0")
-    group.add_argument(
-        "--join-timeout",
-        type=float,
-        default=JOIN_SECONDS,
-        metavar="SECONDS",
-        help="how long to wait for the others (default: %(default)g)",
+@dataclasses.dataclass(kw_only=True)
+class MeshOptions:
+    """A mesh of devices."""
+
+    title: ClassVar[str] = "several devices"
+    mesh: str | None = option(
+        "axes of a mesh of all devices: tp=N splits heads, data=N rows, as in tp=4,data=2", metavar="AXIS=N,..."
     )
+    left: str = option("split or everywhere: ShadowKV's left rows, which serve all heads", "split")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProcessOptions:
+    """Processes that run a command together."""
+
+    title: ClassVar[str] = "several processes"
+    coordinator: str | None = option("where process 0 runs, and a free port there", metavar="HOST:PORT")
+    processes: int | None = option("how many processes run the command together", metavar="N")
+    process: int | None = option("the number of this process, from 0", metavar="I")
+    join_timeout: float = option("how long to wait for the others", 300.0, metavar="SECONDS")
+
+
+def placed(args: Any) -> dict[str, Any]:
+    """Return the arguments of `load` that --mesh and --left give. Call it after the processes have joined.
+
+    Raises:
+        ConfigError: as `parse_mesh` and `mesh_of`.
+    """
+    if getattr(args, "mesh", None) is None:
+        return {}
+    return {"mesh": mesh_of(parse_mesh(args.mesh)), "left": args.left}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Return the sizes of the axes "data" and "tp" of a text such as "tp=4,data=2". An axis left out has size 1.
+
+    Raises:
+        ConfigError: an axis has another name, comes twice, or has a size that is not a positive integer.
+    """
+    from jshadow.models.partition import AXES, GONE
+
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES:
+            gone = GONE * (name == "sp")
+            raise ConfigError(
+                f"mesh must have axes among {', '.join(AXES)}, such as tp=4, got {part!r} in {text!r:.80}{gone}"
+            )
+        if name in sizes:
+            raise ConfigError(f"mesh must name each axis once, got {name} twice in {text!r:.80}")
+        if not (size.isascii() and size.isdecimal() and 1 <= int(size) < 2**31):
+            raise ConfigError(f"mesh must have a size of at least 1 for {name}, got {size!r} in {text!r:.80}")
+        sizes[name] = int(size)
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def mesh_of(sizes: dict[str, int]) -> "Mesh":
+    """Return a mesh of the first devices of one process, or of all devices of several, with the axes of AXES.
+
+    The devices of a process lie beside each other. So `tp` stays within a process if a process has enough devices, and
+    `data` goes across processes.
+
+    Args:
+        sizes: the size of each axis, as `parse_mesh` returns them.
+
+    Raises:
+        ConfigError: there are fewer devices; several processes have more of them, or different numbers; or `tp` neither
+            divides the number of devices of a process nor is a multiple of it.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from jshadow.models.partition import AXES
+
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    held = collections.Counter(device.process_index for device in devices)
+    needed = math.prod(sizes.values())
+    if len(held) == 1:
+        devices = devices[:needed]
+    local = len(devices) if len(held) == 1 else held[jax.process_index()]
+    if needed != len(devices):
+        product = " * ".join(f"{name}={size}" for name, size in sizes.items())
+        fewer = "fewer than it needs" if len(devices) < needed else "and it must have all of them"
+        raise ConfigError(
+            f"mesh must have as many devices as there are, got {product} = {needed}; there are {len(devices)}, {fewer} "
+            f"(processes: {len(held)}, devices of each: {local})"
+        )
+    if len(set(held.values())) > 1:
+        raise ConfigError(f"devices must be as many in each process, got {[held[one] for one in sorted(held)]}")
+    if local % sizes["tp"] and sizes["tp"] % local:
+        raise ConfigError(f"tp must divide the {local} devices of a process or be a multiple of it, got {sizes['tp']}")
+    return Mesh(np.array(devices).reshape([sizes[name] for name in AXES]), AXES)
 
 
 @contextlib.contextmanager
-def joined(args: argparse.Namespace) -> Iterator["Processes"]:
+def joined(args: Any) -> Iterator["Processes"]:
     """Join the other processes that the options name, and leave them at the end. Call it before JAX has a backend.
 
-    In the block, only process 0 prints and writes. The others print errors alone. Without --mesh their --save-state is
-    None. With --mesh, each process saves its part. Their --out is a temporary copy of it: so they continue the same
-    evaluation. With --mesh and without these options, JAX may find the processes in the environment.
+    In the block, only process 0 prints and writes. The others print errors alone. Their --plot is None, and without
+    --mesh their --save-state is None. With --mesh, each process saves its part. Their --out is a temporary copy of it:
+    so they continue the same evaluation. With --mesh and without these options, JAX may find the processes in the
+    environment.
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
         DistributedError: as `jshadow.engine.mesh.processes.join`.
     """
-    from jshadow.engine.mesh.processes import Processes, ProcessOptions, join
+    from jshadow.engine.mesh import processes as engine
 
     search = getattr(args, "mesh", None) is not None
     if search:
         parse_mesh(args.mesh)
     if args.coordinator is None and args.processes is None and args.process is None and not search:
-        yield Processes(1, 0)
+        yield engine.Processes(1, 0)
         return
-    options = ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout, search)
-    with join(options) as processes, output_of(processes), tempfile.TemporaryDirectory() as folder:
+    options = engine.ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout, search)
+    with engine.join(options) as processes, _output_of(processes), tempfile.TemporaryDirectory() as folder:
         if not processes.first:
+            args.plot = None
             if not search:  # on a mesh, each process saves its part
                 args.save_state = None
             if getattr(args, "out", None) is not None:
-                args.out = copy_of(args.out, folder)
+                args.out = _copy_of(args.out, folder)
         yield processes
 
 
-def copy_of(out: str, folder: str) -> str:
-    """Copy a directory into a folder if it is there, and return the place of the copy."""
+def _copy_of(out: str, folder: str) -> str:
+    """Copy a directory, if it is there, into a folder, and return the place of the copy."""
     target = Path(folder) / "out"
     if Path(out).is_dir():
         shutil.copytree(out, target)
@@ -77,7 +163,7 @@ def copy_of(out: str, folder: str) -> str:
 
 
 @contextlib.contextmanager
-def output_of(processes: "Processes") -> Iterator[None]:
+def _output_of(processes: "Processes") -> Iterator[None]:
     """Send what this process prints to its standard output if it is the first, and else nowhere.
 
     With several processes, gloo writes lines to file descriptor 1. They go nowhere too, so that --json prints JSON.
@@ -103,15 +189,11 @@ def output_of(processes: "Processes") -> Iterator[None]:
                 printed.close()
 
 
-def check_same(args: argparse.Namespace, params: Any, files: Mapping[str, Any]) -> None:
+def check_same(args: Any, params: Any, files: Mapping[str, Any]) -> None:
     """Compare the weights, the options and the files of all processes. With one process, do nothing.
 
-    If there is an --out, the finished samples in it are compared too.
-
-    Args:
-        args: the parsed command. Its options must be the same, except those of `OWN`.
-        params: the loaded model.
-        files: by the name of an option, a path, several paths, bytes (such as a prompt), or None.
+    The options of the parsed command are compared, except those of `OWN`. `files` has a path, several paths, bytes
+    (such as a prompt) or None by the name of an option. The finished samples in --out are compared too.
 
     Raises:
         DistributedError: something differs. Each process raises it.
@@ -133,11 +215,11 @@ def check_same(args: argparse.Namespace, params: Any, files: Mapping[str, Any]) 
             facts[name] = sha256(content)
         elif content is not None:
             paths = [content] if isinstance(content, str | Path) else content
-            facts[name] = sha256("".join(sha256(read(path, name)) for path in paths).encode())
+            facts[name] = sha256("".join(sha256(_read(path, name)) for path in paths).encode())
     agree(facts)
 
 
-def read(path: str | Path, option: str) -> bytes:
+def _read(path: str | Path, option: str) -> bytes:
     """Return the bytes of a file. Raises CheckpointError, which names the option, if it cannot be read."""
     try:
         return Path(path).expanduser().read_bytes()

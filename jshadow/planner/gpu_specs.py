@@ -6,6 +6,7 @@ import math
 from jshadow.errors import ConfigError
 
 GIB = 2**30
+XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 # Memory that the CUDA context, the loaded programs and the libraries' own workspaces take before any array exists.
 CONTEXT_RESERVE = GIB // 2
 _CUSTOM = "custom GPU"

@@ -16,7 +16,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload, abstract_of, full_bytes, prefill_parts
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu import PAPERS_REPEATS, Planner
-from jshadow.planner.gpu_specs import GIB, GPUS, Gpu, gpu_of_device
+from jshadow.planner.gpu_specs import GIB, GPUS, XLA_SHARE, Gpu, gpu_of_device
 from jshadow.planner.mesh import mesh_shards, share_of
 from jshadow.policies import Policy
 from jshadow.policies.costs import costs_of
@@ -24,7 +24,6 @@ from jshadow.policies.prefill_attention import PrefillAttention
 
 UNKNOWN = GPUS["a100-80gb"]  # whose rates stand for those of a device that is not in the table
 SPARE = GIB // 2  # device memory that XLA's allocator may lose between large arrays
-XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
 def fetch_here(

@@ -9,7 +9,7 @@ from byte_models import CONFIG
 from tiny_text import byte_tokenizer
 
 import jshadow
-from jshadow.cli import progress
+from jshadow.cli import console
 from jshadow.cli.main import main
 from jshadow.weights import params
 from jshadow.weights.params import init_params
@@ -35,7 +35,7 @@ def same_environment():
 @pytest.fixture(autouse=True)
 def no_lines(monkeypatch):
     """No line of progress on stderr, also on a machine where a tiny answer takes long."""
-    monkeypatch.setattr(progress, "LINE_SECONDS", 3600.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 3600.0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jshadow.cli import compile_cache
+from jshadow.cli.fields import command_of
 from jshadow.cli.main import parser
 
 # A command in a process of its own, which then prints how many programs JAX compiled, and found in its cache.
@@ -19,14 +20,14 @@ if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 from jshadow.cli import generate
 from jshadow.cli.main import main
-seen, run = [], generate.run_generate
+seen, run = [], generate.Generate.run
 
 def counted(args):
     import jax
     jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
     return run(args)
 
-generate.run_generate = counted
+generate.Generate.run = counted
 status = main(sys.argv[1:])
 print("COUNTS", status, seen.count("cache_misses"), seen.count("cache_hits"))
 """
@@ -78,7 +79,7 @@ def set_up(monkeypatch):
     def run(*options, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        with compile_cache.compile_cache(parser().parse_args(["generate", "model", *options])):
+        with compile_cache.compile_cache(command_of(parser().parse_args(["generate", "model", *options]))):
             return os.environ.get(GIVEN), os.environ.get(LEFT_OUT)
 
     return run

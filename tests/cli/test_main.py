@@ -13,9 +13,9 @@ from few import slow
 from plugins import strangers
 
 import jshadow
+from jshadow.cli.console import SlowProgress
+from jshadow.cli.generate import why_larger
 from jshadow.cli.main import main, parser
-from jshadow.cli.progress import SlowProgress
-from jshadow.cli.report_table import why_larger
 from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy

@@ -1,4 +1,4 @@
-"""`jshadow plan` as a user calls it: a lone config.json, tables, --json, typed errors."""
+"""`jshadow plan` and `jshadow policies` as a user calls them: a lone config.json, tables, --json, typed errors."""
 
 import dataclasses
 import json
@@ -6,8 +6,10 @@ import json
 import pytest
 from real_shapes import LLAMA_31_8B_JSON
 
+from jshadow.cli.policies import attribute_texts, setting_rows
 from jshadow.planner.gpu_specs import DEFAULT_GPUS
-from jshadow.policies import ShadowKV
+from jshadow.policies import POLICIES, ShadowKV
+from jshadow.policies.settings import setting_types
 
 
 @pytest.fixture
@@ -107,7 +109,20 @@ def test_long_settings_are_told_whole(config, printed):
 def test_a_directory_means_the_same(plans, answer, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
-    options = ("--context", "4096", "--gpu", "h200", "--count", "2", "--batch", "3", "--fetch", "resident")
+    options = (
+        "--context",
+        "4096",
+        "--gpu",
+        "h200",
+        "--tp",
+        "2",
+        "--left",
+        "everywhere",
+        "--batch",
+        "3",
+        "--fetch",
+        "resident",
+    )
     [plan] = plans(*options)
     assert [plan] == answer("plan", tmp_path / "model", *options)["plans"]
     assert (plan["count"], plan["chosen"]["batch"], plan["fetch"]) == (2, 3, "resident")
@@ -198,8 +213,7 @@ def test_sessions_over_shared_documents(config, answer, table):
 GPU = ["--context", "4096", "--gpu", "h100"]
 NEED_A_CONTEXT = ("repeat-share", "gather", "host-gib", "shared")
 BAD = [
-    ([*GPU, "--count", "3"], "ConfigError: tp must divide the 8 KV heads, got tp=3"),
-    ([*GPU, "--count", "0"], "ConfigError: --count must be at least 1"),
+    ([*GPU, "--tp", "3"], "ConfigError: tp must divide the 8 KV heads, got tp=3"),
     ([*GPU, "--batch", "-1"], "ConfigError: batch must be at least 1"),
     (["--context", "131072"], "CapacityError: context + max_new_tokens"),
     (["--gpu", "h100"], "ConfigError: --gpu must come with --context"),
@@ -238,3 +252,60 @@ def test_a_bad_config_is_told(name, text, refused, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     assert refused("Error", "plan", tmp_path / name, *GPU).startswith("jshadow: C")
+
+
+def test_each_setting_has_its_type_default_and_text(answer, printed):
+    quest = answer("policies", "quest")
+    assert (quest["name"], quest["paper"]) == ("quest", "arXiv 2406.10774, section 3")
+    rows = {row["name"]: row for row in quest["settings"]}
+    assert (rows["unit"]["type"], rows["unit"]["default"], rows["top_p"]["default"]) == ("int", 16, 1.0)
+    assert "tokens" in rows["budget"]["text"]
+    assert "unit: int = 16" in printed("policies", "quest")
+
+
+def test_a_setting_of_a_record_names_what_chooses_it():
+    rows = setting_rows(POLICIES["shadowkv"]())
+    names = ("keys.bits", "keys", "landmarks.tokens")
+    bits, keys, tokens = ([row for row in rows if row["name"] == name] for name in names)
+    assert [row["with"] for row in bits][:1] == ["keys=transform"]  # the codes of a plugin follow, if it is imported
+    [row] = keys
+    assert (row["type"].startswith("lowrank or transform or exact"), row["default"]) == (True, "lowrank")
+    assert [(row["with"], row["default"]) for row in tokens] == [("", None)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_setting_is_without_a_text(name):
+    rows = setting_rows(POLICIES[name]())
+    assert {row["name"] for row in rows} == set(setting_types(POLICIES[name]))
+    assert [row["name"] for row in rows if not row["text"]] == []
+    json.dumps(rows)
+
+
+def test_texts_of_bases_and_of_several_attributes():
+    @dataclasses.dataclass
+    class Base:
+        """A base.
+
+        Attributes:
+            one, two: both of them,
+                in two lines.
+            three: of the base.
+
+        More text: not an attribute.
+        """
+
+    @dataclasses.dataclass
+    class Other(Base):
+        """Another one.
+
+        Attributes:
+            three: its own.
+        """
+
+    both = "both of them, in two lines."
+    assert attribute_texts(Other) == {"one": both, "two": both, "three": "its own."}
+
+
+def test_an_unknown_policy_or_another_option_is_told(refused):
+    refused("policy must be one of", "policies", "magic")
+    refused("--context must be left out", "policies", "quest", "--context", "5")

@@ -91,10 +91,10 @@ def test_an_end_that_hangs_ends_the_process(monkeypatch, capsys):
     monkeypatch.setattr(serve, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(serve.os, "_exit", lambda status: exits.append(status) or hangs.set())
     engine = types.SimpleNamespace(close=lambda drain: hangs.wait(20))
-    serve.end(types.SimpleNamespace(engine=engine, library=None))
+    serve._end(types.SimpleNamespace(engine=engine, library=None))
     assert exits == [1]
     assert "did not end in 0.05 s" in capsys.readouterr().err
     hangs.clear()
     engine.close = lambda drain: None
-    serve.end(types.SimpleNamespace(engine=engine, library=None))
+    serve._end(types.SimpleNamespace(engine=engine, library=None))
     assert not hangs.wait(0.2)

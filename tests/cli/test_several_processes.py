@@ -11,8 +11,8 @@ import jax
 import pytest
 from several_processes import ended, no_survivors, start_all  # noqa: F401
 
-from jshadow.cli.mesh import mesh_of, parse_mesh
-from jshadow.cli.processes import joined
+from jshadow.cli.main import parser
+from jshadow.cli.processes import OWN, joined, mesh_of, parse_mesh
 from jshadow.engine.mesh import agree, processes
 from jshadow.errors import ConfigError
 
@@ -154,6 +154,15 @@ def test_other_processes_print_and_write_nothing(monkeypatch, tmp_path, capfd):
         print(f"end {number}", flush=True)
     assert capfd.readouterr() == ("a line\nend 0\nend 1\n", "a note\n")
     assert os.listdir(out) == ["samples.jsonl"]
+
+
+def test_what_may_differ_between_processes_is_an_option():
+    every, left = {"run", "command_line"}, [parser()]
+    while left:
+        for action in left.pop()._actions:
+            every.add(action.dest)
+            left += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
+    assert every > OWN
 
 
 def test_without_options_a_process_is_alone():

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import gc
-import inspect
 import re
+import typing
 import weakref
 
 import jax
@@ -17,7 +17,7 @@ from tokenizers_by_kind import sentencepiece
 import jshadow
 from jshadow.engine import token_steps
 from jshadow.engine.generation import GenerationLoop
-from jshadow.engine.options import GenerateOptions
+from jshadow.engine.options import GenerateKeywords, GenerateOptions
 from jshadow.engine.report import CompileClock
 from jshadow.engine.token_steps import TokenSteps
 from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
@@ -42,11 +42,11 @@ def generate(prompt, policy=SHADOW, count=8, params=BARE, **options):
 
 def test_generate_and_its_options_and_a_request_have_the_same_defaults():
     """So `stream`, `generate` and the command line agree, and so does the serving engine."""
-    fields = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
-    parameters = inspect.signature(jshadow.generate).parameters.values()
-    given = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
-    assert given == {name: fields[name] for name in given}
-    assert Request("a").max_new_tokens == given["max_new_tokens"]
+    keywords, fields = (typing.get_type_hints(one) for one in (GenerateKeywords, GenerateOptions))
+    assert fields.items() >= keywords.items()
+    assert Request("a").max_new_tokens == GenerateOptions().max_new_tokens
+    with pytest.raises(TypeError, match="most_tokens"):
+        jshadow.generate(BARE, "a", FULL, most_tokens=3)
 
 
 alone = functools.cache(lambda policy=FULL, count=8, params=BARE: generate(PROMPTS[0], policy, count, params))

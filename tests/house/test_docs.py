@@ -25,7 +25,7 @@ BENCHMARKS = [f"docs/{page}" for page in PAGES if page.startswith("benchmarks/")
 GITHUB = {page: (REPO / page).read_text() for page in ("README.md", "BENCHMARKS.md", "CONTRIBUTING.md", *BENCHMARKS)}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-COMMON = {"-h", "--help", "--version", "--print-completion", "--json", "--no-compile-cache"}
+COMMON = {"-h", "--help", "--version", "--print-completion", "--json", "--settings", "--no-compile-cache"}
 # Pages whose code runs from top to bottom on the small model.
 RUNNABLE = {
     "README.md": "7 crowns",

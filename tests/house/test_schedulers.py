@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import REPO
 
+from jshadow.cli.fields import command_of
 from jshadow.cli.main import parser
 from jshadow.ops.parts import Part, parse_part
 
@@ -48,7 +49,7 @@ def options_of(words: list[str]):
     """The options that a command of jshadow gets, and those of TOGETHER by name."""
     assert words[0] == "jshadow"
     together = {name: words[words.index(name) + 1] for name in sorted(TOGETHER) if name in words}
-    return parser().parse_args(words[1:]), together
+    return command_of(parser().parse_args(words[1:])), together
 
 
 def test_the_scripts_are_sound_and_the_readmes_name_every_file():
@@ -76,10 +77,10 @@ def test_each_task_of_the_slurm_array_runs_a_part(started):
         [words] = started([*script, "eval", "a model", "--out", "o"], SLURM_ARRAY_TASK_ID=str(task))
         args, _ = options_of(words)
         part = parse_part(args.part)
-        assert (args.command, args.model, args.out, part) == ("eval", "a model", "o", Part(task, last))
+        assert (words[1], args.model, args.out, part) == ("eval", "a model", "o", Part(task, last))
     [words] = started([*script, "library", "add", "d", "--model", "m", "a.txt"], SLURM_ARRAY_TASK_ID="3", PARTS="4")
     args, _ = options_of(words)
-    assert (args.action, args.files, args.part) == ("add", ["a.txt"], "3/4")
+    assert (words[2], args.files, args.part) == ("add", ["a.txt"], "3/4")
 
 
 def test_the_slurm_script_of_several_hosts_starts_a_process_for_each_gpu(started):
@@ -87,7 +88,7 @@ def test_the_slurm_script_of_several_hosts_starts_a_process_for_each_gpu(started
     [words] = started(["bash", str(script), "a model", "p.txt"])
     assert words[0] == "srun"
     args, together = options_of(words[words.index("jshadow") :])
-    assert (args.command, args.model, args.prompt_file) == ("generate", "a model", "p.txt")
+    assert (words[words.index("jshadow") + 1], args.model, args.prompt_file) == ("generate", "a model", "p.txt")
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert together["--mesh"] == f"tp={int(options['nodes']) * int(options['gpus-per-node'])}"
     assert not together.keys() & {"--coordinator", "--processes", "--process"}  # Slurm's environment has them
@@ -136,8 +137,8 @@ def test_each_pod_of_the_group_is_a_process(started):
     variables = {"LWS_LEADER_ADDRESS": "jshadow-0.jshadow", "LWS_GROUP_SIZE": str(size)}
     for index in range(size):
         words, asleep = words_of(PODS["group"], started, **variables, LWS_WORKER_INDEX=str(index))
-        args, together = options_of(words)
-        assert (args.command, asleep[0]) == ("generate", "sleep")
+        _, together = options_of(words)
+        assert (words[1], asleep[0]) == ("generate", "sleep")
         wanted = {"--mesh": f"tp={size * int(gpus)}", "--processes": str(size), "--process": str(index)}
         wanted |= {"--coordinator": f"jshadow-0.jshadow:{port['containerPort']}", "--join-timeout": "600"}
         assert together == wanted

@@ -12,7 +12,7 @@ from real_shapes import LLAMA_31_8B
 import jshadow
 from jshadow.cache import host_memory
 from jshadow.cache.shards import Shards
-from jshadow.cli.report_table import notes
+from jshadow.cli.generate import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import workload_of
 from jshadow.evaluation.speed import Request, mode_of

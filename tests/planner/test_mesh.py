@@ -110,7 +110,7 @@ def test_the_command(capsys):
     assert (wide["count"], wide["mesh"]) == (4, {"tp": 4, "left": "split"})
     step = wide["chosen"]["step"]
     assert step["link_seconds"] == pytest.approx(sum(step["link_bytes"].values()) / 400e9)
-    sizes = plan("--count 4")["mesh"]
+    sizes = plan("--tp 4 --left everywhere")["mesh"]
     assert (sizes["tp"], sizes["left"]) == (4, "everywhere")
     assert main([*options, "--tp", "4"]) == 0
     out = capsys.readouterr().out

@@ -107,8 +107,7 @@ def test_what_cannot_be_planned_is_refused(call, error, message):
 SPECULATE = "--context 4096 --speculate 8 --acceptance 0.9 "
 COMMANDS = [
     ("--context 8192 --tp 3", "tp must divide the 8 KV heads, got tp=3"),
-    ("--context 8192 --tp 2 --count 2", "--count must be left out with --tp, got 2"),
-    ("--context 8192 --count 0", "--count must be at least 1, got 0"),
+    ("--context 8192 --tp 0", "tp must be an integer of at least 1, got 0"),
     ("--context 8192 --tp 2 --shared 3", "--tp must be left out with --shared and --group-rows, got 2"),
     ("--tp 2", "--tp must come with --context"),
     ("--link 63", "--link must come with --context"),

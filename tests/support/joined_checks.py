@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from mesh_cases import text_of
 
-from jshadow.cli.mesh import mesh_of, parse_mesh
-from jshadow.cli.processes import add_process_options, joined
+from jshadow.cli.fields import add_options
+from jshadow.cli.processes import ProcessOptions, joined, mesh_of, parse_mesh
 from jshadow.engine.mesh import agree as agreement
-from jshadow.engine.mesh.processes import ProcessOptions, join
+from jshadow.engine.mesh import processes as engine
 
 
 def digests(mesh):
@@ -57,7 +57,7 @@ def order_of_first_run(total, x):
 def main():
     """Join, check, print, and sum."""
     parser = argparse.ArgumentParser()
-    add_process_options(parser)
+    add_options(parser, ProcessOptions)
     args = parser.parse_args()
     with joined(args) as processes:
         mesh = mesh_of(parse_mesh("tp=2,data=2"))
@@ -81,7 +81,7 @@ def main():
             "seed": text_of(lambda: agreement.agree(facts)),
             "program": text_of(lambda: agreement.compiled_everywhere(f"step {processes.index}")),
             "late": text_of(lambda: agreement.exchange(f"only {processes.index}", "", 0.2)),
-            "again": text_of(lambda: join(ProcessOptions("127.0.0.1:1", 2, 0))),
+            "again": text_of(lambda: engine.join(engine.ProcessOptions("127.0.0.1:1", 2, 0))),
             "weights": digests(mesh),
             "here": agreement.processes_here(),
         }

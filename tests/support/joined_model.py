@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, TURN, model
 
-from jshadow.cli.mesh import mesh_of, parse_mesh
-from jshadow.cli.processes import add_process_options
+from jshadow.cli.fields import add_options
+from jshadow.cli.processes import ProcessOptions, mesh_of, parse_mesh
 from jshadow.engine import decode
-from jshadow.engine.mesh.processes import ProcessOptions, join
+from jshadow.engine.mesh import processes as engine
 from jshadow.weights.params import spread
 
 STEPS = 4
@@ -32,9 +32,11 @@ def results(params, name, fetch):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="+", help="POLICY:MESH:FETCH")
-    add_process_options(parser)
+    add_options(parser, ProcessOptions)
     args = parser.parse_args()
-    with join(ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout)) as processes:
+    with engine.join(
+        engine.ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout)
+    ) as processes:
         told = {}
         for case in args.cases:
             name, mesh, fetch = case.split(":")

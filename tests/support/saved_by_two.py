@@ -15,8 +15,8 @@ from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, model, text_of
 from saved_cases import TOKENS, difference
 
 from jshadow import load_state, save_state
-from jshadow.cli.mesh import mesh_of, parse_mesh
-from jshadow.cli.processes import add_process_options, joined
+from jshadow.cli.fields import add_options
+from jshadow.cli.processes import ProcessOptions, joined, mesh_of, parse_mesh
 from jshadow.engine import decode
 from jshadow.engine.mesh.agree import exchange
 from jshadow.weights.params import spread
@@ -38,7 +38,7 @@ def main():
     """Join, save, load, and print what was found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    add_process_options(parser)
+    add_options(parser, ProcessOptions)
     args = parser.parse_args()
     folder = args.folder
     with joined(args) as processes:

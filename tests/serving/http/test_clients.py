@@ -13,11 +13,11 @@ import numpy as np
 import pydantic
 import pytest
 from conftest import CHECKPOINT, REPO
+from demo_text import document
 from server_cases import about, server_process, until
 
 import jshadow
-from jshadow.cli.demo_text import document
-from jshadow.cli.serve_model import classes_of
+from jshadow.cli.serve import classes_of
 
 pytestmark = [pytest.mark.real, pytest.mark.process, pytest.mark.xdist_group("server")]
 NODE = REPO / ".cache" / "node"

@@ -5,6 +5,7 @@ import pytest
 import yaml
 from conftest import REPO
 
+from jshadow.cli.fields import command_of
 from jshadow.cli.main import parser
 from jshadow.serving.http.access import OPEN
 
@@ -57,7 +58,7 @@ def test_selectors_find_the_pods_and_what_is_named_is_there():
 def test_the_worker_is_a_command_of_this_version_that_is_asked_and_ended_in_order():
     program, *rest = WORKER["command"]
     assert program == "jshadow"
-    options = parser().parse_args([*rest, *WORKER["args"]])
+    options = command_of(parser().parse_args([*rest, *WORKER["args"]]))
     assert (options.host, options.port) == ("0.0.0.0", WORKER["ports"][0]["containerPort"])
     mounts = {mount["name"]: mount["mountPath"] for mount in WORKER["volumeMounts"]}
     keys = NAMES["Secret", "jshadow-keys"]["stringData"]

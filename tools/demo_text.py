@@ -1,4 +1,4 @@
-"""`python -m jshadow.cli.demo_text`: the document of `make demo`, about 2,000 tokens with one planted fact.
+"""`python tools/demo_text.py`: the document of `make demo`, about 2,000 tokens with one planted fact.
 
 The sentences are drawn by a small generator of this file, so that every Python version writes the same text.
 """
@@ -65,7 +65,7 @@ def document() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the document, and return 0."""
-    parser = argparse.ArgumentParser(prog="python -m jshadow.cli.demo_text", description="Print the demo's document.")
+    parser = argparse.ArgumentParser(description="Print the demo's document.")
     parser.add_argument(
         "--question", action="store_true", help="print a prompt: an instruction, the document and a question"
     )
