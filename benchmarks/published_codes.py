@@ -24,8 +24,7 @@ from jshadow.ops.layout import to_chunks, token_slice
 from jshadow.policies import check_choice
 from jshadow.policies.shadowkv import Keys
 from jshadow.policies.shadowkv.key_codecs import KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, Spread
-from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, put_block
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, Spread, new_tokens, put_block
 from pallas_kernels.bits import pack_codes, unpack_bytes
 
 # The base of both

@@ -134,7 +134,7 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
     import numpy as np
 
     from jshadow.policies.capabilities import Trains, capability
-    from jshadow.policies.less.errors import errors_of
+    from jshadow.policies.less.training import errors_of
 
     if capability(policy, Trains) is None:
         return None
@@ -153,7 +153,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     import numpy as np
     from rich.table import Table
 
-    from jshadow.policies.omnikv.calibration import choose_filters, dense_share, filter_masses
+    from jshadow.policies.omnikv import choose_filters, dense_share, filter_masses
 
     for name in ("filters", "budget"):
         value = getattr(args, name)

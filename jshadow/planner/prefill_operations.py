@@ -4,7 +4,7 @@ They count for each token of the padded prompt. Norms, rotations and softmax are
 """
 
 from jshadow.models.config import ModelConfig
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:

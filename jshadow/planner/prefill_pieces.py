@@ -6,7 +6,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.most_attention import QUERIES
 from jshadow.ops.prefix_attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.ops.whole_attention import capability_here, cudnn_attends
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:

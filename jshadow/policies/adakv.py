@@ -1,12 +1,4 @@
-"""Ada-KV gives each head of a layer its own number of prompt tokens: the heads share one budget.
-
-Source: Feng et al. 2024, arXiv 2407.11550, section 3. Another method scores the tokens of each head. The tokens with
-the highest scores of all heads are kept, and each head keeps a share of the mean budget at least (the safeguard). So a
-head whose attention is spread over many tokens keeps more of them.
-
-NVIDIA's kvpress 0.5.5 (`AdaKVPress`) keeps the same tokens, but masks the others and frees no memory. Here the others
-are dropped (`head_budgets.py`). A test compares the kept tokens with those of kvpress (docs/benchmarks/tests.md).
-"""
+"""The methods that score the tokens of a prompt for other methods, by name, with their default settings."""
 
 import dataclasses
 from typing import Self
@@ -19,10 +11,28 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
-from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.head_budgets import SharesBudget
+from jshadow.policies.eviction import EvictingPolicy, SharesBudget
+from jshadow.policies.expected_attention import ExpectedAttention
+from jshadow.policies.keydiff import KeyDiff
+from jshadow.policies.kvzip import KVzip
 from jshadow.policies.registry import register
-from jshadow.policies.scorers import SCORES, scorer_of
+from jshadow.policies.snapkv import SnapKV
+
+SCORES = ("snapkv", "expected_attention", "keydiff", "kvzip")
+
+
+def scorer_of(name: str, kept: int) -> EvictingPolicy:
+    """Return the method that scores tokens.
+
+    Args:
+        name: a name in SCORES.
+        kept: number of tokens that are kept. SnapKV's window has at most half of them.
+    """
+    if name == "snapkv":
+        window = max(1, min(SnapKV.observation_window, kept // 2))
+        return SnapKV(max_capacity_prompt=kept, observation_window=window)
+    others = {"expected_attention": ExpectedAttention, "keydiff": KeyDiff, "kvzip": KVzip}
+    return others[name](kept=kept)
 
 
 @register(small={"kept": 14}, lossless=lambda tokens, config: {"kept": tokens})

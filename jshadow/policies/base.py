@@ -24,7 +24,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 @dataclasses.dataclass(frozen=True)

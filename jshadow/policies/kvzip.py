@@ -1,9 +1,9 @@
 """KVzip keeps the prompt tokens to which the model attends most while it repeats the prompt.
 
 Source: Kim et al. 2025, arXiv 2505.23416, section 3, and NVIDIA's kvpress 0.5.5 (`KVzipPress`), whose scores this file
-follows. The model reads the prompt, and is then asked to repeat it, chunk by chunk (`second_pass.py`). The score of a
-token is the largest attention that it receives from any query while its chunk is repeated, over the query heads of its
-KV head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes at
+follows. The model reads the prompt, and is then asked to repeat it, chunk by chunk (`SecondPass`). The score of a token
+is the largest attention that it receives from any query while its chunk is repeated, over the query heads of its KV
+head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes at
 least as long as the first, because each chunk attends to the whole prompt.
 
 kvpress by default ranks the tokens of all layers together, so each layer keeps another number of tokens. Here a layer's
@@ -26,9 +26,9 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.head_budgets import SharesBudget
+from jshadow.policies.eviction import SharesBudget
+from jshadow.policies.prefill_attention import SecondPass
 from jshadow.policies.registry import register
-from jshadow.policies.second_pass import SecondPass
 from jshadow.policies.sizing import Falling
 
 

@@ -20,13 +20,13 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
+from jshadow.policies.adakv import SCORES, scorer_of
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.eviction import EvictingPolicy, best_positions, take_positions
 from jshadow.policies.quest import Quest
 from jshadow.policies.registry import register
-from jshadow.policies.scorers import SCORES, scorer_of
-from jshadow.policies.units import UnitFrozen
+from jshadow.policies.retrieval import UnitFrozen
 
 
 class RocketFrozen(UnitFrozen):

@@ -28,8 +28,7 @@ from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
 from jshadow.policies.checks import check_range
-from jshadow.policies.kivi import KIVI, never_full
-from jshadow.policies.kivi_state import KiviLive
+from jshadow.policies.kivi import KIVI, KiviLive, never_full
 from jshadow.policies.registry import register
 
 

@@ -13,8 +13,8 @@ from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import DenseFirst, Full, InfiniGen, InfLLM, Loki, OmniKV, Pyramid, Quest, SpeCache
-from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
-from jshadow.policies.units import within_share
+from jshadow.policies.omnikv import OmniKVFilter, OmniKVSparse
+from jshadow.policies.retrieval import within_share
 
 
 def fed(policy, tokens, lengths, steps, **options):

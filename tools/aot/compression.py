@@ -29,7 +29,7 @@ from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of
-from jshadow.policies.shadowkv.key_codecs.basis import COLUMNS_A_LAUNCH
+from jshadow.policies.shadowkv.key_codecs.lowrank import COLUMNS_A_LAUNCH
 
 TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed(), "packed small": ShadowKV.packed(small=True)}

@@ -104,7 +104,7 @@ def abstract(case: Case, fetch: str, room: int | None = None) -> KVState:
 # Leaves of a state
 
 
-CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/kept.py
+CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/state.py
 
 
 def changing(state: KVState) -> dict[str, np.ndarray]:

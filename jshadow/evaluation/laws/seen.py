@@ -15,7 +15,7 @@ from jshadow.ops.packing import dequantize_rows as dequantize_eagerly
 from jshadow.ops.packing import split_rows as split_eagerly
 from jshadow.policies import Quantized, ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
-from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
+from jshadow.policies.shadowkv.landmarks import Levels, mean_kind
 
 NEIGHBOR = 5e-3  # the largest change of a logit if one code of a key changes by one step
 

@@ -12,7 +12,7 @@ from jshadow.ops.packing import ROW_BITS, scale_dtype
 from jshadow.policies.mesh_checks import no_kernel
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, pass_launches
-from jshadow.policies.shadowkv.landmark_levels import mean_kind
+from jshadow.policies.shadowkv.landmarks import mean_kind
 from jshadow.policies.shadowkv.link_costs import asked_bytes, left_reads, near_chunks
 from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.links import Links, gathered, reduced
 from jshadow.policies.shadowkv.key_codecs import Sizes
-from jshadow.policies.shadowkv.landmark_levels import GROUP
+from jshadow.policies.shadowkv.landmarks import GROUP
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings

@@ -26,12 +26,18 @@ from jshadow.ops.attention import Piece
 from jshadow.ops.layout import ring_positions, write_rows
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import later_keys as later
-from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread, write_marks
-from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
-from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost, without_later
+from jshadow.policies.shadowkv.landmarks import (
+    Marks,
+    chunk_landmarks,
+    chunk_spread,
+    stored_landmarks,
+    stored_spread,
+    write_marks,
+)
 from jshadow.policies.shadowkv.plus_settings import PlusSettings
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
+from jshadow.policies.shadowkv.selection import keep_exact, loses_more, most_lost, without_later
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, fields_of
 
 

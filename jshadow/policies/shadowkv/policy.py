@@ -27,15 +27,32 @@ from jshadow.policies.capabilities import SplitsTurns
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.cost_hooks import ShadowCosts
 from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.kept import choose, empty_cache, kept_rows, own_piece, received
-from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
-from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
-from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
+from jshadow.policies.shadowkv.landmarks import (
+    Marks,
+    StoredLandmarks,
+    prompt_landmarks,
+    prompt_spread,
+    stored_landmarks,
+    stored_spread,
+)
 from jshadow.policies.shadowkv.prompt_code import encode, key_weights
-from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
-from jshadow.policies.shadowkv.selection import Finalists, Query, finalists, landmark_scores
+from jshadow.policies.shadowkv.selection import (
+    Finalists,
+    Query,
+    choose,
+    empty_cache,
+    exact_keys,
+    finalists,
+    kept_rows,
+    landmark_scores,
+    leave_out,
+    outlier_chunks,
+    own_piece,
+    preloaded_chunks,
+    received,
+)
 from jshadow.policies.shadowkv.settings import ShadowSettings
-from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
+from jshadow.policies.shadowkv.state import Preload, ShadowFrozen, ShadowLive
 
 
 @register(

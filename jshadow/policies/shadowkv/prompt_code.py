@@ -9,9 +9,9 @@ from jax import Array
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies.shadowkv.key_codecs import KeyCode
-from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
-from jshadow.policies.shadowkv.key_codecs.split import Parts, encode_parts
-from jshadow.policies.shadowkv.outliers import least_cosine
+from jshadow.policies.shadowkv.key_codecs.base import Parts, encode_parts
+from jshadow.policies.shadowkv.key_codecs.lowrank import query_weights
+from jshadow.policies.shadowkv.selection import least_cosine
 from jshadow.policies.shadowkv.state import ShadowFrozen
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from few import one_of
 from jax.extend.core import jaxprs_in_params
 from random_arrays import array, normal, wide
 
-from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, basis
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, lowrank
+from jshadow.policies.shadowkv.key_codecs.lowrank import PromptKeys
 
 WIDTH, COUNT = 288, 136  # more columns than a leaf
 NUMBER = np.arange(1, WIDTH + 1)
@@ -35,8 +35,8 @@ def iterated(request):
     """The iteration with products as on a CPU, or with the bfloat16 products of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "six products":
-            patch.setattr(basis, "product", six_products)
-        program = jax.jit(functools.partial(basis.iterated, count=COUNT))
+            patch.setattr(lowrank, "product", six_products)
+        program = jax.jit(functools.partial(lowrank.iterated, count=COUNT))
         return program.lower(jax.ShapeDtypeStruct((1, WIDTH, WIDTH), jnp.float32)).compile()
 
 
@@ -81,7 +81,7 @@ def test_steep_variances_of_a_wide_matrix_have_a_basis():
     spectra = [1.0 / number**3, 1.0 / number**4, np.where(number == 1, 3e3, number**-1.2), 1.0 / number]
     grams, iterated = (
         np.stack([np.float32(turn * one @ turn.T) for one in spectra]),
-        functools.partial(basis.iterated, count=count),
+        functools.partial(lowrank.iterated, count=count),
     )
     bases, alone = wide(jax.jit(iterated)(grams)), wide(jax.jit(iterated)(grams[3:]))[0]
     for spectrum, columns in zip(spectra, bases, strict=True):
@@ -96,7 +96,7 @@ def test_the_platform_and_the_width_choose_the_algorithm():
 
     def calls(width: int, count: int, platform: str) -> bool:
         gram = jax.ShapeDtypeStruct((1, width, width), jnp.float32)
-        traced = jax.jit(lambda gram: basis.leading_columns(gram, count)).trace(gram)
+        traced = jax.jit(lambda gram: lowrank.leading_columns(gram, count)).trace(gram)
         return "syevd" in traced.lower(lowering_platforms=(platform,)).as_text()
 
     assert not calls(WIDTH, COUNT, "cuda")
@@ -134,7 +134,7 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
 
     def products(keys):
         """The Gram matrix, and the coefficients of each block."""
-        blocks = [keys.coefficients(columns)(np.int32(index))[0] for index in range(narrow.blocks)]
+        blocks = [keys.coefficients(columns)(jnp.int32(index))[0] for index in range(narrow.blocks)]
         return keys.gram(), *blocks
 
     (want, *ones), (got, *others) = (map(wide, of_keys(products, keys)) for keys in (full, narrow))
@@ -153,7 +153,7 @@ def test_a_large_mean_costs_little():
     narrow = dataclasses.replace(narrow, mean=of_keys(PromptKeys.mean_key, narrow))
     centered = wide(narrow.k_pre).reshape(tokens, width) - wide(narrow.mean).reshape(width)
     least = np.linalg.svd(centered, compute_uv=False)[rank:]
-    columns = wide(of_keys(lambda keys: basis.eigenvectors(keys.gram(), rank), narrow))[0]
+    columns = wide(of_keys(lambda keys: lowrank.eigenvectors(keys.gram(), rank), narrow))[0]
     assert np.linalg.norm(centered - centered @ columns @ columns.T) ** 2 <= 1.01 * (least**2).sum()
 
 
@@ -181,10 +181,10 @@ def operations(function, *args) -> int:
 
 def test_the_operations_of_the_basis():
     """A GPU runs each product as six."""
-    counted = operations(functools.partial(basis.iterated, count=COUNT), np.zeros((1, WIDTH, WIDTH), np.float32))
-    library = (basis.ITERATIONS + 2) * basis.inverse_operations(basis.columns_of(WIDTH, COUNT))[1]
-    assert basis.basis_operations(WIDTH, COUNT) == 6 * counted + library
-    assert basis.basis_operations(64, 9) == 9 * 64**3
+    counted = operations(functools.partial(lowrank.iterated, count=COUNT), np.zeros((1, WIDTH, WIDTH), np.float32))
+    library = (lowrank.ITERATIONS + 2) * lowrank.inverse_operations(lowrank.columns_of(WIDTH, COUNT))[1]
+    assert lowrank.basis_operations(WIDTH, COUNT) == 6 * counted + library
+    assert lowrank.basis_operations(64, 9) == 9 * 64**3
 
 
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
@@ -193,7 +193,7 @@ def test_the_operations_of_a_code(codec, kind):
     """Only the product of the mean and the basis is not counted. 2,050 tokens take two whole blocks."""
     keys = jax.ShapeDtypeStruct((1, 2050, 2, 16), kind)
     counted = operations(lambda keys: codec.encode(keys, array([2050]), 500, 4), keys)
-    want = codec.encode_flops(Sizes(2, 16, jnp.dtype(kind).name), 2050) - basis.basis_operations(32, codec.rank)
+    want = codec.encode_flops(Sizes(2, 16, jnp.dtype(kind).name), 2050) - lowrank.basis_operations(32, codec.rank)
     assert want == pytest.approx(counted, rel=1e-3)
 
 

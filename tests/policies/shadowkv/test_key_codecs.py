@@ -29,9 +29,9 @@ from jshadow.policies.shadowkv.key_codecs import (
     TokenCodec,
     TransformCodec,
     lowrank,
-    midrise,
 )
-from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
+from jshadow.policies.shadowkv.key_codecs import transform as midrise
+from jshadow.policies.shadowkv.key_codecs.lowrank import query_weights
 
 # KV heads, their width, and a profile. No width is a power of two. Some columns have no bits, and some profiles lack
 # columns of some bits.

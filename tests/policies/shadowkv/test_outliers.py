@@ -18,7 +18,7 @@ from jshadow.policies.shadowkv.key_codecs import (
     LowRankCodec,
     TransformCodec,
 )
-from jshadow.policies.shadowkv.outliers import loses_more
+from jshadow.policies.shadowkv.selection import loses_more
 
 CHUNK = 4
 CODECS: dict[str, KeyCodec] = {

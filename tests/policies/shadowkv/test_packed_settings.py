@@ -17,21 +17,12 @@ from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
-from jshadow.policies.shadowkv import (
-    Choice,
-    ExactKeys,
-    Landmarks,
-    LowRank,
-    Quirks,
-    TransformCode,
-    Values,
-    records,
-)
+from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
+from jshadow.policies.shadowkv import settings as records
 from jshadow.policies.shadowkv.costs import landmark_bytes
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, usual_profile, usual_rank
-from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.sizes import shadow_candidates
+from jshadow.policies.shadowkv.key_codecs.transform import packed_width, profile_of
+from jshadow.policies.shadowkv.settings import shadow_candidates
 from jshadow.policies.sizing import at_share, device_share
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)

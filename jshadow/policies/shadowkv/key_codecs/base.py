@@ -7,10 +7,10 @@ a chunk are side by side. `right` is shared by all tokens. Some codecs code all 
 Sizes: B rows of the batch, S tokens, n chunks of c tokens, h_kv KV heads of width d.
 
 Example: B = 1, 2 KV heads of width 64, 3 chunks of 8 tokens. With low rank 16, left is [1, 3, 128] and right is
-[1, 2, 16, 64]. With exact keys, left is [1, 2, 3, 512] and right is None.
-"""
+[1, 2, 16, 64]. With exact keys, left is [1, 2, 3, 512] and right is None."""
 
 import abc
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -22,9 +22,51 @@ from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
 from jshadow.cache.records import Rebuild
-from jshadow.ops.layout import token_slice
+from jshadow.cache.shards import Shards
+from jshadow.ops.layout import fit_tokens, token_slice
 from jshadow.ops.rope import cos_sin, rotate
-from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows, squared_error
+
+
+def squared_error(
+    keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
+) -> Float[Array, "B h_kv *n"]:
+    """Return the squared distance of rebuilt keys from the real keys, both times weights.
+
+    The result is the same before and after RoPE, because RoPE rotates pairs of numbers that have equal weights.
+    """
+    off = keys.astype(jnp.float32) - real.astype(jnp.float32)
+    if weights is not None:
+        off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
+    return (off**2).sum(axis=-1)
+
+
+def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
+    """Return left rows with an axis of heads. Its size is 1 if the heads of a token are coded together."""
+    return left if left.ndim == 4 else left[:, None]
+
+
+def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
+    """Reshape the left rows of chunks to one row for each token [B, 1 or h_kv, n * chunk, w]."""
+    left = by_head(left)
+    return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
+
+
+def chosen_rows(
+    left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
+) -> Shaped[Array, "B h_kv k w"]:
+    """Gather the rows of the chunks `ids`. If `left` has n chunks, an id of n + j is chunk j of the tail."""
+    first = by_head(left)
+    units = first.shape[2]
+    if tail is None:
+        return rows_at(first, ids)
+    later = rows_at(by_head(tail), ids - units)
+    return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
+
+
+def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -> Shaped[Array, "B h_kv k w"]:
+    """Gather rows of `source` [B, 1 or h_kv, n, w]. Ids out of range are clipped."""
+    return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")
+
 
 BLOCK = 16_384  # number of tokens that have a float32 copy at once; a GPU takes about 40 launches a block
 PASS_LAUNCHES = 6  # about how many kernels a GPU launches for a block of a pass over the prompt
@@ -63,7 +105,7 @@ class Sizes(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The devices over which the tokens of a prompt are spread while they are coded; see `split.py`.
+    """The devices over which the tokens of a prompt are spread while they are coded; see `Parts`.
 
     Attributes:
         axis: the axis of the mesh. Sums over it are sums over all tokens.
@@ -278,3 +320,131 @@ class KeyCodec(abc.ABC):
 def pass_launches(passes: int, tokens: int) -> int:
     """Return about how many kernels a GPU launches for `passes` passes over a prompt of `tokens` tokens."""
     return PASS_LAUNCHES * passes * -(-tokens // BLOCK)
+
+
+def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
+    """Return one block of a prompt's keys, with all heads side by side.
+
+    All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
+    are zero, and so is padding. So every token is counted once.
+
+    Args:
+        k_pre: keys before RoPE [B, S, h_kv, d].
+        lengths: number of tokens in each row, int32 [B].
+        index: number of the block.
+        block: tokens in a block, at most S.
+
+    Returns:
+        The keys [B, block, h_kv * d] in k_pre's dtype, and the position of the block's first token.
+    """
+    batch, length, heads, dim = k_pre.shape
+    start = jnp.minimum(index * block, length - block)
+    rows = token_slice(k_pre, start, block).reshape(batch, block, heads * dim)
+    new = new_tokens(lengths, index, start, block)
+    return jnp.where(new[..., None], rows, jnp.zeros((), rows.dtype)), start
+
+
+def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
+    """Return which tokens of a block are real and are not in the previous block, bool [B, block]."""
+    token = start + jnp.arange(block)
+    return (token >= index * block) & (token < lengths[:, None])
+
+
+def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
+    """Write one block's rows into a buffer [B, S, ...]. Tokens that the previous block has written are not changed."""
+    block = new.shape[1]
+    old = lax.dynamic_slice_in_dim(buffer, start, block, axis=1)
+    written = (start + jnp.arange(block) < index * block).reshape(block, *[1] * (buffer.ndim - 2))
+    return lax.dynamic_update_slice_in_dim(buffer, jnp.where(written, old, new), start, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The sizes of a code whose parts lie on several devices. It is static under jit.
+
+    Attributes:
+        shards: the mesh.
+        units: number of chunks of the prompt.
+        own: number of chunks whose left rows a device has.
+        chunk: tokens in a chunk.
+    """
+
+    shards: Shards
+    units: int
+    own: int
+    chunk: int
+
+    def keys(self, rebuild: Rebuild, ids: Array) -> Array:
+        """Rebuild the keys after RoPE of selected units, as `KeyCodec.reconstruct` does.
+
+        Args:
+            rebuild: the code of the keys.
+            ids: units int32 [B, heads, k]. An id of `units` + j is unit j of the tail.
+        """
+        chunk, tail = self.chunk, rebuild.tail
+        ids = jnp.clip(ids, 0, self.units + (0 if tail is None else tail.shape[-2]) - 1)
+        rows = self.rows(rebuild, ids)
+        batch, heads, count = ids.shape
+        keys = rebuild.codec.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), rebuild.right)
+        place = ids
+        if rebuild.tail_unit is not None:
+            place = jnp.where(ids < self.units, place, ids - self.units + rebuild.tail_unit[:, None, None])
+        positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
+        rotated: Array = rotate(keys, *cos_sin(positions, rebuild.inverse))
+        return rotated
+
+    def rows(self, rebuild: Rebuild, ids: Array) -> Array:
+        """Return the left rows of the units `ids` [B, heads, k, w], which other devices of `tp` may have."""
+        left = by_head(rebuild.left)
+        if self.shards.splits_left and rebuild.codec.joint:
+            asked = lax.all_gather(ids, "tp", axis=1, tiled=True)
+            own = asked - lax.axis_index("tp") * self.own
+            here = (own >= 0) & (own < self.own) & (asked < self.units)
+            rows: Any = jnp.where(here[..., None], rows_at(left, own), 0)
+            with jax.named_scope("left_rows"):
+                rows = lax.psum_scatter(rows, "tp", scatter_dimension=1, tiled=True)
+        else:
+            rows = rows_at(left, ids)
+        if rebuild.tail is None:
+            return rows
+        return jnp.where((ids >= self.units)[..., None], rows_at(by_head(rebuild.tail), ids - self.units), rows)
+
+
+def encode_parts(
+    codec: KeyCodec, k_pre: Array, lengths: Array, weights: Array | None, parts: Parts, losses: bool
+) -> tuple[KeyCode, Array | None]:
+    """Code a prompt whose heads are split over `tp`. Each device codes the tokens of some chunks.
+
+    Args:
+        codec: a joint codec.
+        k_pre: keys before RoPE of this device's heads, padded on the right [B, S, h_kv / tp, d].
+        lengths: number of tokens of each row, int32 [B].
+        weights: as in `KeyCodec.encode`, of this device's heads.
+        parts: the sizes.
+        losses: whether to measure the coding errors.
+
+    Returns:
+        The code: left has this device's chunks, right has this device's heads. And `KeyCodec.losses` of all chunks for
+        this device's heads [B, h_kv / tp, n], or None.
+    """
+    shards, own = parts.shards, parts.own * parts.chunk
+    place, part = lax.axis_index("tp"), fit_tokens(k_pre, shards.tp * own)
+    keys = lax.all_to_all(part, "tp", split_axis=1, concat_axis=2, tiled=True)
+    every = None if weights is None else lax.all_gather(weights, "tp", axis=1, tiled=True)
+    mine = jnp.clip(lengths - place * own, 0, own)
+    code = codec.encode(keys, mine, parts.own, parts.chunk, every, Spread("tp", lengths))
+    lost = None
+    if losses:
+        lost = codec.losses(code, keys, parts.chunk, every)
+        lost = lax.all_to_all(lost, "tp", split_axis=1, concat_axis=2, tiled=True)
+    left = code.left
+    if not shards.splits_left:
+        left = lax.all_gather(left, "tp", axis=1, tiled=True)
+    heads = k_pre.shape[2]
+    first = place * heads
+
+    def own_heads(x: Array) -> Array:
+        has_heads = x.ndim > 2 and x.shape[1] == heads * shards.tp
+        return lax.dynamic_slice_in_dim(x, first, heads, axis=1) if has_heads else x
+
+    return KeyCode(left, jax.tree.map(own_heads, code.right)), lost

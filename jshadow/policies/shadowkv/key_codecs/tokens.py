@@ -8,8 +8,7 @@ Keys have a few large numbers that are about the same in every token. They would
 subtracted. On SmolLM2-135M this leaves a tenth of the squared error. Other numbers vary more from token to token than
 the rest. They would decide the scale too. So each number is divided by a unit. The unit is the square root of the
 number's standard deviation in the prompt. Division by the standard deviation itself has about the same error, and a
-larger one after a short prompt. The units leave two thirds of the squared error.
-"""
+larger one after a short prompt. The units leave two thirds of the squared error."""
 
 import dataclasses
 from typing import Any
@@ -20,11 +19,64 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float
 
-from jshadow.ops.layout import fit_tokens
+from jshadow.ops.layout import fit_tokens, to_chunks
 from jshadow.ops.packing import rounded_rows, scale_dtype
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, KeyCode, KeyCodec, Sizes, Spread
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
+from jshadow.policies.shadowkv.key_codecs.lowrank import PromptKeys
 from pallas_kernels.bits import pack_codes, signed, unpack_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactCodec(KeyCodec):
+    """Store the keys themselves. left is [B, h_kv, n, c * d] in the model's dtype, and right is None."""
+
+    name = "exact"
+    joint = False
+
+    def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        """Return a `left` with the shape of the keys in chunks, and no `right`."""
+        shape = (batch, sizes.heads, units, chunk * sizes.dim)
+        left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
+        return KeyCode(left, None)
+
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
+        """Cut the keys into chunks."""
+        real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
+        chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
+        return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
+
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
+        """Return the keys unchanged."""
+        return k_pre
+
+    def expand(self, rows: Array, right: Any) -> Array:
+        """Return the keys in float32."""
+        return rows.astype(jnp.float32)
+
+    def products(self, sizes: Sizes) -> int:
+        """Return 0, since keys are not multiplied."""
+        return 0
+
+    def expand_bytes(self, sizes: Sizes) -> int:
+        """Count the left row."""
+        return sizes.dim * jnp.dtype(sizes.dtype).itemsize
+
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Return 0, since keys are not multiplied."""
+        return 0
+
+    def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
+        """Count a copy of the keys with zeros for padding, and a copy in chunks."""
+        return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize
+
 
 LEAST_VARIANCE = 0.1  # share of a head's mean variance that is added to each variance: short prompts estimate it badly
 TOKEN_BITS = {4: (4,), 6: (4, 2)}  # bits of a number -> the parts into which its bits are split, the lowest first

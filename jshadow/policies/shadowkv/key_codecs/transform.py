@@ -4,27 +4,138 @@ Low rank spends 16 bits on each of a few columns and none on the others. A Gauss
 squared error if each column of its eigenbasis gets bits in proportion to the logarithm of its variance (Cover & Thomas,
 Elements of Information Theory, section 10.3.3). This spreads the same bits over many more columns. Here the bits follow
 a fixed profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is stored separately. Otherwise it
-would dominate the first column and make its steps coarse.
-"""
+would dominate the first column and make its steps coarse."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array, lax
+from jaxtyping import Float, UInt8
 
+from jshadow.errors import ConfigError
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes, Spread, pass_launches
-from jshadow.policies.shadowkv.key_codecs.basis import basis_launches, leading_columns
-from jshadow.policies.shadowkv.key_codecs.blocks import put_block
-from jshadow.policies.shadowkv.key_codecs.lowrank import encode_operations, head_columns, usual_rank
-from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
+from jshadow.policies.shadowkv.key_codecs.base import (
+    BLOCK,
+    EXACT,
+    KeyCode,
+    KeyCodec,
+    Sizes,
+    Spread,
+    pass_launches,
+    put_block,
+)
+from jshadow.policies.shadowkv.key_codecs.lowrank import (
+    PromptKeys,
+    basis_launches,
+    encode_operations,
+    head_columns,
+    leading_columns,
+    usual_rank,
+)
 from pallas_kernels import coded_products
+from pallas_kernels.bits import Profile as Profile
+from pallas_kernels.bits import dequantize as dequantize
+from pallas_kernels.bits import pack_codes
+from pallas_kernels.bits import packed_width as packed_width
+
+# The range for each number of bits is the larger of LOAD standard deviations and REACH times the largest magnitude.
+# Both were chosen on SmolLM2-135M: LOAD by the error of its keys, and REACH by the divergence from full attention on
+# plain text and by needles in repetitive text.
+LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
+REACH = {8: 1.0, 4: 0.7, 2: 0.5}
+# A column whose deviation is below this share of the largest one contains only float32 rounding error.
+NOTHING = 1e-5
+
+
+def profile_bits(profile: Profile) -> np.ndarray:
+    """Return the number of bits of each coded column, int [n8 + n4 + n2]: first 8, then 4, then 2."""
+    return np.repeat((8, 4, 2), profile)
+
+
+def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile) -> Float[Array, "*n r"]:
+    """Return the quantizer's step for each column [..., r]. It is 0 for a constant column, whose codes stand for 0.
+
+    Args:
+        sigma: standard deviations of the columns [..., r].
+        largest: largest magnitudes of the columns [..., r].
+        profile: numbers of columns with 8, 4 and 2 bits.
+    """
+    bits = profile_bits(profile)
+    load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (LOAD, REACH))
+    half = np.float32(2.0) ** (bits - 1)
+    floor = NOTHING * sigma.max(axis=-1, keepdims=True, initial=0.0)
+    return jnp.where(sigma > floor, jnp.maximum(sigma * load, largest * reach) / half, 0.0)
+
+
+def quantize(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
+    """Quantize columns and pack their codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
+    half = jnp.asarray(2.0 ** (profile_bits(profile) - 1), jnp.float32)
+    codes = jnp.clip(jnp.floor(x / jnp.where(step > 0, step, 1)) + half, 0, 2 * half - 1)
+    codes = jnp.where(step > 0, codes, 0).astype(jnp.uint8)
+    first, second = profile[0], profile[0] + profile[1]
+    parts = (codes[..., :first], 8), (codes[..., first:second], 4), (codes[..., second:], 2)
+    return jnp.concatenate([pack_codes(part, bits) for part, bits in parts], axis=-1)
+
+
+# Points (mean bits of a key column, shares of all columns that have 8, 4 and 2 bits). Between two points, shares are
+# interpolated linearly. The points were measured on SmolLM2-135M, which has 192 key columns. Those at 4/3, 2 and 8/3
+# bits have the least divergence from full attention, and those with more bits lose the least variance. 5/2 bits are
+# those of the usual rank of wide keys; its shares, (80, 320, 320) of 1,024 columns, are in proportion to those of 8/3.
+POINTS = (
+    (0, (0, 0, 0)),
+    (4 / 3, (4 / 192, 40 / 192, 32 / 192)),
+    (2, (28 / 192, 40 / 192, 0)),
+    (5 / 2, (80 / 1024, 320 / 1024, 320 / 1024)),
+    (8 / 3, (16 / 192, 64 / 192, 64 / 192)),
+    (4, (33 / 192, 102 / 192, 48 / 192)),
+    (16 / 3, (75 / 192, 96 / 192, 20 / 192)),
+    (20 / 3, (130 / 192, 58 / 192, 4 / 192)),
+    (8, (1, 0, 0)),
+)
+PIECE = 16  # bytes that a GPU loads at once
+MANY = 512  # key columns from which on the parts of a code fill whole pieces
+
+
+def profile_of(columns: int, bits: float) -> Profile:
+    """Return the default profile for a number of key columns and a number of bits.
+
+    Args:
+        columns: number of key columns, all KV heads together.
+        bits: bits of a token's code. They are rounded to whole bytes, which the profile fills completely; with MANY
+            columns or more, to whole pieces of 16 bytes, at least one.
+
+    Returns:
+        The numbers of columns that have 8, 4 and 2 bits.
+
+    Raises:
+        ConfigError: bits are less than a byte, or more than 8 for each column.
+    """
+    size, unit = round(bits / 8), unit_of(columns)
+    if not 1 <= size <= columns:
+        raise ConfigError(f"bits of a token's key code must be in [8, {8 * columns}], got {bits!r}")
+    mean = 8 * size / columns  # the shares are those of the bits that were asked for
+    size = unit * min(max(1, round(size / unit)), columns // unit)
+    for (low, first), (high, last) in itertools.pairwise(POINTS):
+        if mean <= high:
+            along = (mean - low) / (high - low)
+            _, fours, twos = (columns * (a + along * (b - a)) for a, b in zip(first, last, strict=True))
+            break
+    four, two = (step * round(count / step) for count, step in ((fours, 2 * unit), (twos, 4 * unit)))
+    # Rounding may have made more columns than the bytes or the keys have room for.
+    while size < four // 2 + two // 4 or columns < size + four // 2 + two * 3 // 4:
+        four, two = (four, two - 4 * unit) if two else (four - 2 * unit, two)
+    return size - four // 2 - two // 4, four, two
+
+
+def unit_of(columns: int) -> int:
+    """Return the number of bytes of which each part of a default profile is a multiple."""
+    return PIECE if columns >= MANY else 1
 
 
 class Basis(struct.PyTreeNode):
