@@ -26,7 +26,6 @@ from jshadow.planner.prefill_pieces import (
 )
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
-from jshadow.policies.costs import costs_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.sliding_window import SlidingWindow
 
@@ -227,7 +226,7 @@ def step_footprint(
     check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
     layers = zip(state.specs, state.layers, strict=True)
-    steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]
+    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in layers]
     moved = sum(host for step in steps for _, host in step.values())
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 
@@ -307,7 +306,7 @@ def prefill_peak(
         "attention": whole,
         "piece": max(in_pieces, rows * size * token * 4),
         "second_pass": max((second_pass_bytes(config, one, batch, count * size, item) for one in second), default=0),
-        "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
+        "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),
     }

@@ -8,7 +8,7 @@ from jshadow.planner.gpu_specs import HOST_GATHER, Gpu
 from jshadow.planner.mesh import ONE_GPU, MeshSizes
 from jshadow.planner.prefill_time import PrefillTime
 from jshadow.policies import Policy
-from jshadow.policies.links import Links
+from jshadow.policies.base import Links
 from jshadow.policies.settings import policy_settings
 
 

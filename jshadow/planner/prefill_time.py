@@ -7,7 +7,6 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.planner.prefill_operations import layer_operations, second_pass_operations
-from jshadow.policies.costs import costs_of
 
 # Share of the data sheet's operations a second that matrix products and attention reach together on a long prompt. It
 # is assumed, and not measured here. FlashAttention-3 (arXiv 2407.08608, figure 5) reports 0.6 to 0.75 of an H100's rate
@@ -64,8 +63,8 @@ def prefill_time(
     second = next((spec.policy.reads.second_pass for spec in specs if spec.policy.reads.second_pass), None)
     if second is not None:
         flops += sum(second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
-    compress = sum(costs_of(spec.policy).compress_flops(spec, tokens) for spec in specs)
-    launches = sum(costs_of(spec.policy).compress_launches(spec, tokens) for spec in specs)
+    work = [spec.policy.compress_work(spec, tokens) for spec in specs]
+    compress, launches = (sum(part) for part in zip(*work, strict=True))
     compress_seconds = compress / rate + launches * LAUNCH_SECONDS
     restore = device_bytes / gpu.pcie_bytes_per_second
     return PrefillTime(flops, compress, launches, rate, flops / rate, compress_seconds, restore, restore + step_seconds)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy
-from jshadow.policies.costs import costs_of, rows_of
+from jshadow.policies.capabilities import rows_of
 
 
 def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheSpec]) -> dict[str, int]:
@@ -26,5 +26,5 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
     return {
         "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
         "activations": 4 * rows * token,
-        "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in specs),
+        "attention": max(spec.policy.step_temporaries(spec) for spec in specs),
     }

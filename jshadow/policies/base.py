@@ -17,10 +17,12 @@ Abilities that only some methods have (learning from a text, guessing the next t
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+import jax.numpy as jnp
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
@@ -47,6 +49,41 @@ class HookInputs:
     second_pass: SecondPass | None = None
     piece: int = 1
     whole_turns: bool = False
+
+
+Bytes = dict[str, tuple[int, int]]  # for each part, the bytes on the device and those that are moved from the host
+
+Links = dict[str, int]  # for each part, the bytes that a device of a mesh sends along `tp`
+
+
+class StepCosts(NamedTuple):
+    """What a decode step of a layer costs beyond `LayerCache.step_bytes`.
+
+    Attributes:
+        flops: operations that `step_flops` does not count by itself.
+        passes: the bytes that the GPU kernels move besides: those that one kernel writes to device memory and another
+            one reads, which count twice, and those that are read beside a row because memory is read in whole sectors.
+        kept: the bytes of `step_bytes` and `passes` that a step saves if all selected units stay selected.
+        links: for each part, the bytes that a device of a mesh sends along `tp`, without the model's own sums.
+    """
+
+    flops: int
+    passes: Bytes
+    kept: Bytes
+    links: Links
+
+
+def gathered(size: int, devices: int) -> int:
+    """Return the bytes that a device sends to gather, or to reduce and scatter, an array of `size` bytes in all.
+
+    An exchange among n devices is counted as a ring does it: a device sends (n - 1) / n of the whole array.
+    """
+    return -(-size * (devices - 1) // devices)
+
+
+def reduced(size: int, devices: int) -> int:
+    """Return the bytes that a device sends so that all devices have the sum or the maximum of `size` bytes each."""
+    return 2 * gathered(size, devices)
 
 
 class Policy(abc.ABC):
@@ -95,15 +132,13 @@ class LayerCache(abc.ABC):
             Each field has the number that fills its arrays in an empty cache.
         splits_heads: whether each KV head stores, selects and attends without the other heads. Only then can the axis
             `tp` of a mesh split them.
+        query_rows: number of query rows T in a decode step of the layer.
     """
 
     name: ClassVar[str] = ""
     emptied: ClassVar[Mapping[str, int]] = {}
     splits_heads: ClassVar[bool] = True
-
-    def splits_left(self, spec: CacheSpec) -> bool:
-        """Return whether the devices of the axis `tp` of a mesh each have a part of rows that serve all heads."""
-        return False
+    query_rows: ClassVar[int] = 1
 
     @property
     def reads(self) -> HookInputs:
@@ -229,6 +264,42 @@ class LayerCache(abc.ABC):
             over heads.
         """
 
+    # Costs, for the planner. The defaults are upper bounds. A spec describes the layer, and a state may be abstract.
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Return an upper bound on the temporary device bytes of `compress`, in addition to its result.
+
+        `tokens` is the number of tokens to which the batch of prompts is padded. The default is twice the size of one
+        array of keys, for the longer of prompt and capacity.
+        """
+        row = spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return 2 * spec.batch * max(tokens, spec.capacity) * row
+
+    def compress_work(self, spec: CacheSpec, tokens: int) -> tuple[int, int]:
+        """Return estimates of the operations of `compress`, and of the kernels that it launches on a GPU.
+
+        A batch has as many launches as one row. By default nothing is counted.
+        """
+        return 0, 0
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        """Return the bytes of each part that one decode step of the layer reads on the device and moves from the host.
+
+        By default every array on the device is read once.
+        """
+        return {part: (device, 0) for part, (device, _) in layer_nbytes(state).items()}
+
+    def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
+        """Return what one decode step of the layer costs besides. By default nothing is counted."""
+        return StepCosts(0, {}, {}, {})
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Return an upper bound on the temporary device bytes of one decode step of the layer.
+
+        The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
+        """
+        return 3 * 4 * spec.batch * self.query_rows * spec.q_heads * spec.capacity
+
 
 class UniformPolicy(Policy, LayerCache):
     """A policy whose layers are all alike. The same object is the policy and the cache of every layer."""
@@ -275,3 +346,24 @@ def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)
+
+
+def step_flops(spec: CacheSpec, state: LayerState) -> int:
+    """Return an upper bound on the operations of a layer's attention in one decode step.
+
+    One multiplication and one addition are counted for each number that is read and each query head that uses it.
+    """
+    policy: LayerCache = spec.policy
+    moved = sum(device + host for device, host in policy.step_bytes(spec, state).values())
+    numbers = moved // jnp.dtype(spec.dtype).itemsize
+    return 2 * spec.group * policy.query_rows * numbers + policy.step_costs(spec, state).flops
+
+
+def fetched_bytes(spec: CacheSpec, state: LayerState, part: str, tokens: int) -> Bytes:
+    """Return the `step_bytes` of a layer that reads all arrays on the device, and fetches some tokens of each KV head.
+
+    `part` is the name of the fetched keys and values.
+    """
+    parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
+    size = 2 * spec.batch * spec.kv_heads * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return parts | {part: (size, 0 if spec.fetch == "resident" else size)}

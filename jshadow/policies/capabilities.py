@@ -39,6 +39,11 @@ def first_shared(policy: Policy, specs: tuple[CacheSpec, ...], fitted: Any = Non
     return None if speculation is None else speculation.init_shared(specs, fitted)
 
 
+def rows_of(policy: Policy) -> int:
+    """Return the number of query rows T in a decode step of the model: 2 if the policy `Speculates`, else 1."""
+    return 1 if capability(policy, Speculates) is None else 2
+
+
 def with_fitted[P: Policy](policy: P) -> P:
     """Return the policy set to use learned arrays, or the policy itself if it does not inherit `Learns`."""
     if isinstance(policy, Wrapper):
@@ -160,6 +165,7 @@ class Speculates(Policy):
     """
 
     trial_step: ClassVar[bool] = False
+    query_rows: ClassVar[int] = 2
 
     @abc.abstractmethod
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:

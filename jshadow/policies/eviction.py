@@ -22,7 +22,6 @@ from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.sizing import Falling
 
 
@@ -117,7 +116,7 @@ class KeepsLaterTokens(UniformPolicy):
         return lengths
 
 
-class EvictingPolicy(KeepsLaterTokens, Costs):
+class EvictingPolicy(KeepsLaterTokens):
     """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
     @property

@@ -83,9 +83,9 @@ class ExpectedAttention(KeepsBest):
         norms = spec.batch * tokens * spec.kv_heads * (spec.head_dim + 2)
         return super().compress_bytes(spec, tokens) + queries + 4 * (3 * heads * tokens + 4 * small + norms)
 
-    def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
+    def compress_work(self, spec: CacheSpec, tokens: int) -> tuple[int, int]:
         """Count the covariances of the queries, and their products with the keys."""
-        return 4 * spec.batch * spec.q_heads * tokens * spec.head_dim**2
+        return 4 * spec.batch * spec.q_heads * tokens * spec.head_dim**2, 0
 
 
 def over_blocks(tokens: int, step: Callable[[Array, Array, Array], Array], start: Array) -> Array:

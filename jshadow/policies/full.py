@@ -15,7 +15,6 @@ from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
 from jshadow.policies.capabilities import HasAll, Sized
-from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 
 
@@ -31,7 +30,7 @@ class FullLive(struct.PyTreeNode):
 
 @register(lossless=lambda tokens, config: {})
 @dataclasses.dataclass(frozen=True)
-class Full(UniformPolicy, HasAll, Sized, Costs):
+class Full(UniformPolicy, HasAll, Sized):
     """Keep all keys and values exactly, and attend to all of them."""
 
     name = "full"

@@ -21,7 +21,6 @@ from jshadow.ops.layout import write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
@@ -51,7 +50,7 @@ class H2OLive(struct.PyTreeNode):
 
 @register(small={"heavy": 6, "recent": 8}, lossless=lambda tokens, config: {"heavy": 0, "recent": tokens})
 @dataclasses.dataclass(frozen=True)
-class H2O(UniformPolicy, Budgeted, Sized, Costs):
+class H2O(UniformPolicy, Budgeted, Sized):
     """At every step, evict the token outside the recent window that has received the least attention.
 
     Attributes:
@@ -177,7 +176,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return {"kept": jnp.minimum(lengths, self.budget(spec.capacity) + 1).astype(jnp.float32)}
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the bytes of `Costs.compress_bytes`, two copies of all queries with log-sum-exps, and one tile."""
+        """Count the bytes of `LayerCache.compress_bytes`, two copies of all queries with log-sum-exps, and one tile."""
         item = jnp.dtype(spec.dtype).itemsize
         queries = spec.batch * tokens * spec.q_heads * (spec.head_dim * item + 4)
         return super().compress_bytes(spec, tokens) + 2 * queries + 3 * 4 * spec.batch * spec.q_heads * 512 * 512

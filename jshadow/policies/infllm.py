@@ -12,7 +12,8 @@ whose prefill attention is not exact.
 A block's representatives are the tokens that got the most attention while they were in the window. Their keys are
 averaged, as in the published code; the paper does not average them. The code keeps one mean key for each query head,
 and here each KV head has one. All heads select the same blocks. A pool on the device keeps some blocks, and the least
-recently used block is replaced first."""
+recently used block is replaced first.
+"""
 
 import dataclasses
 import functools
@@ -23,17 +24,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, attention_probs, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.ops.rope import RopeConfig, cos_sin, query_factor, rotate
-from jshadow.policies.base import UniformPolicy
+from jshadow.policies.base import Bytes, UniformPolicy, fetched_bytes
 from jshadow.policies.capabilities import Budgeted, OwnPrefill, Sized
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
@@ -434,7 +433,7 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
     lossless=lambda tokens, config: {"window": tokens},
 )
 @dataclasses.dataclass(frozen=True)
-class InfLLM(InfLLMSettings, Costs):
+class InfLLM(InfLLMSettings):
     """Attend to the window, the first tokens and the best blocks. The settings are those of `InfLLMSettings`."""
 
     # State
@@ -607,12 +606,9 @@ class InfLLM(InfLLMSettings, Costs):
         """Count the default, and the sorting of the tokens of each block by attention."""
         return super().compress_bytes(spec, tokens) + 4 * 4 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
         """Count all arrays on the device as read. The fetched blocks are moved from the host and read."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        moved = 2 * spec.batch * spec.kv_heads * self.moved(spec) * self.unit * spec.head_dim
-        size = moved * jnp.dtype(spec.dtype).itemsize
-        return parts | {"moved": (size, 0 if spec.fetch == "resident" else size)}
+        return fetched_bytes(spec, state, "moved", self.moved(spec) * self.unit)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the rotated window, the scores of all slots, and the fetched blocks."""

@@ -20,7 +20,6 @@ from jshadow.ops.packing import Packed, dequantize, quantize, scale_dtype, words
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 
 
@@ -125,7 +124,7 @@ BITS = (1, 2, 4, 8)
     lossless=lambda tokens, config: never_full(tokens, config, KIVI.group),
 )
 @dataclasses.dataclass(frozen=True)
-class KIVI(UniformPolicy, Sized, Costs):
+class KIVI(UniformPolicy, Sized):
     """Keep all tokens in a few bits, and the newest tokens exactly.
 
     Attributes:

@@ -23,10 +23,9 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import to_chunks, write_rows
 from jshadow.ops.prefix_attention import Stream, attend_stream
-from jshadow.policies.base import HookInputs
+from jshadow.policies.base import Bytes, HookInputs
 from jshadow.policies.capabilities import HasAll, Sized, Streams
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens
 from jshadow.policies.registry import register
 
@@ -43,7 +42,7 @@ class PromptLengths(struct.PyTreeNode):
 
 @register(small={"block": 8}, lossless=lambda tokens, config: {"block": 8})
 @dataclasses.dataclass(frozen=True)
-class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
+class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized):
     """Keep the keys and values of the prompt in host memory, and attend to all of them.
 
     Attributes:
@@ -146,7 +145,7 @@ class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
         layout = self.host_layout(spec)
         return 4 * spec.batch * layout.units * spec.kv_heads * unit_bytes(spec, layout) // 2
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
         """Count the window as read, and the whole host tier as moved and read."""
         parts = layer_nbytes(state)
         size = sum(parts.pop("host rows"))

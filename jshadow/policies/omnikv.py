@@ -6,7 +6,8 @@ sparse: they attend to these tokens and to all generated tokens. Their prompt ke
 are fetched as soon as the set is known, two layers before the first layer that needs them.
 
 The paper scores tokens by a softmax (equation 4), and its code by default uses raw products. Here the score is the
-softmax. Each query of the observation window keeps its own position."""
+softmax. Each query of the observation window keeps its own position.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +20,6 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.prompt_walk import check_text, prompts_of
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
@@ -27,10 +27,9 @@ from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k
-from jshadow.policies.base import HookInputs, LayerCache, full_layers
+from jshadow.policies.base import Bytes, HookInputs, LayerCache, fetched_bytes, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.full import Full
 from jshadow.policies.registry import register
 
@@ -235,7 +234,7 @@ class OmniKVFilter(Full, PlansAhead):
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniKVSparse(LayerCache, Costs):
+class OmniKVSparse(LayerCache):
     """A layer that attends to the prompt tokens that its filter chose, and to all tokens after the prompt.
 
     Attributes:
@@ -299,12 +298,9 @@ class OmniKVSparse(LayerCache, Costs):
         parts = {"selected": chosen, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
         """Count the window as read, and the chosen rows as moved from the host and read."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        numbers = 2 * spec.batch * spec.kv_heads * min(self.budget, spec.capacity) * spec.head_dim
-        size = numbers * jnp.dtype(spec.dtype).itemsize
-        return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
+        return fetched_bytes(spec, state, "selected", min(self.budget, spec.capacity))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the fetched rows and the window twice, and once in float32; and their scores."""

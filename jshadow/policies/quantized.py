@@ -24,7 +24,6 @@ from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, quantize_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice
-from jshadow.policies.costs import Costs
 from jshadow.policies.full import attend_all
 from jshadow.policies.registry import register
 
@@ -45,7 +44,7 @@ class QuantizedLive(struct.PyTreeNode):
 
 @register()
 @dataclasses.dataclass(frozen=True)
-class Quantized(UniformPolicy, Sized, Costs):
+class Quantized(UniformPolicy, Sized):
     """Keep all keys and values in 8 or 4 bits, and attend to all of them.
 
     Attributes:

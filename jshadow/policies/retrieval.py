@@ -9,16 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.policies.base import HookInputs, LayerCache, UniformPolicy
+from jshadow.policies.base import Bytes, HookInputs, UniformPolicy, fetched_bytes
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
-from jshadow.policies.costs import Costs
 
 
 def within_share(weights: Array, share: float) -> Array:
@@ -103,36 +101,7 @@ def unit_of_place(layout: HostLayout, units: Array) -> Array:
     return jnp.where((places < start) | (places >= count), unit, -1)
 
 
-class RetrievalCosts(LayerCache, Costs):
-    """The costs of a layer."""
-
-    unit: int
-
-    @abc.abstractmethod
-    def ring_slots(self, spec: CacheSpec) -> int:
-        """Return the number of slots R of the ring."""
-
-    @abc.abstractmethod
-    def count(self, spec: CacheSpec) -> int:
-        """Return the maximum number of units that a query selects."""
-
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count all summaries and the ring as read, and the selected units as moved from the host and read."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
-        size = moved * jnp.dtype(spec.dtype).itemsize
-        return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
-
-    def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
-        layout = self.host_layout(spec)
-        assert layout is not None
-        units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
-        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
-        return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide
-
-
-class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
+class RetrievalPolicy(UniformPolicy, Budgeted):
     """A policy that fetches the units with the highest scores for each query.
 
     Attributes:
@@ -389,3 +358,17 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
             selected = (state.live.selected >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32) * self.unit
         counts = {"window": lengths - first, "selected": selected}
         return {name: tokens.astype(jnp.float32) for name, tokens in counts.items()}
+
+    # Costs
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        """Count all summaries and the ring as read, and the selected units as moved from the host and read."""
+        return fetched_bytes(spec, state, "selected", self.count(spec) * self.unit)
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
+        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
+        return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide

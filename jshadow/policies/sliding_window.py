@@ -16,7 +16,6 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, ring_positions
 from jshadow.policies.base import HookInputs, LayerCache
-from jshadow.policies.costs import Costs
 
 SLIDING_PIECE = 16  # new tokens of a turn that a sliding layer takes at once
 
@@ -37,7 +36,7 @@ class SlidingLive(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow(LayerCache, Costs):
+class SlidingWindow(LayerCache):
     """Keep the newest tokens exactly, and attend to them.
 
     Attributes:

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
+from jshadow.policies.base import Bytes, fetched_bytes
 from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
 from jshadow.policies.checks import check_range
 from jshadow.policies.kivi import KIVI, KiviLive, never_full
@@ -221,12 +221,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         )
         return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
         """Count all arrays on the device as read, and the rows for the next step as moved from the host."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
-        size = numbers * jnp.dtype(spec.dtype).itemsize
-        return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
+        parts = fetched_bytes(spec, state, "fetched", self.count(spec))
+        return parts | {"fetched": (0, parts["fetched"][1])}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count KIVI's temporaries twice: for two queries, and for the guess's probabilities."""

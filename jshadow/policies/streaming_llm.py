@@ -17,7 +17,6 @@ from jshadow.ops.rope import cos_sin, query_factor, rotate
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
 
@@ -38,7 +37,7 @@ class StreamingLive(struct.PyTreeNode):
 
 @register(small={"sinks": 2, "window": 12}, lossless=lambda tokens, config: {"window": tokens})
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
+class StreamingLLM(UniformPolicy, Budgeted, Sized):
     """Keep the first tokens (attention sinks) and the newest ones. Evict the tokens between them.
 
     Attributes:

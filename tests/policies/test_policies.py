@@ -41,10 +41,10 @@ from jshadow.policies import (
     SnapKV,
     SpeCache,
     StreamingLLM,
-    costs,
     parse_policy,
     register,
 )
+from jshadow.policies.capabilities import rows_of
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.registry import place_of
 from jshadow.policies.settings import changed_settings, dotted_settings, policy_settings, setting_types, with_settings
@@ -155,7 +155,7 @@ PAPERS_BYTES = {
 }
 
 
-def rows_of(capsys, context: int) -> list:
+def rows_told(capsys, context: int) -> list:
     """The rows that `jshadow policies` prints."""
     assert main(["policies", "--context", str(context), "--model", "llama-3.1-8b", "--json"]) == 0
     return json.loads(capsys.readouterr().out)["policies"]
@@ -163,7 +163,7 @@ def rows_of(capsys, context: int) -> list:
 
 def test_the_table_of_bytes_is_the_papers(capsys, monkeypatch):
     """A policy without a paper's settings, such as a new file's, has a row with its defaults."""
-    rows = {(row["setting"], row["fetch"]): row for row in rows_of(capsys, 131072)}
+    rows = {(row["setting"], row["fetch"]): row for row in rows_told(capsys, 131072)}
     assert {row["policy"] for row in rows.values()} == set(POLICIES)
     for key, (device, host, moved) in PAPERS_BYTES.items():
         row = rows[key]
@@ -172,7 +172,7 @@ def test_the_table_of_bytes_is_the_papers(capsys, monkeypatch):
         if moved is not None:
             assert row["bytes_moved"] / 2**20 == pytest.approx(moved, rel=0.02), key
     monkeypatch.setattr(command, "PAPERS_SETTINGS", (("full", "resident"),))
-    rows, names = rows_of(capsys, 8192), ["full", *(name for name in POLICIES if name != "full")]
+    rows, names = rows_told(capsys, 8192), ["full", *(name for name in POLICIES if name != "full")]
     assert [row["policy"] for row in rows] == [row["setting"] for row in rows] == names
 
 
@@ -332,7 +332,7 @@ def test_wrappers_come_from_the_command_line():
 
 def test_what_the_planner_counts():
     """The rows of a step, the landmarks that it reads of a chunk, and the bytes of a compression, in plain numbers."""
-    assert [costs.rows_of(policy) for policy in (Full(), SpeCache(), DenseFirst(SpeCache()))] == [1, 2, 2]
+    assert [rows_of(policy) for policy in (Full(), SpeCache(), DenseFirst(SpeCache()))] == [1, 2, 2]
     two = dataclasses.replace(ShadowKV().landmarks, tokens=4)
     parts = [ShadowKV(landmarks=one) for one in (two, dataclasses.replace(two, levels=2))]
     assert [(one.landmark_parts, one.read_parts) for one in parts] == [(2, 2), (2, 1)]

@@ -28,7 +28,6 @@ from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
-from jshadow.policies.costs import costs_of
 from jshadow.policies.shadowkv.key_codecs.lowrank import COLUMNS_A_LAUNCH
 
 TOKENS = 122_880
@@ -204,15 +203,13 @@ def work_of(program: Program, gpu: str) -> Work:
 
 def compression_faults(name: str, gpu: str, spec: CacheSpec, work: Work) -> Iterator[str]:
     """Yield one line for each limit that a compression exceeds, and for each estimate that it contradicts."""
-    costs = costs_of(spec.policy)
-    estimate, bound = costs.compress_flops(spec, TOKENS), costs.compress_bytes(spec, TOKENS)
+    (estimate, predicted), bound = spec.policy.compress_work(spec, TOKENS), spec.policy.compress_bytes(spec, TOKENS)
     if abs(estimate - work.operations) > ESTIMATE * work.operations:
-        yield f"{work.operations:.3g} operations, but `compress_flops` says {estimate:.3g}"
+        yield f"{work.operations:.3g} operations, but `compress_work` says {estimate:.3g}"
     if work.temporary_bytes > bound:
         yield f"{work.temporary_bytes} bytes of temporaries, but `compress_bytes` says at most {bound}"
-    predicted = costs.compress_launches(spec, TOKENS)
     if abs(predicted - work.launches) > LAUNCHES * work.launches:
-        yield f"{work.launches} launches, but `compress_launches` says {predicted}"
+        yield f"{work.launches} launches, but `compress_work` says {predicted}"
     if work.launches > MOST_LAUNCHES:
         yield f"{work.launches} launches, of at most {MOST_LAUNCHES}"
     layer = layer_operations(LLAMA, None, TOKENS)

@@ -9,11 +9,12 @@ negative.
 
 The published code has a state for each attention head, for models without grouped queries. Here each KV head has one
 state and one pair of kernels, which all query heads of its group share, as they share the cache. Without learned
-arrays, or with s = 0, nothing is added, and LESS equals H2O bit for bit."""
+arrays, or with s = 0, nothing is added, and LESS equals H2O bit for bit.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp

@@ -7,7 +7,8 @@ output for given kernels follows from it for many queries at once: the part of t
 The simulation differs from a decode step after a prompt in two ways. `compress` ranks a prompt's tokens by exact
 attention and evicts many at once; here the masses come from the sparse attention, as in the paper's simulation. And
 each layer gets the inputs of the full model, not those of a model with sparse earlier layers, so the layers are
-independent."""
+independent.
+"""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -6,7 +6,8 @@
 3. `finalists` with a second round takes WIDER times as many chunks, rebuilds their keys, and scores them by these keys.
 
 Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks. Q is the number of sets of scores: 1 if
-the queries choose together (`Scoring.shared`), else T."""
+the queries choose together (`Scoring.shared`), else T.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

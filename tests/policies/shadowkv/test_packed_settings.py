@@ -19,7 +19,6 @@ from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
 from jshadow.policies.shadowkv import settings as records
-from jshadow.policies.shadowkv.costs import landmark_bytes
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.transform import packed_width, profile_of
 from jshadow.policies.shadowkv.settings import shadow_candidates
@@ -38,21 +37,25 @@ def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("policy", "row"),
+    ("policy", "row", "marks"),
     [
-        (ShadowKV(), 8 * 128 * 2),
-        (ShadowKV(keys=TransformCode(), **PACKED), 544),
-        (ShadowKV(landmarks=Landmarks(dtype="int8")), 8 * 128 * 2),
-        (ShadowKV(keys=ExactKeys(), landmarks=Landmarks(tokens=4), values=Values("int8")), 1056),
+        (ShadowKV(), 8 * 128 * 2, 128 * 2),
+        (ShadowKV(keys=TransformCode(), **PACKED), 544, 4 * (64 + 2)),
+        (ShadowKV(landmarks=Landmarks(dtype="int8")), 8 * 128 * 2, 128 + 2),
+        (ShadowKV(keys=ExactKeys(), landmarks=Landmarks(tokens=4), values=Values("int8")), 1056, 2 * 128 * 2),
+        (ShadowKV.packed(), 544, 128 + 2 + 3 * (64 + 2)),
     ],
 )
-def test_planned_bytes_are_the_state_s(policy, row):
-    """A chunk's codes and scales of 1,040 or 528 bytes are filled up to sectors of 32 bytes in a host row."""
+def test_planned_bytes_are_the_state_s(policy, row, marks):
+    """A chunk's codes and scales of 1,040 or 528 bytes are filled up to sectors of 32 bytes in a host row.
+
+    `marks` is the bytes of a chunk's landmarks in one head. With two levels, the means have 8 bits.
+    """
     planned = footprint(LLAMA, policy, capacity=32768, prompt=32768, fetch="device_put")
     resolved, parts, sizes = policy.resolve(LLAMA, 32768), planned["parts"], Sizes(8, 128, "bfloat16")
     chunks, code = resolved.max_chunks(32768), parts["left"][0] + parts.get("right", (0, 0))[0]
     assert code == 32 * resolved.codec.nbytes(chunks, resolved.chunk_size, sizes)
-    assert parts["landmarks"][0] == 32 * landmark_bytes(resolved, chunks, sizes)
+    assert parts["landmarks"][0] == 32 * 8 * chunks * marks
     assert planned["host_bytes"] == 32 * 8 * chunks * row
     assert device_share(resolved, 32768, LLAMA) == planned["device_bytes"] / planned["full_bytes"]
 

@@ -7,7 +7,8 @@ a chunk are side by side. `right` is shared by all tokens. Some codecs code all 
 Sizes: B rows of the batch, S tokens, n chunks of c tokens, h_kv KV heads of width d.
 
 Example: B = 1, 2 KV heads of width 64, 3 chunks of 8 tokens. With low rank 16, left is [1, 3, 128] and right is
-[1, 2, 16, 64]. With exact keys, left is [1, 2, 3, 512] and right is None."""
+[1, 2, 16, 64]. With exact keys, left is [1, 2, 3, 512] and right is None.
+"""
 
 import abc
 import dataclasses
@@ -23,6 +24,7 @@ from jaxtyping import Float, Int, Shaped
 import pallas_kernels
 from jshadow.cache.records import Rebuild
 from jshadow.cache.shards import Shards
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.layout import fit_tokens, token_slice
 from jshadow.ops.rope import cos_sin, rotate
 
@@ -97,6 +99,11 @@ class Sizes(NamedTuple):
     heads: int
     dim: int
     dtype: str
+
+    @classmethod
+    def of(cls, spec: CacheSpec) -> "Sizes":
+        """Return the sizes of a layer; on a mesh, those of one device."""
+        return cls(spec.kv_heads, spec.head_dim, spec.dtype)
 
     @property
     def columns(self) -> int:

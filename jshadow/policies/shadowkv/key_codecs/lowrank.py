@@ -2,7 +2,8 @@
 
 The paper computes a thin SVD of K [S, h_kv * d]. Here the right singular vectors V_r are computed as the eigenvectors
 of K^T K, at a fraction of the cost. The factors are left = K V_r and right = V_r^T. Their product is the truncated SVD,
-and no number is divided by a singular value. The left row of a new key k is k V_r."""
+and no number is divided by a singular value. The left row of a new key k is k V_r.
+"""
 
 import dataclasses
 from collections.abc import Callable

@@ -8,7 +8,8 @@ Keys have a few large numbers that are about the same in every token. They would
 subtracted. On SmolLM2-135M this leaves a tenth of the squared error. Other numbers vary more from token to token than
 the rest. They would decide the scale too. So each number is divided by a unit. The unit is the square root of the
 number's standard deviation in the prompt. Division by the standard deviation itself has about the same error, and a
-larger one after a short prompt. The units leave two thirds of the squared error."""
+larger one after a short prompt. The units leave two thirds of the squared error.
+"""
 
 import dataclasses
 from typing import Any

@@ -4,7 +4,8 @@ Low rank spends 16 bits on each of a few columns and none on the others. A Gauss
 squared error if each column of its eigenbasis gets bits in proportion to the logarithm of its variance (Cover & Thomas,
 Elements of Information Theory, section 10.3.3). This spreads the same bits over many more columns. Here the bits follow
 a fixed profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is stored separately. Otherwise it
-would dominate the first column and make its steps coarse."""
+would dominate the first column and make its steps coarse.
+"""
 
 import dataclasses
 import itertools
