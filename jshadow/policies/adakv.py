@@ -1,4 +1,12 @@
-"""The methods that score the tokens of a prompt for other methods, by name, with their default settings."""
+"""Ada-KV gives each head of a layer its own number of prompt tokens: the heads share one budget.
+
+Source: Feng et al. 2024, arXiv 2407.11550, section 3. Another method scores the tokens of each head. The tokens with
+the highest scores of all heads are kept, and each head keeps a share of the mean budget at least (the safeguard). So a
+head whose attention is spread over many tokens keeps more of them.
+
+NVIDIA's kvpress 0.5.5 (`AdaKVPress`) keeps the same tokens, but masks the others and frees no memory. Here the others
+are dropped (`SharesBudget`). A test compares the kept tokens with those of kvpress (docs/benchmarks/tests.md).
+"""
 
 import dataclasses
 from typing import Self
@@ -22,11 +30,8 @@ SCORES = ("snapkv", "expected_attention", "keydiff", "kvzip")
 
 
 def scorer_of(name: str, kept: int) -> EvictingPolicy:
-    """Return the method that scores tokens.
-
-    Args:
-        name: a name in SCORES.
-        kept: number of tokens that are kept. SnapKV's window has at most half of them.
+    """Return the method of SCORES that scores tokens, of which `kept` are kept. SnapKV's window has at most half of
+    them.
     """
     if name == "snapkv":
         window = max(1, min(SnapKV.observation_window, kept // 2))
@@ -55,7 +60,6 @@ class AdaKV(SharesBudget):
 
     @property
     def least_share(self) -> float:
-        """The share of `kept` that each head keeps at least."""
         return self.safeguard
 
     @property
@@ -65,11 +69,9 @@ class AdaKV(SharesBudget):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need what the scoring method needs."""
         return self.scorer.reads
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_number(self.name, "safeguard", self.safeguard, 0)
         if self.safeguard > 1:
             raise ConfigError(f"{self.name}.safeguard must be at most 1, got {self.safeguard!r}")
@@ -77,9 +79,7 @@ class AdaKV(SharesBudget):
         return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Return the scores of the scoring method."""
         return self.scorer.score(spec, prompt)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count what the shared budget takes, and the bytes of the scoring method."""
         return super().compress_bytes(spec, tokens) + self.scorer.compress_bytes(spec, tokens)

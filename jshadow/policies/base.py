@@ -305,7 +305,6 @@ class UniformPolicy(Policy, LayerCache):
     """A policy whose layers are all alike. The same object is the policy and the cache of every layer."""
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return this object, for every layer."""
         return self
 
 
@@ -319,15 +318,12 @@ class Wrapper(Policy):
     inner: Policy
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Return this wrapper with its inner policy resolved."""
         return dataclasses.replace(self, inner=self.inner.resolve(config, capacity))  # type: ignore[type-var]
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return the cache that the inner policy has for the layer."""
         return self.inner.for_layer(layer, config)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Return the reason that the inner policy gives, or None."""
         return self.inner.fallback(config, capacity)
 
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.records import Fetched, KeyValues, LayerState, Selection, StepKV
+from jshadow.cache.prompt_walk import prompts_of
+from jshadow.cache.records import Fetched, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -127,12 +128,24 @@ class LearnsBasis(Learns):
         return self.calibration == "offline"
 
     def with_fitted(self) -> Self:
-        """Return this policy with the offline calibration."""
         return dataclasses.replace(self, calibration="offline")  # type: ignore[type-var]
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """Return the shape of the bases: a square matrix for each layer and KV head."""
         return {self.basis_name: (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    @abc.abstractmethod
+    def basis_of(self, prompt: PromptKV) -> tuple[Array, Array]:
+        """Return a basis of orthonormal columns, float32 [B, h_kv, d, d], and which are known, bool [B, h_kv, d].
+
+        A column along which a short prompt does not vary is arbitrary, and not known.
+        """
+
+    def fit(
+        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
+        """Return the basis of each layer and KV head, float32 [L, h_kv, d, d]. Only the first row of a text is used."""
+        found = [self.basis_of(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)]
+        return {self.basis_name: jnp.stack(found)}
 
     def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:
         """Return this layer's learned basis, repeated for every row, float32 [B, h_kv, d, d].

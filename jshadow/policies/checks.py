@@ -41,15 +41,9 @@ def check_share(policy: str, name: str, value: Any) -> None:
 
 
 def shape_problem(shapes: Any, arrays: Any, place: str = "fitted") -> str | None:
-    """Compare a nested dict of arrays with the expected shapes and the dtype float32.
+    """Return the first difference of a nested dict of arrays from shapes and float32, or None if there is none.
 
-    Args:
-        shapes: the expected shapes, in a nested dict.
-        arrays: the nested dict to check.
-        place: the name of the dict in the result, such as "fitted.psi".
-
-    Returns:
-        The first difference as text, or None if there is none.
+    `place` is the name of the dict in the result, such as "fitted.psi".
     """
     if not isinstance(shapes, dict):
         shape, dtype = getattr(arrays, "shape", None), str(getattr(arrays, "dtype", None))

@@ -92,21 +92,15 @@ class Memory(struct.PyTreeNode):
     representatives: Array
 
 
-def far_queries(q_pre: Array, distance: int, inverse: Array, rope: RopeConfig) -> Array:
+def _far_queries(q_pre: Array, distance: int, inverse: Array, rope: RopeConfig) -> Array:
     """Rotate all queries [B, T, h_q, d] to the position `distance`, so that keys before RoPE are at that distance."""
     return rotate(q_pre, *cos_sin(jnp.full((1, 1, 1), distance), inverse), query_factor(rope))
 
 
 def mean_key(keys: Array, mass: Array, count: int) -> Array:
-    """Return the mean of the `count` keys with the most mass in each block.
+    """Return the mean of the `count` keys with the most mass in each block [B, h, n, d], in the dtype of the keys.
 
-    Args:
-        keys: [B, h, n, unit, d].
-        mass: sum of the attention probabilities that each key got, float32 [B, h, n, unit].
-        count: number of keys to average, the representatives of a block.
-
-    Returns:
-        [B, h, n, d] in the dtype of keys.
+    Keys are [B, h, n, unit, d]. `mass`, float32 [B, h, n, unit], is the sum of the attention that each key got.
     """
     ids = top_k(mass, min(count, mass.shape[3]))
     chosen = jnp.take_along_axis(keys, ids[..., None], axis=3).astype(jnp.float32)
@@ -134,7 +128,6 @@ class InfLLMPrefill(PrefillAttention):
     multiple: int
 
     def label(self, tokens: int | None = None) -> str:
-        """Return the name of the policy."""
         return "infllm"
 
     def blocks(self, tokens: int) -> int:
@@ -144,7 +137,6 @@ class InfLLMPrefill(PrefillAttention):
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Memory:
-        """Return a memory of zeros."""
         batch, tokens, heads, dim = prompt.k_pre.shape
         mean_keys = jnp.zeros((batch, heads, self.blocks(tokens), dim), prompt.k_pre.dtype)
         return Memory(jnp.zeros((batch, heads, tokens), jnp.float32), mean_keys)
@@ -155,7 +147,7 @@ class InfLLMPrefill(PrefillAttention):
         """Process the queries in groups of `multiple`, one group after the other."""
         batch, size, heads, dim = piece.q_post.shape
         assert piece.q_pre is not None, "this attention is not `ahead`"
-        far = far_queries(piece.q_pre, self.window, piece.inverse, kind.rope)
+        far = _far_queries(piece.q_pre, self.window, piece.inverse, kind.rope)
 
         def units(x: Array) -> Array:
             return x.reshape(batch, size // self.multiple, self.multiple, heads, dim).swapaxes(0, 1)
@@ -168,17 +160,10 @@ class InfLLMPrefill(PrefillAttention):
     def one_unit(
         self, prompt: PromptKV, scale: float, memory: Memory, unit: tuple[Array, Array, Array]
     ) -> tuple[Memory, Array]:
-        """Compute the attention of one group of queries that share their blocks.
+        """Compute the attention of one group of queries that share their blocks [B, multiple, h_q, d], and the new
+        memory.
 
-        Args:
-            prompt: the keys and values of the prompt.
-            scale: factor on attention scores.
-            memory: the memory from the previous group.
-            unit: the position of the first query, the queries after RoPE, and the queries rotated by `far_queries`.
-                Both kinds of queries are [B, multiple, h_q, d].
-
-        Returns:
-            The memory for the next group, and the attention's output [B, multiple, h_q, d].
+        `unit` is the position of the first query, the queries after RoPE, and the queries rotated by `_far_queries`.
         """
         first, q, far = unit
         memory = self.remember(prompt, memory, first)
@@ -249,15 +234,10 @@ class InfLLMPrefill(PrefillAttention):
     ) -> tuple[Array, Array, Array]:
         """Gather the tokens outside the window that a group of queries attends to.
 
-        Args:
-            prompt: the keys and values of the prompt.
-            memory: the representatives of the blocks.
-            first: position of the first query of the group.
-            far: the queries rotated by `far_queries` [B, multiple, h_q, d].
-            real: which queries are real tokens, bool [B, multiple].
-
-        Returns:
-            Keys before RoPE and values [B, n, h_kv, d], and their positions int32 [B, n], -1 in unused entries.
+        `far` are the queries rotated by `_far_queries` [B, multiple, h_q, d], and `real`, bool [B, multiple], tells
+        which are
+        real tokens. Return keys before RoPE and values [B, n, h_kv, d], and their positions int32 [B, n], -1 in unused
+        entries.
         """
         batch, tokens, heads, dim = prompt.k_pre.shape
         blocks = self.left(first)
@@ -295,9 +275,13 @@ class InfLLMPrefill(PrefillAttention):
         return batch * (scores + rows + queries + kept)
 
 
+@register(
+    small={"window": 10, "sinks": 3, "budget": 8, "unit": 4, "representatives": 2, "query_block": 8},
+    lossless=lambda tokens, config: {"window": tokens},
+)
 @dataclasses.dataclass(frozen=True)
-class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
-    """The settings of `InfLLM`, and the sizes that follow from them.
+class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized):
+    """Attend to the window, the first tokens and the best blocks.
 
     Attributes:
         window: number of newest tokens, which are attended to at their true distance.
@@ -329,11 +313,9 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
 
     @property
     def budget_unit(self) -> int:
-        """The number of tokens in a block."""
         return self.unit
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace None in `cached` and `fetched`, and check the settings."""
         check_range(self.name, "window", self.window, 1)
         check_range(self.name, "sinks", self.sinks, 0)
         check_range(self.name, "unit", self.unit, 1)
@@ -350,14 +332,12 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return resolved
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Return a reason if no block can leave the window at this capacity, or else None."""
         if self.left(capacity - 1) >= 1:
             return None
         least = self.window + self.sinks + self.unit
         return f"capacity {capacity} is below infllm's window + sinks + unit = {least} tokens"
 
     def prefill_attention(self) -> PrefillAttention:
-        """Return the attention in which the prompt's queries also attend to selected blocks."""
         return InfLLMPrefill(
             self.window, self.sinks, self.budget // self.unit, self.unit, self.representatives, self.query_block
         )
@@ -387,7 +367,6 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return min(self.fetched // self.unit, self.count(spec))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the maximum number of blocks that are written after the shortest prompt."""
         return self.left(capacity - 1) - self.left(shortest - 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
@@ -396,7 +375,6 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return HostLayout(spec.kv_heads, units, self.unit, 2, max(spec.window, 1)) if units else None
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the tail."""
         if self.host_layout(spec) is None:
             return spec.capacity - lengths
         blocks = state.frozen.units + max(spec.window, 1) + 1  # the last of these does not fit, and may not be complete
@@ -427,20 +405,9 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
 
         return [group(unit) for unit in (128, 64, 32, 16, 8, 4)]
 
-
-@register(
-    small={"window": 10, "sinks": 3, "budget": 8, "unit": 4, "representatives": 2, "query_block": 8},
-    lossless=lambda tokens, config: {"window": tokens},
-)
-@dataclasses.dataclass(frozen=True)
-class InfLLM(InfLLMSettings):
-    """Attend to the window, the first tokens and the best blocks. The settings are those of `InfLLMSettings`."""
-
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without tokens and with an empty pool."""
-
         def zeros(count: int) -> Array:
             return jnp.zeros((spec.batch, spec.kv_heads, count, spec.head_dim), spec.dtype)
 
@@ -523,7 +490,7 @@ class InfLLM(InfLLMSettings):
         layout, frozen, live = self.host_layout(spec), state.frozen, state.live
         if layout is None:
             return None, state
-        far = far_queries(step.q_pre, self.window, step.inverse, spec.rope)[:, 0].astype(jnp.float32)
+        far = _far_queries(step.q_pre, self.window, step.inverse, spec.rope)[:, 0].astype(jnp.float32)
         q = far.reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim).sum(axis=2)
         both = jnp.concatenate([frozen.representatives, live.representatives], axis=2)
         scores = jnp.einsum("bhd,bhnd->bn", q, both.astype(jnp.float32), precision="highest")
@@ -578,7 +545,7 @@ class InfLLM(InfLLMSettings):
         chosen = jnp.repeat((live.held >= 0) & (live.used == position), self.unit, axis=1)
         # The query is rotated to position `window`. Tokens outside the window are at position 0, and a token in the
         # window is at the position that keeps its distance from the query.
-        query = far_queries(step.q_pre, self.window, step.inverse, spec.rope)
+        query = _far_queries(step.q_pre, self.window, step.inverse, spec.rope)
         place = jnp.where(near, token - position + self.window, 0)
         window = Piece(rotate(live.ring.k, *cos_sin(place[:, None], step.inverse)), live.ring.v, near[:, None, None])
         away = [(live.ring, rest), (live.sinks, first), (live.pool, chosen)]
@@ -603,11 +570,9 @@ class InfLLM(InfLLMSettings):
     # Accounting
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the default, and the sorting of the tokens of each block by attention."""
         return super().compress_bytes(spec, tokens) + 4 * 4 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
-        """Count all arrays on the device as read. The fetched blocks are moved from the host and read."""
         return fetched_bytes(spec, state, "moved", self.moved(spec) * self.unit)
 
     def step_temporaries(self, spec: CacheSpec) -> int:

@@ -1,4 +1,17 @@
-"""The state of KIVI, and the writes to its codes."""
+"""KIVI stores keys and values in a few bits, and the newest tokens exactly (Liu et al. 2024, arXiv 2402.02750).
+
+Keys are quantized by channel and values by token. R is the `residual`. When a layer holds n tokens, the keys of the
+first n - n % R tokens are quantized, in blocks of R tokens. The values of the first n - R tokens are also quantized,
+one token at a time. These counts are those of the published code. A block of keys is still exact for the query of the
+token that completes it. In the published code, the value that is quantized in a step is also still exact for that
+step's query; here it is not.
+
+The prompt's attention is exact, and no token is evicted. With bits=1, numbers are quantized as in SpeCache (arXiv
+2503.16163, equation 3).
+
+Example: with R = 4 and n = 10, the keys of tokens 0 to 7 are quantized in two blocks, and those of tokens 8 and 9 are
+exact. The values of tokens 0 to 5 are quantized, and those of tokens 6 to 9 are exact.
+"""
 
 import dataclasses
 import math
@@ -87,13 +100,8 @@ class Part(NamedTuple):
 
 
 def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:
-    """Write one entry of each row into an array of entries.
-
-    Args:
-        old: the entries [B, h, n, ...].
-        new: the new entry of each row [B, h, 1, ...].
-        place: index of the entry to replace, int32 [B, 1].
-        valid: which rows are written, bool [B, 1].
+    """Write one entry of each row into entries [B, h, n, ...] at the index `place`, int32 [B, 1], where `valid`, bool
+    [B, 1].
     """
 
     def one(old: Array, new: Array) -> Array:
@@ -142,7 +150,6 @@ class KIVI(UniformPolicy, Sized):
     source = "arXiv 2402.02750, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, and that `group` divides the residual and the head width."""
         check_choice(self.name, "bits", self.bits, BITS)
         check_range(self.name, "group", self.group, 1)
         check_range(self.name, "residual", self.residual, 1)
@@ -182,7 +189,6 @@ class KIVI(UniformPolicy, Sized):
         return Quantized(packed(blocks, per_block, spec.head_dim), packed(tokens, per_head))
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without tokens."""
         ring = jnp.zeros((spec.batch, spec.kv_heads, self.residual, spec.head_dim), spec.dtype)
         frozen = self.empty(spec, self.blocks(spec.capacity), max(spec.capacity - self.residual, 0))
         later = self.empty(spec, -(-spec.window // self.residual), spec.window)
@@ -248,7 +254,6 @@ class KIVI(UniformPolicy, Sized):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute attention over all tokens, whether their keys and values are quantized or exact."""
         pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
         return attend(step.q_post, pieces, spec.scale), state
 
@@ -288,7 +293,6 @@ class KIVI(UniformPolicy, Sized):
         return [part._replace(seen=part.seen & (part.positions >= 0)) for part in found]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the space for quantized tokens."""
         left = spec.window - (lengths - self.first_exact_value(state.frozen.lengths))
         return jnp.minimum(spec.capacity - lengths, left)
 
@@ -309,7 +313,6 @@ class KIVI(UniformPolicy, Sized):
         return spec.batch * tokens * (row + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return policies from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         return [

@@ -55,27 +55,22 @@ class KVzip(SharesBudget):
 
     @property
     def least_share(self) -> float:
-        """No head is promised a share of the budget."""
         return 0.0
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the scores of a second pass. A step processes 16 new tokens of a turn at once."""
         return HookInputs(second_pass=SecondPass(self.chunk, self.sinks, self.normalized), piece=16)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_range(self.name, "chunk", self.chunk, 1)
         check_range(self.name, "sinks", self.sinks, 0)
         check_choice(self.name, "normalized", self.normalized, (False, True))
         return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Return the scores of the second pass, and infinity for the first tokens."""
         assert prompt.second_pass is not None
         first = jnp.arange(prompt.k_post.shape[1]) < min(self.sinks, self.kept)
         return jnp.where(first, jnp.inf, prompt.second_pass), jnp.zeros_like(prompt.lengths)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return one policy for each number of tokens from num_tokens down to 1. Other settings do not change."""
         return [Falling(lambda kept: dataclasses.replace(self, kept=kept), 1, num_tokens)]

@@ -30,18 +30,9 @@ from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.base import Bytes, HookInputs, LayerCache, fetched_bytes, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens, PromptLengths
 from jshadow.policies.full import Full
 from jshadow.policies.registry import register
-
-
-class FilterFrozen(struct.PyTreeNode):
-    """The frozen part of filter layers and of sparse layers.
-
-    Attributes:
-        lengths: tokens of the prompt, int32 [B]. Only these can be chosen.
-    """
-
-    lengths: Array
 
 
 class FilterLive(struct.PyTreeNode):
@@ -55,16 +46,6 @@ class FilterLive(struct.PyTreeNode):
 
     cache: KeyValues
     queries: Array | None
-
-
-class SparseLive(struct.PyTreeNode):
-    """The live part of a sparse layer.
-
-    Attributes:
-        window: keys after RoPE and values of the tokens after the prompt [B, h_kv, W, d], in order.
-    """
-
-    window: KeyValues
 
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix). For other numbers of
@@ -97,7 +78,6 @@ class OmniKV(CouplesLayers, Sized):
     source = "OmniKV (ICLR 2025), sections 3 and 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace `filter_layers` if it is None, and check the settings."""
         check_range(self.name, "budget", self.budget, 1)
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_choice(self.name, "selector", self.selector, ("last", "uniform", "exp"))
@@ -166,16 +146,14 @@ class OmniKVFilter(Full, PlansAhead):
         return 0 if self.selector == "last" else self.observation_window
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a cache of zeros, without queries."""
         live = super().init(spec, fitted).live
         window = (spec.batch, self.summed_queries, spec.q_heads, spec.head_dim)
         queries = jnp.zeros(window, spec.dtype) if self.summed_queries else None
-        return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), FilterLive(live.cache, queries))
+        return LayerState(PromptLengths(jnp.zeros(spec.batch, jnp.int32)), FilterLive(live.cache, queries))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store all keys and values, and the last queries."""
         cache, queries = super().compress(spec, state, prompt, fitted)[0].live.cache, None
         if self.summed_queries:
             assert prompt.q_tail is not None
@@ -183,10 +161,9 @@ class OmniKVFilter(Full, PlansAhead):
                 prompt.lengths[:, None] - self.summed_queries + jnp.arange(self.summed_queries)
             ) % self.summed_queries
             queries = jnp.zeros_like(prompt.q_tail).at[jnp.arange(spec.batch)[:, None], slots].set(prompt.q_tail)
-        return state.replace(frozen=FilterFrozen(prompt.lengths), live=FilterLive(cache, queries)), None
+        return state.replace(frozen=PromptLengths(prompt.lengths), live=FilterLive(cache, queries)), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Store the token's key and value, and write its query over the oldest one."""
         cache, queries = super().append(spec, state, step)[0].live.cache, state.live.queries
         if queries is not None:
             here = (jnp.arange(self.summed_queries) == step.positions % self.summed_queries) & step.valid
@@ -194,12 +171,10 @@ class OmniKVFilter(Full, PlansAhead):
         return state.replace(live=FilterLive(cache, queries)), None
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt, of which tokens are chosen. None if older queries were overwritten."""
         lengths: Array = state.frozen.lengths
         return None if self.summed_queries else lengths
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
-        """Select one set of prompt tokens for all heads of all layers that this filter serves."""
         if not self.serves:
             return ()
         scores = self.prompt_scores(spec, state, step)
@@ -234,7 +209,7 @@ class OmniKVFilter(Full, PlansAhead):
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniKVSparse(LayerCache):
+class OmniKVSparse(KeepsLaterTokens):
     """A layer that attends to the prompt tokens that its filter chose, and to all tokens after the prompt.
 
     Attributes:
@@ -246,36 +221,27 @@ class OmniKVSparse(LayerCache):
 
     budget: int = 2048
 
-    def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the number of slots for all tokens after the shortest prompt."""
-        return max(capacity - shortest, 1)
-
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the prompt's keys and values, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a window of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.window, spec.head_dim), spec.dtype)
-        return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), SparseLive(KeyValues(zeros, zeros)))
+        return LayerState(PromptLengths(jnp.zeros(spec.batch, jnp.int32)), LaterTokens(KeyValues(zeros, zeros)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Write the whole prompt to the host tier."""
         planes = [to_chunks(x, spec.capacity, 1) for x in (prompt.k_post, prompt.v)]
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, spec.capacity, -1)
-        return state.replace(frozen=FilterFrozen(prompt.lengths)), HostWrite(data)
+        return state.replace(frozen=PromptLengths(prompt.lengths)), HostWrite(data)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new token to the window."""
         window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.lengths)
-        return state.replace(live=SparseLive(window), q_post=q_post), None
+        return state.replace(live=LaterTokens(window), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute exact attention over the fetched prompt tokens and the window."""
         assert fetched is not None
         assert fetched.k is not None
         window = state.live.window
@@ -283,23 +249,12 @@ class OmniKVSparse(LayerCache):
         chosen = Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
         return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
-    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt: each later token has a slot of its own."""
-        lengths: Array = state.frozen.lengths
-        return lengths
-
-    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the window."""
-        return jnp.minimum(spec.capacity - lengths, spec.window - (lengths - state.frozen.lengths))
-
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the chosen prompt tokens, and all tokens after the prompt."""
         chosen = jnp.minimum(state.frozen.lengths, min(self.budget, spec.capacity))
         parts = {"selected": chosen, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
-        """Count the window as read, and the chosen rows as moved from the host and read."""
         return fetched_bytes(spec, state, "selected", min(self.budget, spec.capacity))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
@@ -341,17 +296,20 @@ def filter_masses(
     queries: int = QUERIES,
     progress: Callable[[int, int], None] | None = None,
 ) -> FilterMasses:
-    """Measure how well each layer chooses tokens for the layers after it.
+    """Measure how well each layer chooses tokens for the layers after it (section 3 and appendix).
 
-    A layer scores a token by the largest attention that any head gives it, as OmniKV's filters do. It chooses among all
-    tokens up to the query's own. The queries are evenly spaced among those that can attend to more tokens than the
-    budget.
+    A layer is a good filter if later layers attend to the tokens that its own attention ranks highest. A layer scores a
+    token by the largest attention that any head gives it, as OmniKV's filters do. It chooses among all tokens up to the
+    query's own. Layers with the model's own window are left out. Most heads attend strongly to the first token (a
+    sink),
+    and nearly every layer ranks it high. So all shares are large and differ little. Only their order matters.
 
     Args:
         params: the model's Params.
         tokens: int32 [S] or [B, S], without padding.
         budget: number of tokens that a layer chooses. It must be less than S.
-        queries: maximum number of queries that are measured in each row.
+        queries: maximum number of queries that are measured in each row. They are evenly spaced among those that can
+            attend to more tokens than the budget.
         progress: called with (layers done, number of layers).
 
     Raises:
@@ -382,17 +340,9 @@ def filter_masses(
 
 @functools.partial(jax.jit, static_argnames=("scale", "budget"))
 def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int) -> tuple[Array, Array]:
-    """Compute the top tokens and the attention of the queries at some positions.
+    """Return the `budget` top tokens of the queries at positions `at`, int32 [B, n, budget], and their attention.
 
-    Args:
-        q: queries after RoPE [B, S, h_q, d].
-        k: keys after RoPE [B, S, h_kv, d].
-        at: positions of the queries, int32 [n].
-        scale: factor on attention scores.
-        budget: number of top tokens T.
-
-    Returns:
-        The top tokens int32 [B, n, T], and the attention as a mean over heads, float32 [B, n, S].
+    The attention is a mean over heads, float32 [B, n, S]. q [B, S, h_q, d] and k [B, S, h_kv, d] are after RoPE.
     """
 
     def one(position: Array) -> tuple[Array, Array]:

@@ -1,4 +1,10 @@
-"""The state of retrieval policies: summaries on the device of units of tokens that lie in the host tier."""
+"""The base of retrieval policies: all tokens are kept, and each query attends to some of them.
+
+Tokens are grouped in units of `unit` tokens, whose keys and values are in the host tier. The device keeps a summary of
+each unit (`summarize`) and a ring buffer of the recent tokens. Each query scores the units before its recent tokens by
+their summaries (`score`). The units with the highest scores, within the budget, are fetched at each step. The query
+attends exactly to them and to its recent tokens.
+"""
 
 import abc
 import functools
@@ -22,12 +28,7 @@ from jshadow.policies.checks import check_range, check_share
 def within_share(weights: Array, share: float) -> Array:
     """Mark the fewest leading weights whose sum reaches a share of the total (Twilight, arXiv 2502.02770, section 4).
 
-    Args:
-        weights: float32 [..., k], falling along the last axis.
-        share: the share, in (0, 1]. 1 marks all weights.
-
-    Returns:
-        A mask, bool [..., k].
+    Weights are float32 [..., k], falling along the last axis. The share is in (0, 1]. 1 marks all weights.
     """
     if share >= 1:
         return jnp.ones(weights.shape, bool)
@@ -73,23 +74,15 @@ class UnitLive(struct.PyTreeNode):
 
 
 def put_units(old: Array, new: Array, *, place: Array, valid: Array) -> Array:
-    """Write entries along axis 2 of an array.
-
-    Args:
-        old: [B, h, T, ...].
-        new: the entries to write [B, h, n, ...].
-        place: where each entry is written, int32 [B, n].
-        valid: which entries are written, bool [B, n].
-
-    Returns:
-        The new array [B, h, T, ...].
+    """Write entries [B, h, n, ...] along axis 2 of `old` [B, h, T, ...] at `place`, int32 [B, n], where `valid`, bool
+    [B, n].
     """
     batch, heads, count = old.shape[:3]
     rows = new.reshape(batch, heads, new.shape[2], -1).swapaxes(1, 2)
     return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)
 
 
-def unit_of_place(layout: HostLayout, units: Array) -> Array:
+def _unit_of_place(layout: HostLayout, units: Array) -> Array:
     """Return the number in the sequence of each stored unit, int32 [B, U + T]: the prompt's, then the tail's.
 
     -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
@@ -169,7 +162,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
 
     @property
     def budget_unit(self) -> int:
-        """The number of tokens in a unit."""
         return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
@@ -181,7 +173,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         return None
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings that all retrieval policies have."""
         check_range(self.name, "unit", self.unit, 1)
         check_range(self.name, "budget", self.budget, self.unit)
         check_range(self.name, "recent", self.recent, 1)
@@ -197,7 +188,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     def count(self, spec: CacheSpec) -> int:
         """Return the maximum number of units that a query selects."""
         layout = self.host_layout(spec)
-        assert layout is not None
         return min(self.wanted(spec), layout.units + layout.tail_units)
 
     def wanted(self, spec: CacheSpec) -> int:
@@ -205,11 +195,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the maximum number of tokens after the whole units of the shortest prompt."""
         return capacity - shortest // self.unit * self.unit
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         tail = max(1, -(-spec.window // self.unit))
         units = spec.capacity // self.unit
         return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
@@ -219,9 +207,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         return jnp.maximum(positions + 1 - self.recent, 0) // self.unit * self.unit
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the tail."""
         layout = self.host_layout(spec)
-        assert layout is not None
         tail = layout.tail_units * self.unit
         return jnp.minimum(spec.capacity - lengths, tail - (lengths - state.frozen.units * self.unit))
 
@@ -234,9 +220,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without units and with an empty ring."""
         layout = self.host_layout(spec)
-        assert layout is not None
 
         def zeros(*shape: int) -> Array:
             return jnp.zeros((spec.batch, spec.kv_heads, *shape), spec.dtype)
@@ -259,7 +243,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     ) -> tuple[LayerState, HostWrite | None]:
         """Write the whole units to the host tier. Keep their summaries and the newest tokens on the device."""
         layout, slots = self.host_layout(spec), self.ring_slots(spec)
-        assert layout is not None
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
         rows = (self.stored(prompt.k_post, basis), prompt.v)
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
@@ -302,13 +285,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the best units for each query. The units of query t are entries t * k to t * k + k - 1."""
         layout, frozen = self.host_layout(spec), state.frozen
-        assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         # With equal queries, XLA would make one product of two, and copy all summaries for it in every step.
         both = self.both_summaries(spec, state)
         asked = zip(both, (q, jax.lax.optimization_barrier(q))[: len(both)], strict=True)
         scores = jnp.concatenate([self.score(spec, own, query, frozen.basis) for own, query in asked], axis=3)
-        unit = unit_of_place(layout, frozen.units)
+        unit = _unit_of_place(layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
@@ -329,7 +311,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         if self.kept_summaries(spec):
             return [state.frozen.summaries, state.live.summaries]
         layout, tier = self.host_layout(spec), state.host
-        assert layout is not None
         assert tier.tail is not None
         rows = [tier.prompt.array] if tier.prompt is not None else []
         return [self.resident_summaries(spec, x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
@@ -351,7 +332,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the recent tokens, and the tokens of the selected units."""
         first = self.first_recent(lengths - 1)
         selected = jnp.minimum(first, self.wanted(spec) * self.unit)
         if self.top_p < 1:
@@ -362,13 +342,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     # Costs
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
-        """Count all summaries and the ring as read, and the selected units as moved from the host and read."""
         return fetched_bytes(spec, state, "selected", self.count(spec) * self.unit)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
         layout = self.host_layout(spec)
-        assert layout is not None
         units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
         wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
         return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide

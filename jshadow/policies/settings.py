@@ -147,20 +147,20 @@ def with_settings[T](value: T, settings: Mapping[str, Any], path: str = "") -> T
     for name, setting in settings.items():
         first, _, rest = name.partition(".")
         if first not in fields:
-            raise unknown_setting(path, name, value)
+            raise _unknown_setting(path, name, value)
         if rest:
             inner.setdefault(first, {})[rest] = setting
         else:
-            changes[first] = named_record(fields[first], setting, getattr(value, first), path)
+            changes[first] = _named_record(fields[first], setting, getattr(value, first), path)
     for first, nested in inner.items():
         record = changes.get(first, getattr(value, first))
         if not isinstance(record, Record):
-            raise unknown_setting(path, f"{first}.{next(iter(nested))}", value)
+            raise _unknown_setting(path, f"{first}.{next(iter(nested))}", value)
         changes[first] = with_settings(record, nested, f"{path}.{first}")
     return dataclasses.replace(value, **changes)  # type: ignore[type-var]
 
 
-def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
+def _named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
     """Return the record that the name `setting` chooses for a field. A plain setting or a record is returned unchanged.
 
     Raises:
@@ -176,7 +176,7 @@ def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path
     return current if current.name == setting else record_types(field.type)[setting]()
 
 
-def unknown_setting(path: str, name: str, value: Any) -> ConfigError:
+def _unknown_setting(path: str, name: str, value: Any) -> ConfigError:
     """Return the error for a setting that a policy or record does not have."""
     names = dotted_settings(value)
     shown = f"{path}={value.name!r}" if isinstance(value, Record) and value.name else path

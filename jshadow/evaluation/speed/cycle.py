@@ -21,7 +21,7 @@ from jshadow.evaluation.speed.layer import LEFT, QUERIES, Shape, layer_state, ra
 from jshadow.evaluation.speed.timing import compiled
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full
-from jshadow.policies.full import FullLive
+from jshadow.policies.full import OneCache
 
 PROGRAMS = ("step", "draft", "check")  # a step of full attention; all drafts of a cycle; their check
 
@@ -84,7 +84,7 @@ def cycle_programs(shape: Shape, drafter: SelfDraft) -> Callable[[str], None]:
     held = jnp.full(shape.batch, shape.context, jnp.int32)
 
     def layer_of(cache: KeyValues) -> LayerState:
-        return LayerState(None, FullLive(cache), HostTier())
+        return LayerState(None, OneCache(cache), HostTier())
 
     def check(cache: KeyValues, step: Any) -> tuple[Array, KeyValues]:
         out, layer, _ = step_layer(spec, layer_of(cache), step, AllLayers((spec,), [HostTier()]))

@@ -75,13 +75,11 @@ class LESS(H2O, Trains):
         return True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check `state_rank`, `hidden` and H2O's settings, and replace None in H2O's settings."""
         check_range(self.name, "state_rank", self.state_rank, 1, MOST_RANK)
         check_range(self.name, "hidden", self.hidden, 1, MOST_HIDDEN)
         return super().resolve(config, capacity)
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """Return the shapes of `layer_shapes`, with the layer as axis 0."""
         layer = self.layer_shapes(config.kv_heads, config.head_dim)
         return {
             kernel: {name: (config.num_layers, *shape) for name, shape in parts.items()}
@@ -110,8 +108,7 @@ class LESS(H2O, Trains):
 
         Args:
             params: the model's Params.
-            tokens: token ids, int32 [S] or [B, S], without padding. There must be more than heavy + recent + 1 of them
-                in a row.
+            tokens: token ids, int32 [S] or [B, S], without padding, more than heavy + recent + 1 in a row.
             progress: called with (training steps done, training steps of all layers).
             steps: number of Adam steps for each layer. Each step draws some queries.
             rate: first learning rate. It falls to 0 along a cosine.
@@ -121,8 +118,7 @@ class LESS(H2O, Trains):
             Float32 arrays with the shapes of `fitted_shapes`; zeros for layers with the model's own window.
 
         Raises:
-            PromptError: tokens have a wrong shape, are out of range, or are so few that nothing is evicted before the
-                last query.
+            PromptError: tokens have a wrong shape, are out of range, or are so few that nothing is evicted.
             ConfigError: a setting, `steps` or `rate` is out of range.
         """
         from jshadow.policies.less.training import Training, train_all  # imports optax, which only training needs
@@ -144,7 +140,6 @@ class LESS(H2O, Trains):
         return dict(learned)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state in which all slots are free and no token was evicted."""
         live: H2OLive = super().init(spec, fitted).live
         shape = (spec.batch, spec.kv_heads, self.state_rank)
         numerator, denominator = jnp.zeros((*shape, spec.head_dim)), jnp.zeros(shape)
@@ -173,7 +168,7 @@ class LESS(H2O, Trains):
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             at = start + jnp.arange(size)
             gone = (at >= index * size) & (at < prompt.lengths[:, None, None])
-            return absorb(live, kernels, k, v, gone & ~lax.dynamic_slice_in_dim(kept, start, size, axis=2))
+            return _absorb(live, kernels, k, v, gone & ~lax.dynamic_slice_in_dim(kept, start, size, axis=2))
 
         return state.replace(live=lax.fori_loop(0, -(-tokens // size), one, live)), write
 
@@ -206,7 +201,7 @@ class LESS(H2O, Trains):
         gone = (live.positions >= 0) & (after.positions < 0)
         at = jnp.argmax(gone, axis=2)[..., None, None]
         k, v = (jnp.take_along_axis(x, at, axis=2) for x in (live.cache.k, live.cache.v))
-        return absorb(after, kernels, k, v, gone.any(axis=2, keepdims=True))
+        return _absorb(after, kernels, k, v, gone.any(axis=2, keepdims=True))
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
         """Count H2O's bytes, a mask of the kept tokens, and the features of a piece.
@@ -223,15 +218,9 @@ class LESS(H2O, Trains):
         return super().step_temporaries(spec) + 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * query
 
 
-def absorb(live: LESSLive, kernels: dict[str, Any], k: Array, v: Array, there: Array) -> LESSLive:
-    """Add tokens to the sums of the state.
-
-    Args:
-        live: the state.
-        kernels: the layer's learned arrays.
-        k: keys after RoPE [B, h_kv, n, d].
-        v: values [B, h_kv, n, d].
-        there: which tokens are added, bool [B, h_kv, n].
+def _absorb(live: LESSLive, kernels: dict[str, Any], k: Array, v: Array, there: Array) -> LESSLive:
+    """Add tokens to the sums of the state: keys after RoPE and values [B, h_kv, n, d], where `there` [B, h_kv, n] is
+    True.
     """
     psi = jnp.where(there[..., None], key_features(kernels, k), 0)
     return live.replace(

@@ -111,7 +111,6 @@ class ShadowCosts(ShadowSettings):
         return spec.batch * spec.kv_heads * self.selected(spec) * self.chunk_size * each
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
-        """Count only the selected left rows and values as read, and all of the other arrays on the device."""
         layout, halves = self._tiers(spec)
         once = spec.batch * spec.kv_heads * self.selected(spec) * unit_bytes(spec, layout)
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))

@@ -1,4 +1,11 @@
-"""Landmarks: summaries of chunks of keys, and the logits that a query gives them (ShadowKV, section 4)."""
+"""Landmarks: summaries of keys by which chunks are selected (ShadowKV, section 4), in one level or two.
+
+Finer landmarks choose better, but each step must read more memory to choose. With two levels, a step reads less. The
+landmarks of a chunk are stored as their Hadamard transform, which has the same size. Its first row is the mean of the
+chunk, that is, the landmark of the whole chunk. A query scores all chunks by their means. Then only the best candidates
+are scored by all their landmarks. An error in a mean affects all landmarks of the chunk. Therefore means have 8 bits
+when the other rows have 4. Two levels are not part of the paper.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,15 +30,10 @@ EXACT = lax.Precision.HIGHEST  # otherwise a GPU rounds float32 products to TF32
 def chunk_landmarks(
     keys: Float[Array, "B h n c d"], parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h n"]]:
-    """Compute the landmarks of chunks, and how well they represent the chunks.
+    """Return the landmarks of chunks, float32, and how well they represent the chunks.
 
-    Args:
-        keys: keys after RoPE [B, h, n, c, d].
-        parts: number of landmarks of a chunk. Each is the mean of c / parts consecutive keys.
-
-    Returns:
-        The means, float32 [B, h, n * parts, d], and the least cosine between a key of a chunk and its landmark, float32
-        [B, h, n]. The cosine is 1 if each key has its own landmark.
+    Each of the `parts` landmarks of a chunk is the mean of c / parts consecutive keys after RoPE. The second result is
+    the least cosine between a key of a chunk and its landmark. It is 1 if each key has its own landmark.
     """
     batch, heads, count, size, dim = keys.shape
     keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
@@ -46,14 +48,9 @@ def chunk_landmarks(
 
 
 def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array, "B h m"]:
-    """Compute the root mean square of the differences between keys and their landmark.
+    """Return the root mean square of the differences between keys after RoPE and their landmark, float32.
 
-    Args:
-        keys: keys after RoPE [B, h, n, c, d].
-        parts: number of landmarks of a chunk. Each is the mean of c / parts consecutive keys.
-
-    Returns:
-        float32 [B, h, n * parts].
+    `parts` is as in `chunk_landmarks`.
     """
     batch, heads, count, size, dim = keys.shape
     keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
@@ -63,33 +60,26 @@ def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array
 def prompt_landmarks(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h {chunks}"]]:
-    """Compute the `chunk_landmarks` of a prompt's first chunks. At most `block` tokens have a float32 copy at once.
+    """Return the `chunk_landmarks` of a prompt's first `chunks` chunks of `size` tokens, the means in the keys' dtype.
 
-    Args:
-        keys: keys after RoPE [B, S, h, d].
-        chunks: number of chunks in the result. Those after the end of the prompt are zero.
-        size: tokens in a chunk.
-        block: number of tokens that are summarized at once, but at least one chunk.
-        parts: number of landmarks of a chunk.
-
-    Returns:
-        The means [B, h, chunks * parts, d] in the dtype of the keys, and the least cosines, float32 [B, h, chunks].
+    Chunks after the end of the prompt are zero. At most `block` tokens have a float32 copy at once, but at least one
+    chunk.
     """
     batch, _, heads, dim = keys.shape
     means = jnp.zeros((batch, heads, chunks * parts, dim), keys.dtype)
     worst = jnp.zeros((batch, heads, chunks), jnp.float32)
-    return over_chunks(lambda rows: chunk_landmarks(rows, parts), keys, chunks, size, block, (means, worst))
+    return _over_chunks(lambda rows: chunk_landmarks(rows, parts), keys, chunks, size, block, (means, worst))
 
 
 def prompt_spread(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> Float[Array, "B h m"]:
-    """Compute the `chunk_spread` of a prompt's first chunks, float32. The arguments are those of `prompt_landmarks`."""
+    """Return the `chunk_spread` of a prompt's first chunks, float32. The arguments are those of `prompt_landmarks`."""
     empty = jnp.zeros((keys.shape[0], keys.shape[2], chunks * parts), jnp.float32)
-    return over_chunks(lambda rows: (chunk_spread(rows, parts),), keys, chunks, size, block, (empty,))[0]
+    return _over_chunks(lambda rows: (chunk_spread(rows, parts),), keys, chunks, size, block, (empty,))[0]
 
 
-def over_chunks(
+def _over_chunks(
     summary: Callable[[Array], tuple[Array, ...]],
     keys: Array,
     chunks: int,
@@ -97,18 +87,11 @@ def over_chunks(
     block: int,
     empty: tuple[Array, ...],
 ) -> Any:
-    """Summarize a prompt's chunks block by block.
+    """Summarize a prompt's chunks block by block, and return the arrays `empty` with the results.
 
-    Args:
-        summary: maps chunks [B, h, m, size, d] to arrays in which axis 2 is m or a multiple of it.
-        keys: the prompt's keys [B, S, h, d].
-        chunks: maximum number of chunks to summarize.
-        size: tokens in a chunk.
-        block: tokens in a block, but at least one chunk.
-        empty: arrays into which the results are written. They keep their values for chunks after the end of the prompt.
-
-    Returns:
-        The arrays `empty` with the results.
+    `summary` maps chunks [B, h, m, size, d] to arrays in which axis 2 is m or a multiple of it. `empty` keeps its
+    values
+    for chunks after the end of the prompt. The other arguments are those of `prompt_landmarks`.
     """
     batch, length, heads, dim = keys.shape
     there = min(chunks, length // size)
@@ -131,10 +114,7 @@ def over_chunks(
 def store_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
     """Convert landmarks to the stored form.
 
-    Args:
-        means: the landmarks, float32 [B, h, n, d].
-        kind: "model" stores them in `dtype`. "int8" and "int4" store them with a scale for each landmark.
-        dtype: the model's dtype.
+    The kind "model" stores them in `dtype`. "int8" and "int4" store them with a scale for each landmark.
     """
     return means.astype(dtype) if kind == "model" else quantize_rows(means, ROW_BITS[kind], dtype)
 
@@ -146,15 +126,10 @@ def landmark_logits(
     scale: float,
     spread: Float[Array, "B h_kv n 1"] | None = None,
 ) -> Float[Array, "B h_kv group T n"]:
-    """Compute the logits of landmarks, float32. They are MASKED where a landmark is not a candidate.
+    """Compute the logits of stored landmarks, float32. They are MASKED where a landmark is not a candidate.
 
-    Args:
-        q: queries after RoPE [B, T, h_q, d].
-        landmarks: the landmarks in the stored form.
-        candidates: which landmarks each query may choose, bool [B, h_kv, T, n], or [B, h_kv, 1, n] for all queries.
-        scale: factor on the products of queries and landmarks.
-        spread: the spreads of the landmarks, or None. If given, half the variance of the products of their keys with
-            the query is added.
+    `scale` is the factor on the products of queries after RoPE and landmarks. With `spread`, half the variance of the
+    products of a landmark's keys with the query is added.
     """
     grouped = group_queries(q, candidates.shape[1])
     # All queries are in one axis, because with two axes XLA's CPU backend takes five times as long.
@@ -227,13 +202,9 @@ def stored_landmarks(landmarks: Float[Array, "B h m d"], kind: Landmarks, parts:
 
 
 def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype: Any) -> Levels:
-    """Convert landmarks to their two levels.
+    """Convert landmarks, of which the `parts` (a power of two) of a chunk lie side by side, to their two levels.
 
-    Args:
-        landmarks: means of keys [B, h, n * parts, d], with those of a chunk side by side.
-        parts: number of landmarks of a chunk, a power of two.
-        kind: how the details are stored: "model", "int8" or "int4".
-        dtype: the model's dtype.
+    `kind` tells how the details are stored: "model", "int8" or "int4".
     """
     batch, heads, count, dim = landmarks.shape
     chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
@@ -246,11 +217,7 @@ def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtyp
 def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks, parts: int, dtype: Any) -> Any:
     """Convert spreads to the stored form of `ShadowFrozen.spread`. Return None if no score uses them.
 
-    Args:
-        find: maps a number m of landmarks in a chunk to their spreads, float32 [B, h, n * m].
-        kind: the settings of the landmarks.
-        parts: number of landmarks of a chunk.
-        dtype: the model's dtype.
+    `find` maps a number m of landmarks in a chunk to their spreads, float32 [B, h, n * m].
     """
     if kind.order == 1:
         return None
@@ -308,18 +275,11 @@ def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Level
 def level_logits(
     q: Float[Array, "B T h_q d"], near: Levels, spread: Float[Array, "B h_kv m s"] | None, sets: int, scale: float
 ) -> Float[Array, "B h_kv group T m_s"]:
-    """Compute the logits of all landmarks of the candidates.
+    """Compute the logits of all landmarks of the candidates, float32 [B, h_kv, group, T, m * s].
 
-    Args:
-        q: queries after RoPE [B, T, h_q, d].
-        near: the levels of Q sets of m chunks [B, h_kv, Q * m, ...].
-        spread: the spreads of their landmarks [B, h_kv, Q * m, s], or None. If given, half the variance of the products
-            is added.
-        sets: the number Q of sets. Each set is scored by its own query, or by all queries if there is one set.
-        scale: factor on the products.
-
-    Returns:
-        float32 [B, h_kv, group, T, m * s].
+    `near` has the levels of `sets` sets of m chunks [B, h_kv, sets * m, ...], and `spread` the spreads of their
+    landmarks,
+    or None. Each set is scored by its own query, or by all queries if there is one set.
     """
     batch, heads, rows, _ = first_rows(near.means).shape
     grouped = group_queries(q, heads)
@@ -350,12 +310,9 @@ def first_rows(landmarks: Array | Scaled) -> Array:
 def write_marks(marks: Any, new: Any, parts: int, number: Array, leaves: Array) -> Any:
     """Write landmarks or spreads of ShadowKV+'s later chunks where a chunk leaves the window.
 
-    Args:
-        marks: those of all later chunks, a pytree of arrays with `parts` rows of a chunk in axis 2.
-        new: those of the chunks `number`.
-        parts: number of rows of a chunk.
-        number: which later chunks they are, int32 [B, m].
-        leaves: which of them leave the window, bool [B, m].
+    `marks` are those of all later chunks, with `parts` rows of a chunk in axis 2, and `new` those of the chunks
+    `number`,
+    int32 [B, m]. `leaves` tells which of these leave the window, bool [B, m].
     """
     places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
     valid = jnp.repeat(leaves, parts, axis=1)

@@ -84,7 +84,6 @@ class ShadowKVPlus(ShadowKV):
 
     @classmethod
     def paper(cls) -> Self:
-        """Return `ShadowKV.paper` with the keys of later chunks in the prompt's basis (section 7.1)."""
         return dataclasses.replace(super().paper(), later_keys="projected")
 
     @classmethod
@@ -110,11 +109,9 @@ class ShadowKVPlus(ShadowKV):
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """Return `ShadowKV.lossless`. The prompt's basis has all columns, so later keys are projected without loss."""
         return dataclasses.replace(super().lossless(num_tokens, config), later_keys="projected")
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings of ShadowKV and those that ShadowKV+ adds or limits."""
         check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         check_choice(self.name, "later_keys", self.later_keys, LATER_KEYS)
@@ -131,7 +128,6 @@ class ShadowKVPlus(ShadowKV):
 
     @property
     def later_codec(self) -> KeyCodec:
-        """The codec of the keys of later chunks."""
         return self.codec if self.later_keys == "projected" else TokenCodec(LATER_BITS[self.later_keys])
 
     # Counts
@@ -168,17 +164,14 @@ class ShadowKVPlus(ShadowKV):
         chunks = positions // self.chunk_size + 1 - self.window_chunks
         return jnp.maximum(chunks - frozen.chunks[:, None], 0)
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the values of the prompt's chunks, with a tail for later chunks."""
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         layout = super().host_layout(spec)
-        assert layout is not None
         no_kernel = layout.no_kernel or ("" if self.later_codec.compiled else f"later_keys={self.later_keys!r}")
         return dataclasses.replace(layout, tail_units=self.later_chunks(spec), no_kernel=no_kernel)
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state of zeros, without chunks and with an empty ring."""
         state = super().init(spec, fitted)
         heads, chunks, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
@@ -262,7 +255,6 @@ class ShadowKVPlus(ShadowKV):
         return self.choice.outlier_rule != "landmark" and self.outlier_chunks >= 2
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the space for later chunks."""
         segment = self.later_chunks(spec) * self.chunk_size
         return jnp.minimum(segment - (lengths - state.frozen.chunks * self.chunk_size), spec.capacity - lengths)
 
@@ -321,14 +313,12 @@ class ShadowKVPlus(ShadowKV):
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
     def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """Return the prompt's chunks, and the later chunks that have left each query's window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
         return *super().marks(spec, state, step), Marks(live.landmarks, live.spread, is_open)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """Return the key code of the prompt's chunks and of later chunks."""
         prompt, frozen, left = super().rebuild(spec, state, step), state.frozen, state.live.left
         if frozen.later is None:
             return prompt.replace(tail=left, tail_unit=frozen.chunks)
@@ -352,7 +342,6 @@ class ShadowKVPlus(ShadowKV):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the tokens of the selected chunks, of the outliers, of the exact later chunks and of the window."""
         assert self.budget is not None
         frozen, ids = state.frozen, state.live.extra_ids
         behind = self.left_behind(frozen, lengths[:, None] - 1)

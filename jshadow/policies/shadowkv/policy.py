@@ -103,7 +103,7 @@ class ShadowKV(ShadowCosts, SplitsTurns):
         spread = stored_spread(lambda parts: jnp.zeros((*shape, chunks * parts)), kind, parts, spec.dtype)
         return stored_landmarks(landmarks, kind, parts, spec.dtype), spread
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         """Return the layout of the values of every chunk, outliers included, as in the published code."""
         no_kernel = "" if self.codec.compiled else f"keys={self.keys.name!r}"
         return HostLayout(
@@ -125,7 +125,6 @@ class ShadowKV(ShadowCosts, SplitsTurns):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Compute the prompt's key code, landmarks and outliers, and write its values to the host (algorithm 1)."""
         return self.compressed(spec, state, prompt)[:2]
 
     def compressed(
@@ -251,14 +250,12 @@ class ShadowKV(ShadowCosts, SplitsTurns):
         return Rebuild(*code, step.inverse, codec=self.codec, unit=self.chunk_size, split=split)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Store the cache after a fetch, if its chunks have keys and values on the device."""
         queries = selection.ids.shape[2] // self.selected(spec)
         return state.replace(live=received(state.live, selection, fetched, queries))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute one softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
             piece, state = self.selected_piece(spec, state, step, fetched)

@@ -1,12 +1,22 @@
-"""Scoring chunks (ShadowKV, algorithm 2), in three steps. A fourth one, `kept.choose`, takes the best of them.
+"""Which chunks are scored, selected, kept on the device, and kept exactly (ShadowKV, algorithm 2).
 
 1. `landmark_scores` scores every chunk by the softmax mass on its landmarks. With two levels, it is that on its mean.
 2. `by_landmarks` returns these chunks. With two levels, it first scores the best candidates again, by all of
    their landmarks.
 3. `finalists` with a second round takes WIDER times as many chunks, rebuilds their keys, and scores them by these keys.
+4. `choose` takes the best of them, and notes them in the cache of recently selected chunks.
 
-Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks. Q is the number of sets of scores: 1 if
-the queries choose together (`Scoring.shared`), else T.
+The cache has P places for each KV head. With `CacheSpec.keep`, it holds the keys and values of its chunks on the
+device. Attention reads the selected chunks in rising order of their ids, wherever they lie in the cache. So no result
+depends on the cache: neither on its size nor on the steps before.
+
+Two kinds of chunks should stay exact (outliers). The keys of the first kind differ from their landmark, so the chunk is
+not selected when it should be; the first tokens of a text are an example. The second kind has a large coding error, so
+its keys are rebuilt wrongly; a number in a repetitive text is an example. The paper keeps the first kind.
+`Choice(outlier_rule="both")` keeps both.
+
+Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks of c tokens of width d. Q is the number of
+sets of scores: 1 if the queries choose together (`Scoring.shared`), else T.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,14 +97,8 @@ def chunk_scores(
 ) -> Float[Array, "B h_kv Q n"]:
     """Score each chunk: a softmax over all candidates in each query head, then the maximum over a group's heads.
 
-    Args:
-        logits: the logits of m landmarks, MASKED where a chunk is not a candidate.
-        valid: which queries are real, bool [B, T].
-        scoring: if shared, masses are summed over the queries before the maximum.
-        parts: number of logits of a chunk, whose masses are added; m = n * parts.
-
-    Returns:
-        float32 [B, h_kv, Q, n]; -1 where a chunk is not a candidate.
+    `logits` are those of m landmarks, `parts` for each chunk, whose masses are added. They are MASKED where a chunk is
+    not a candidate, and the result is -1 there. Shared masses are summed over the queries before the maximum.
     """
     there = logits > MASKED
     mass = jnp.where(there & valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
@@ -129,14 +133,7 @@ class Finalists(NamedTuple):
 
 
 def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int) -> Finalists:
-    """Return the finalists by their landmarks.
-
-    Args:
-        query: the queries.
-        marks: the chunks.
-        scores: the scores of all chunks, from `landmark_scores`.
-        count: number of chunks that are chosen in the end.
-    """
+    """Return the finalists of `count` chunks by their landmarks. `scores` are those of `landmark_scores`."""
     if not isinstance(marks[0].landmarks, Levels):
         return Finalists(scores)
     if has_kernel(query.scoring, joined=len(marks) > 1):
@@ -146,7 +143,7 @@ def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int
     near, there = near_chunks(scores, count, marks[0].open.shape[3])
     levels, spread = marks_at(marks, near.reshape(*near.shape[:2], -1))
     logits = level_logits(query.q, levels, spread, near.shape[2], query.scoring.scale)
-    return Finalists(scores_where(logits, there, query, levels.parts), near)
+    return Finalists(_scores_where(logits, there, query, levels.parts), near)
 
 
 def near_chunks(
@@ -154,14 +151,9 @@ def near_chunks(
 ) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:
     """Return the candidates whose landmarks are all read: the `count` best groups of GROUP neighboring chunks.
 
-    Args:
-        scores: scores by the means; negative where a chunk may not be chosen. A group has the score of its best chunk.
-        count: number of chunks that are chosen in the end.
-        first: number of chunks of the prompt. No group spans the prompt and later chunks, so that results do not depend
-            on the capacity.
-
-    Returns:
-        The ids, int32, in rising order, so that the first of equal chunks is chosen, and whether each may be chosen.
+    A group has the score of its best chunk. The ids are in rising order, so that the first of equal chunks is chosen.
+    The mask tells which may be chosen: those whose score is not negative. `first` is the number of chunks of the
+    prompt. No group spans the prompt and later chunks, so that results do not depend on the capacity.
     """
     # Without this barrier, XLA's CPU backend computes the scores twice.
     scores = lax.optimization_barrier(scores)
@@ -180,7 +172,7 @@ def near_chunks(
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
 
 
-def scores_where(logits: Array, there: Array, query: Query, parts: int) -> Array:
+def _scores_where(logits: Array, there: Array, query: Query, parts: int) -> Array:
     """Return `chunk_scores` of m chunks by logits [B, h_kv, group, T, m * parts]; `there` is bool [B, h_kv, Q, m]."""
     is_there = jnp.repeat(there, parts, axis=3)[:, :, None]  # for all heads of a group, and all queries if Q = 1
     return chunk_scores(jnp.where(is_there, logits, MASKED), query.valid, query.scoring, parts)
@@ -194,15 +186,10 @@ def finalists(
 ) -> Finalists:
     """Return the chunks of which the `count` best are chosen, with their last scores.
 
-    With a second round, three times as many chunks are rebuilt, but no more rows are moved from the host. The choice is
-    better, because a landmark is a mean and hides single keys.
-
-    Args:
-        query: the queries.
-        marks: the prompt's chunks, and the chunks that joined later if there are any.
-        scores: the scores of all chunks, from `landmark_scores`.
-        count: number of chunks to choose.
-        rebuild: None: one round. Otherwise it maps chunks int32 [B, h_kv, m] to keys after RoPE [B, h_kv, m * c, d].
+    `scores` are those of `landmark_scores`. `rebuild` is None for one round. Otherwise it maps chunks int32 [B, h_kv,
+    m]
+    to keys after RoPE [B, h_kv, m * c, d]. Then three times as many chunks are rebuilt, but no more rows are moved from
+    the host. The choice is better, because a landmark is a mean and hides single keys.
     """
     if rebuild is None:
         return by_landmarks(query, marks, scores, count)
@@ -212,10 +199,10 @@ def finalists(
     order = jnp.argsort(ids, axis=3)
     ids, there = (jnp.take_along_axis(x, order, axis=3) for x in (ids, scores >= 0))
     keys = rebuild(ids.reshape(*ids.shape[:2], -1))
-    return Finalists(scores_by_keys(query, keys, there), ids)
+    return Finalists(_scores_by_keys(query, keys, there), ids)
 
 
-def scores_by_keys(
+def _scores_by_keys(
     query: Query, keys: Float[Array, "B h_kv tokens d"], there: Bool[Array, "B h_kv Q m"]
 ) -> Float[Array, "B h_kv Q m"]:
     """Score m chunks by all of their keys [B, h_kv, Q * m * c, d]; -1 where a chunk may not be chosen."""
@@ -226,7 +213,7 @@ def scores_by_keys(
         logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, keys[:, :, 0], EXACT)
     else:
         logits = jnp.einsum("bhgtd,bhtnd->bhgtn", grouped, keys, precision=EXACT, preferred_element_type=jnp.float32)
-    return scores_where(logits * query.scoring.scale, there, query, size)
+    return _scores_where(logits * query.scoring.scale, there, query, size)
 
 
 AFTER_ALL = jnp.iinfo(jnp.int32).max  # larger than the id of any chunk
@@ -265,18 +252,14 @@ class Chunks(NamedTuple):
 
 
 def choose(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
-    """Choose the `count` best finalists of each query, and note them in the cache.
+    """Choose the `count` best finalists of each query, and note them in the cache (`resident` and `ages`).
 
-    Args:
-        candidates: the finalists, which are the chunks of which the best are chosen. Their ids rise.
-        asked: which queries select, bool [B, Q]. In each row these queries come first. A row in which no query selects
-            leaves the cache as it is.
-        count: number of chunks to choose for each query.
-        resident, ages: the cache, as in `ShadowLive`.
+    `asked`, bool [B, Q], tells which queries select. In each row these queries come first. A row in which no query
+    selects leaves the cache as it is.
     """
     scores, ids = candidates
     if scores.shape[2] > 1:
-        return choose_each(candidates, asked, count, resident, ages)
+        return _choose_each(candidates, asked, count, resident, ages)
     numbers = None if ids is None else ids[:, :, 0]
     chosen = pallas_kernels.select_chunks(
         scores[:, :, 0], asked[:, 0], resident, count=count, ages=ages, numbers=numbers
@@ -286,7 +269,7 @@ def choose(candidates: Finalists, asked: Array, count: int, resident: Array, age
     return Chunks(chosen.ids[:, :, None], valid[:, :, None], chosen.total, chosen.hits, *sides)
 
 
-def choose_each(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
+def _choose_each(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
     """Do what `choose` does for several queries. Afterwards the cache holds the chunks of the last query only."""
     scores, ids = candidates
     size = scores.shape[3]
@@ -296,8 +279,8 @@ def choose_each(candidates: Finalists, asked: Array, count: int, resident: Array
     valid, order = order < size, jnp.minimum(order, size - 1)
     chosen = order if ids is None else jnp.take_along_axis(ids, order, axis=3)
     known = jnp.where(valid, chosen, AFTER_ALL)
-    first = are_in(jnp.sort(resident)[:, :, None], known[:, :, :1])
-    hit = valid & jnp.concatenate([first, are_in(known[:, :, :-1], known[:, :, 1:])], axis=2)
+    first = _are_in(jnp.sort(resident)[:, :, None], known[:, :, :1])
+    hit = valid & jnp.concatenate([first, _are_in(known[:, :, :-1], known[:, :, 1:])], axis=2)
     last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
     newest = jnp.take_along_axis(jnp.where(valid, chosen, -1), last, axis=2)[:, :, 0]
     changed, spare = asked.any(axis=1)[:, None, None], ((0, 0), (0, 0), (0, resident.shape[2] - count))
@@ -308,7 +291,7 @@ def choose_each(candidates: Finalists, asked: Array, count: int, resident: Array
     return Chunks(chosen, valid, total, hits, after, ages)
 
 
-def are_in(rising: Int[Array, "B h Q m"], ids: Int[Array, "B h Q k"]) -> Bool[Array, "B h Q k"]:
+def _are_in(rising: Int[Array, "B h Q m"], ids: Int[Array, "B h Q k"]) -> Bool[Array, "B h Q k"]:
     """Return which ids are in the list `rising` of the same query."""
     one, other = (x.reshape(-1, x.shape[3]) for x in (rising, ids))
     at = jax.vmap(jnp.searchsorted)(one, other).reshape(ids.shape)
@@ -333,17 +316,11 @@ def kept_rows(live: ShadowLive, chosen: Chunks) -> Kept | None:
 
 
 def received(live: ShadowLive, selection: Selection, fetched: Fetched, queries: int) -> ShadowLive:
-    """Return the state with the cache after a fetch. Without `CacheSpec.keep` it does not change.
+    """Return the state with the cache after a fetch for Q queries. Without `CacheSpec.keep` it does not change.
 
     After several queries, the cache holds the chunks of the last one in its first places. Their keys are rebuilt again,
     as many at once as in a step with one query. XLA's CPU backend may round keys differently when it rebuilds more of
     them at once. Without this, results would depend on how long a chunk stays in the cache.
-
-    Args:
-        live: the state, with the chunks of the cache after this step.
-        selection: the chunks that were fetched, Q * k for each head.
-        fetched: their keys and values.
-        queries: Q.
     """
     if live.values is None or live.keys is None:
         return live
@@ -366,12 +343,9 @@ def received(live: ShadowLive, selection: Selection, fetched: Fetched, queries: 
 
 
 def own_piece(fetched: Fetched, queries: int, width: int) -> Piece:
-    """Return fetched chunks as a piece for attention. With queries > 1, each query attends only to its own k chunks.
+    """Return the fetched chunks of some queries as a piece for attention. `width` is the width of a head.
 
-    Args:
-        fetched: the keys and values of queries * k chunks. If queries == 1, the valid ones are the first ones.
-        queries: number of queries that selected their own chunks.
-        width: width of a head, d.
+    With several queries, each attends only to its own k chunks. With one, the valid chunks are the first ones.
     """
     assert fetched.k is not None
     if queries == 1 and fetched.places is not None:
@@ -389,13 +363,7 @@ def own_piece(fetched: Fetched, queries: int, width: int) -> Piece:
 
 
 def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
-    """Return the chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 in unused entries.
-
-    Args:
-        query: the prompt's last query (T = 1).
-        marks: the prompt's chunks.
-        count: number of chunks to select.
-    """
+    """Return the chunks that the prompt's last query (T = 1) selects, int32 [B, h_kv, count]; -1 in unused entries."""
     ids, scores = by_landmarks(query, (marks,), product_scores(query, (marks,)), count).best(count)
     return jnp.where(scores >= 0, ids, -1)[:, :, 0]
 
@@ -403,14 +371,9 @@ def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
 def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -> tuple[Array, Array]:
     """Replace rebuilt keys by exact keys, for those preloaded chunks that every query so far has selected.
 
-    Args:
-        preload: the preloaded chunks.
-        fresh: which of them every query before this step has selected, bool [B, h_kv, n].
-        fetched: the chunks of the step, n for each of Q queries: keys [B, h_kv, Q * n * c, d].
-        valid: which queries are real, bool [B, T].
-
-    Returns:
-        The keys, in the shape of fetched.k, and `fresh` after this step.
+    `fresh`, bool [B, h_kv, n], tells which of them every query before this step has selected. `fetched` has n chunks
+    for each of Q queries: keys [B, h_kv, Q * n * c, d]. `valid`, bool [B, T], tells which queries are real. Return the
+    keys, in the shape of fetched.k, and `fresh` after this step.
     """
     assert fetched.k is not None
     batch, heads, count = preload.ids.shape
@@ -430,7 +393,9 @@ def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -
 
 
 def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, count: int) -> Array:
-    """Choose the chunks of a prompt that stay exact.
+    """Choose the `count` chunks of a prompt that stay exact, int32 [B, h_kv, count].
+
+    A row with fewer chunks has its real chunks first. The entries after them are arbitrary.
 
     Args:
         whole: which chunks the row has, bool [B, h_kv, n].
@@ -438,10 +403,6 @@ def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, c
         lost: largest squared error of a rebuilt key of each chunk, float32 [B, h_kv, n]; None if first == count.
         first: number of chunks that are chosen by the least cosine. They come first.
         count: number of chunks in all. The others are chosen by the largest error.
-
-    Returns:
-        The chunks, int32 [B, h_kv, count]. A row with fewer than `count` chunks has its real chunks first. The entries
-        after them are arbitrary.
     """
     ids = top_k(jnp.where(whole, -worst, -jnp.inf), first)
     if lost is None:
@@ -451,29 +412,18 @@ def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, c
 
 
 def leave_out(chunks: Array, ids: Array, chosen: Array) -> Array:
-    """Return the mask `chunks` [B, h_kv, n] with False at some ids.
-
-    The ids are those of `ids` [B, h_kv, o] for which `chosen` [B, h_kv, o] is True.
-    """
+    """Return the mask `chunks` [B, h_kv, n], but False at the ids [B, h_kv, o] where `chosen` [B, h_kv, o] is True."""
     row, head = jnp.ogrid[: chunks.shape[0], : chunks.shape[1]]
     ids = jnp.where(chosen, ids, chunks.shape[2])
     return chunks.at[row[..., None], head[..., None], ids].set(False, mode="drop")
 
 
 def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Array:
-    """Return the limit `PlusFrozen.cut`.
+    """Return the limit `PlusFrozen.cut`, float32 [B, h_kv].
 
-    The least cosine of an outlier is the smallest cosine between one of its keys and its landmark. The limit is the
-    largest of these numbers, over the outliers that were chosen by their landmark.
-
-    Args:
-        outliers: the prompt's outliers, those chosen by their landmark first: keys [B, h_kv, o * c, d].
-        used: which of the first m outliers are real and were chosen by their landmark, bool [B, 1, m].
-        size: tokens in a chunk.
-        parts: number of landmarks of a chunk.
-
-    Returns:
-        float32 [B, h_kv]; -inf if there is no such outlier.
+    `outliers` are the prompt's, those chosen by their landmark first. `used`, bool [B, 1, m], tells which of the first
+    m
+    are real and were chosen by their landmark.
     """
     batch, heads, _, dim = outliers.k.shape
     exact = outliers.k.reshape(batch, heads, -1, size, dim)
@@ -484,10 +434,9 @@ def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Arr
 def most_lost(candidates: Array, lost: Array | None) -> Array:
     """Return the limit `PlusFrozen.most`, float32 [B, h_kv].
 
-    Args:
-        candidates: the chunks that may be rebuilt, bool [B, h_kv, n].
-        lost: largest squared error of a rebuilt key of every chunk of the prompt, float32 [B, h_kv, n]. None: no
-            outlier is chosen by its error.
+    `candidates`, bool [B, h_kv, n], are the chunks that may be rebuilt, and `lost`, float32 [B, h_kv, n], is the
+    largest
+    squared error of a rebuilt key of every chunk. None: no outlier is chosen by its error.
     """
     if lost is None:
         return jnp.full(candidates.shape[:2], jnp.inf)
@@ -497,14 +446,9 @@ def most_lost(candidates: Array, lost: Array | None) -> Array:
 def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> Array:
     """Return whether the coding error of a chunk is above the limit `PlusFrozen.most`, bool [B, h_kv, n].
 
-    The rebuilt keys and the real keys were rounded to the model's dtype after RoPE. The keys from which `most` was
-    measured were not. Therefore the difference that rounding alone can cause is subtracted.
-
-    Args:
-        keys: rebuilt keys after RoPE [B, h_kv, n, c, d].
-        real: the exact keys after RoPE [B, h_kv, n, c, d].
-        weights: weights on the errors of a key's numbers, float32 [B, h_kv, d], or None.
-        most: limit on the squared error, float32 [B, h_kv]. If it is negative, every chunk is above it.
+    The rebuilt keys and the real keys after RoPE [B, h_kv, n, c, d] were rounded to the model's dtype. The keys from
+    which `most` was measured were not. Therefore the difference that rounding alone can cause is subtracted. `weights`
+    are as in `PlusFrozen.key_weights`. If `most` is negative, every chunk is above it.
     """
     rounding = float(jnp.finfo(real.dtype).eps)
     off, size = (jnp.sqrt(squared_error(x, real, weights)) for x in (keys, jnp.zeros_like(real)))
@@ -513,16 +457,10 @@ def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> 
 
 
 def keep_exact(live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
-    """Copy the joining chunks that should stay exact to free exact slots of ShadowKV+.
+    """Copy the joining chunks that should stay exact to free exact slots of ShadowKV+, as long as there are any.
 
-    A chunk that finds no free slot is not copied.
-
-    Args:
-        live: the state.
-        number: which later chunks are joining, int32 [B, m].
-        bad: which of them should stay exact, bool [B, h_kv, m].
-        k: their keys after RoPE [B, h_kv, m, c, d].
-        v: their values [B, h_kv, m, c, d].
+    `number`, int32 [B, m], are the later chunks that join, and `bad`, bool [B, h_kv, m], tells which should stay exact.
+    k and v are their keys after RoPE and values [B, h_kv, m, c, d].
     """
     batch, heads = bad.shape[:2]
     slots = live.extra_ids.shape[2]
@@ -547,12 +485,10 @@ def keep_exact(live: PlusLive, number: Array, bad: Array, k: Array, v: Array) ->
 
 
 def without_later(live: PlusLive, behind: Array, prompt: int) -> PlusLive:
-    """Return the state without the later chunks from number `behind` on, in the exact slots and in the cache.
+    """Return the state without the later chunks from number `behind`, int32 [B, 1, 1], on, in the exact slots and the
+    cache.
 
-    Args:
-        live: the state.
-        behind: number of later chunks that have left the window, int32 [B, 1, 1].
-        prompt: the id of later chunk 0.
+    `prompt` is the id of later chunk 0.
     """
     return live.replace(
         kept=live.kept & (jnp.arange(live.kept.shape[2]) < behind),

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -32,6 +32,7 @@ from jshadow.policies.shadowkv.key_codecs.transform import profile_of, unit_of
 from pallas_kernels import MOST_AGE, MOST_PLACES
 
 WEIGHTS = ("none", "queries")
+OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try for a share of bytes
 WIDER = 2  # with two rounds, the first selects this many chunks for each chunk of the budget
 
 
@@ -82,7 +83,6 @@ class LowRank(Keys):
     name = "lowrank"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
-        """Check the weights and the rank. A rank of None becomes the paper's share of the key columns."""
         check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
         columns = config.key_columns
         rank = usual_rank(columns) if rank is None else rank
@@ -91,7 +91,6 @@ class LowRank(Keys):
         return self, rank
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
         return LowRankCodec(rank)  # type: ignore[arg-type]  # None only before `resolve`
 
 
@@ -113,7 +112,6 @@ class TransformCode(Keys):
     name = "transform"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
-        """Check every setting. `bits` is replaced by a profile, and so is a profile of None."""
         self.check_no_rank(policy, rank)
         check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
         if self.bits is not None:
@@ -122,7 +120,7 @@ class TransformCode(Keys):
             profile = usual_profile(config.key_columns)
         else:
             profile = self.profile
-            check_profile(policy, profile, config.key_columns)
+            _check_profile(policy, profile, config.key_columns)
         return dataclasses.replace(self, bits=None, profile=profile), None
 
     def profile_of_bits(self, policy: str, config: ModelConfig) -> Profile:
@@ -135,7 +133,6 @@ class TransformCode(Keys):
         return profile_of(columns, max(8, bits * columns))
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
         return TransformCodec(self.profile)  # type: ignore[arg-type]  # None only before `resolve`
 
 
@@ -146,16 +143,14 @@ class ExactKeys(Keys):
     name = "exact"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
-        """Check that no rank is given."""
         self.check_no_rank(policy, rank)
         return self, None
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
         return ExactCodec()
 
 
-def check_profile(policy: str, profile: Any, columns: int) -> None:
+def _check_profile(policy: str, profile: Any, columns: int) -> None:
     """Raise ConfigError unless a profile is three counts that fill whole bytes and sum to at most `columns`."""
     good = isinstance(profile, tuple) and len(profile) == 3
     good = good and all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in profile)
@@ -329,64 +324,9 @@ class Quirks(Record):
         return chunks // self.chunk_multiple * self.chunk_multiple
 
 
-class Codes(Protocol):
-    """The settings of ShadowKV that decide the size of its codes."""
-
-    @property
-    def chunk_size(self) -> int: ...
-    @property
-    def keys(self) -> Keys: ...
-    @property
-    def landmarks(self) -> Landmarks: ...
-
-
-OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try
-
-
-def shadow_candidates[S: Codes](policy: S, config: ModelConfig) -> list[list[S]]:
-    """Return groups of settings with fewer and fewer outliers. Within a group, the bits of the key code fall.
-
-    All other settings stay as they are. Outliers are given up before the keys get fewer bits than the usual rank has.
-    48 outlier chunks are a small share of 128K tokens, but a fifth of 2K tokens. There, a lower rank costs more quality
-    than these outliers gain.
-    """
-    rich, poor = code_sizes(policy, config)
-    groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
-    return [
-        [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes]  # type: ignore[type-var]
-        for outliers, codes in groups
-    ]
-
-
-def code_sizes(policy: Codes, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return two lists of settings of the key code: with at least the bits of the usual rank, and with fewer.
-
-    The bits fall within each list. With the transform code, more bits come with finer landmarks, unless
-    `landmarks.tokens` is given.
-    """
-    columns, usual = config.key_columns, usual_rank(config.key_columns)
-    if isinstance(policy.keys, LowRank):
-        ranks = range(columns // 8 * 8 or columns, 0, -8)
-        return [{"rank": rank} for rank in ranks if rank >= usual], [{"rank": rank} for rank in ranks if rank < usual]
-    if not isinstance(policy.keys, TransformCode):
-        return [{}], []
-    enough = min(2 * usual, columns)
-    rich: list[dict[str, Any]] = []
-    poor: list[dict[str, Any]] = []
-    for size in range(columns, 0, -max(unit_of(columns), columns // 128)):
-        tokens = policy.landmarks.tokens
-        if tokens is None and size > columns / 6:  # `packed(small=True)` has fewer bits, and one landmark a chunk
-            most = 2 if size >= enough else 4
-            tokens = max(count for count in range(1, most + 1) if policy.chunk_size % count == 0)
-        keys = dataclasses.replace(policy.keys, bits=None, profile=profile_of(columns, 8 * size))
-        landmarks = dataclasses.replace(policy.landmarks, tokens=tokens)
-        (rich if size >= enough else poor).append({"keys": keys, "landmarks": landmarks})
-    return rich, poor
-
-
 @dataclasses.dataclass(frozen=True)
 class ShadowSettings(UniformPolicy, Budgeted, Sized):
-    """The settings of `ShadowKV`, and the counts that follow from them.
+    """The settings of `ShadowKV`, and the counts that follow from them. A count for a capacity is the maximum.
 
     Attributes:
         rank: rank of the low-rank keys. None: 160 of every 1,024 key columns, in multiples of 8.
@@ -473,10 +413,12 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return the policies of `sizes.shadow_candidates` that store and choose chunks as this policy does.
+        """Return groups of policies with fewer and fewer outliers. Within a group, the bits of the key code fall.
 
-        They have the key code, landmarks, values and choice of this policy.
-        With the transform code, the size also decides `landmarks.tokens`, unless they are given.
+        They have the key code, landmarks, values and choice of this policy. With the transform code, the size also
+        decides `landmarks.tokens`, unless they are given. Outliers are given up before the keys get fewer bits than the
+        usual rank has. 48 outlier chunks are a small share of 128K tokens, but a fifth of 2K tokens. There, a lower
+        rank costs more quality than these outliers gain.
 
         Raises:
             ConfigError: the key code's bits or profile are given, although the size decides them.
@@ -486,10 +428,35 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
                 if (value := getattr(self.keys, field)) is not None:
                     raise ConfigError(f"{self.name}.keys.{field} must be None where a share decides it, got {value!r}")
         codes = type(self)(**{name: getattr(self, name) for name in self.size_free})
-        return shadow_candidates(codes, config)
+        rich, poor = codes._code_sizes(config)
+        groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
+        return [[dataclasses.replace(codes, outlier_chunks=count, **code) for code in every] for count, every in groups]
+
+    def _code_sizes(self, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return two lists of settings of the key code: with at least the bits of the usual rank, and with fewer.
+
+        The bits fall within each list. With the transform code, more bits come with finer landmarks.
+        """
+        columns, usual = config.key_columns, usual_rank(config.key_columns)
+        if isinstance(self.keys, LowRank):
+            ranks = [{"rank": rank} for rank in range(columns // 8 * 8 or columns, 0, -8)]
+            return [one for one in ranks if one["rank"] >= usual], [one for one in ranks if one["rank"] < usual]
+        if not isinstance(self.keys, TransformCode):
+            return [{}], []
+        enough = min(2 * usual, columns)
+        rich: list[dict[str, Any]] = []
+        poor: list[dict[str, Any]] = []
+        for size in range(columns, 0, -max(unit_of(columns), columns // 128)):
+            tokens = self.landmarks.tokens
+            if tokens is None and size > columns / 6:  # `packed(small=True)` has fewer bits, and one landmark a chunk
+                most = 2 if size >= enough else 4
+                tokens = max(count for count in range(1, most + 1) if self.chunk_size % count == 0)
+            keys = dataclasses.replace(self.keys, bits=None, profile=profile_of(columns, 8 * size))
+            landmarks = dataclasses.replace(self.landmarks, tokens=tokens)
+            (rich if size >= enough else poor).append({"keys": keys, "landmarks": landmarks})
+        return rich, poor
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check every setting and replace every None by a number, except a rank that the key code does not have."""
         check_record(self.name, "keys", self.keys, Keys)
         for name, kind in (("landmarks", Landmarks), ("values", Values), ("choice", Choice), ("quirks", Quirks)):
             check_record(self.name, name, getattr(self, name), kind)
@@ -523,13 +490,11 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the prompt's last queries to compute key weights, or the last one to preload chunks."""
         last = TAIL if self.keys.weights == "queries" else int(self.quirks.exact_preload)
         return HookInputs(last_queries=last, piece=self.extend_piece)
 
     @property
     def budget_unit(self) -> int:
-        """The number of tokens in a chunk."""
         return self.chunk_size
 
     @property
@@ -616,7 +581,6 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return Parts(spec.shards, self.max_chunks(spec.capacity), self.left_chunks(spec), self.chunk_size)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Return the reason why there is no chunk to select at this capacity, or None."""
         if self.max_selected(capacity) > 0:
             return None
         return (

@@ -1,4 +1,4 @@
-"""The interface of codes of a prompt's keys before RoPE (`KeyCodec`), and how chunks are rebuilt from them.
+"""Codes of a prompt's keys before RoPE (`KeyCodec`), how chunks are rebuilt from them, and codes split over devices.
 
 A code has two parts, like the two factors of low-rank keys. `left` has a row of w numbers for every token; the rows of
 a chunk are side by side. `right` is shared by all tokens. Some codecs code all heads of a token together: their left is
@@ -154,12 +154,12 @@ class KeyCodec(abc.ABC):
         """Code the first `units` chunks of a prompt. Statistics are computed over all tokens of the prompt.
 
         Args:
-            k_pre: keys before RoPE, padded on the right [B, S, h_kv, d].
-            lengths: real tokens of each row, int32 [B].
+            k_pre: keys before RoPE, padded on the right.
+            lengths: real tokens of each row.
             units: number of chunks to code. Those after the end of the prompt are zero.
             chunk: tokens in a chunk.
-            weights: weights on the errors of a key's numbers, float32 [B, h_kv, d]. A lossy codec minimizes the error
-                of keys times these weights. None: all errors count equally.
+            weights: weights on the errors of a key's numbers. A lossy codec minimizes the error of keys times these
+                weights. None: all errors count equally.
             spread: None, or the devices that have the other tokens of the prompt. `k_pre`, `lengths` and `left` are
                 then those of this device, and `right` is the same on all. Inside shard_map only.
         """
@@ -172,36 +172,29 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         axis: str | None = None,
     ) -> Shaped[Array, "B T heads w"]:
-        """Return the left rows of later tokens [B, T, 1 or h_kv, w] (section 7.1).
+        """Return the left rows of later tokens (section 7.1), with the shared part of the prompt's code.
 
-        Args:
-            k_pre: keys before RoPE of the tokens [B, T, h_kv, d].
-            right: the shared part of the prompt's code.
-            weights: the weights that `encode` had, or None.
-            axis: the axis of a mesh that splits the heads, inside shard_map, or None.
+        `weights` are those that `encode` had. `axis` is the axis of a mesh that splits the heads, inside shard_map.
         """
 
     @abc.abstractmethod
     def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
         """Rebuild keys before RoPE, float32 [B, h_kv, t, d], from left rows [B, 1 or h_kv, t, w]."""
 
-    @abc.abstractmethod
     def products(self, sizes: Sizes) -> int:
         """Return the number of multiplications for each number of a rebuilt key."""
+        return 0
 
     @abc.abstractmethod
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Return the bytes of the temporaries of `encode` for one row.
+        """Return the bytes of the temporaries of `encode` for one row of `tokens` tokens.
 
-        Args:
-            sizes: the sizes of the layer's keys.
-            tokens: number of tokens in the row.
-            block: number of tokens that have a float32 copy at once.
+        `block` is the number of tokens that have a float32 copy at once.
         """
 
-    @abc.abstractmethod
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
         """Return the operations of the matrix products of `encode` on a GPU, for one row of `tokens` tokens."""
+        return 0
 
     @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
@@ -216,16 +209,10 @@ class KeyCodec(abc.ABC):
     def decode(
         self, code: KeyCode, ids: Int[Array, "B h_kv k"], chunk: int, tail: Array | None = None
     ) -> Float[Array, "B h_kv tokens d"]:
-        """Rebuild the keys before RoPE of chosen chunks.
+        """Rebuild the keys before RoPE of chosen chunks, float32.
 
-        Args:
-            code: the code of n chunks, from `encode`.
-            ids: chosen chunks, int32 [B, h_kv, k]. An id of n + j is chunk j of the tail. Ids out of range are clipped.
-            chunk: tokens in a chunk.
-            tail: left rows of later chunks, in the form of `KeyCode.left`, or None.
-
-        Returns:
-            float32 [B, h_kv, k * chunk, d].
+        `tail` has the left rows of later chunks. If the code has n chunks, an id of n + j is chunk j of the tail. Ids
+        out of range are clipped.
         """
         batch, heads, count = ids.shape
         rows = chosen_rows(code.left, tail, ids)
@@ -239,17 +226,10 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         block: int = BLOCK,
     ) -> Float[Array, "B h_kv n"]:
-        """Measure the largest squared error of a rebuilt key in each chunk.
+        """Measure the largest squared error of a rebuilt key in each chunk, with `block` tokens at once.
 
-        Args:
-            code: the code of n chunks, from `encode`.
-            k_pre: the keys before RoPE that were coded [B, S, h_kv, d].
-            chunk: tokens in a chunk.
-            weights: the weights that `encode` had. Errors are those of keys times these.
-            block: number of tokens that are rebuilt at once, but at least one chunk.
-
-        Returns:
-            float32 [B, h_kv, n]; 0 for chunks after position S, and arbitrary for chunks with padding.
+        `code`, `k_pre` and `weights` are those of `encode`. The result is 0 for chunks after position S, and arbitrary
+        for chunks with padding.
         """
         batch, length, heads = k_pre.shape[:3]
         units = code.left.shape[-2]
@@ -270,16 +250,9 @@ class KeyCodec(abc.ABC):
         return lax.fori_loop(0, -(-there // count), rebuild, lost)
 
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
-        """Rebuild the keys after RoPE of selected units, each at its position in the sequence.
+        """Rebuild the keys after RoPE of selected units, each at its position, in float32 or in the model's dtype.
 
         If the code has a GPU kernel (`compiled`), `pallas_kernels` rebuilds them.
-
-        Args:
-            rebuild: the code of the keys.
-            ids: the selected units, int32 [B, h_kv, k].
-
-        Returns:
-            [B, h_kv, k * unit, d], in float32 or in the model's dtype.
         """
         if self.compiled:
             chosen = pallas_kernels.ChosenKeys(
@@ -330,19 +303,10 @@ def pass_launches(passes: int, tokens: int) -> int:
 
 
 def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
-    """Return one block of a prompt's keys, with all heads side by side.
+    """Return one block of a prompt's keys, with all heads side by side [B, block, h_kv * d], and its first position.
 
     All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
     are zero, and so is padding. So every token is counted once.
-
-    Args:
-        k_pre: keys before RoPE [B, S, h_kv, d].
-        lengths: number of tokens in each row, int32 [B].
-        index: number of the block.
-        block: tokens in a block, at most S.
-
-    Returns:
-        The keys [B, block, h_kv * d] in k_pre's dtype, and the position of the block's first token.
     """
     batch, length, heads, dim = k_pre.shape
     start = jnp.minimum(index * block, length - block)
@@ -369,6 +333,12 @@ def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
 class Parts:
     """The sizes of a code whose parts lie on several devices. It is static under jit.
 
+    A joint code has one left row for all heads of a token. If the heads are split, each device has the left rows of
+    some chunks. While a prompt is coded, the devices exchange its keys once: each gives away the tokens of its heads
+    and gets all heads of its tokens. The Gram matrix is the sum of those of the devices. In a step, each device names
+    the chunks that its heads select, and one reduce-scatter of rows and zeros brings every head its rows. The sum of
+    a row and zeros is that row, so no number changes. All of this runs inside `jax.shard_map`.
+
     Attributes:
         shards: the mesh.
         units: number of chunks of the prompt.
@@ -384,9 +354,7 @@ class Parts:
     def keys(self, rebuild: Rebuild, ids: Array) -> Array:
         """Rebuild the keys after RoPE of selected units, as `KeyCodec.reconstruct` does.
 
-        Args:
-            rebuild: the code of the keys.
-            ids: units int32 [B, heads, k]. An id of `units` + j is unit j of the tail.
+        `ids` is int32 [B, heads, k]. An id of `units` + j is unit j of the tail.
         """
         chunk, tail = self.chunk, rebuild.tail
         ids = jnp.clip(ids, 0, self.units + (0 if tail is None else tail.shape[-2]) - 1)
@@ -420,19 +388,10 @@ class Parts:
 def encode_parts(
     codec: KeyCodec, k_pre: Array, lengths: Array, weights: Array | None, parts: Parts, losses: bool
 ) -> tuple[KeyCode, Array | None]:
-    """Code a prompt whose heads are split over `tp`. Each device codes the tokens of some chunks.
+    """Code a prompt whose heads are split over `tp`, with a joint codec. Each device codes the tokens of some chunks.
 
-    Args:
-        codec: a joint codec.
-        k_pre: keys before RoPE of this device's heads, padded on the right [B, S, h_kv / tp, d].
-        lengths: number of tokens of each row, int32 [B].
-        weights: as in `KeyCodec.encode`, of this device's heads.
-        parts: the sizes.
-        losses: whether to measure the coding errors.
-
-    Returns:
-        The code: left has this device's chunks, right has this device's heads. And `KeyCodec.losses` of all chunks for
-        this device's heads [B, h_kv / tp, n], or None.
+    `k_pre` and `weights` are those of this device's heads. In the code, left has this device's chunks, and right has
+    this device's heads. With `losses`, also return `KeyCodec.losses` of all chunks for this device's heads.
     """
     shards, own = parts.shards, parts.own * parts.chunk
     place, part = lax.axis_index("tp"), fit_tokens(k_pre, shards.tp * own)

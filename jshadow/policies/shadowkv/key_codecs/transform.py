@@ -3,8 +3,18 @@
 Low rank spends 16 bits on each of a few columns and none on the others. A Gaussian source is coded with the least
 squared error if each column of its eigenbasis gets bits in proportion to the logarithm of its variance (Cover & Thomas,
 Elements of Information Theory, section 10.3.3). This spreads the same bits over many more columns. Here the bits follow
-a fixed profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is stored separately. Otherwise it
-would dominate the first column and make its steps coarse.
+a fixed profile of 8, 4 and 2 bits, so that shapes are static: all layers and prompts have the same. The mean of the
+keys is stored separately. Otherwise it would dominate the first column and make its steps coarse.
+
+The quantizer is uniform and mid-rise (it has no level at zero), and clips large values. The range of a column is a
+multiple of its standard deviation, which is best for a Gaussian column. If most tokens are alike, the deviation is
+small, and the few different tokens are many deviations away. Then the range is a share of the largest magnitude. As a
+consequence, one key that is a hundred times as long as all others makes the others imprecise, even if that key itself
+is stored exactly.
+
+A GPU loads 16 bytes at once, if they begin at a multiple of 16. So each part of a code of many columns (those of 8, of
+4 and of 2 bits) fills whole pieces of 16 bytes, which `pallas_kernels.reconstruct_keys` then loads without masks while
+it multiplies the piece before. A code of few columns has too few pieces to share out, and fills whole bytes.
 """
 
 import dataclasses
@@ -54,20 +64,17 @@ REACH = {8: 1.0, 4: 0.7, 2: 0.5}
 NOTHING = 1e-5
 
 
-def profile_bits(profile: Profile) -> np.ndarray:
+def _profile_bits(profile: Profile) -> np.ndarray:
     """Return the number of bits of each coded column, int [n8 + n4 + n2]: first 8, then 4, then 2."""
     return np.repeat((8, 4, 2), profile)
 
 
 def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile) -> Float[Array, "*n r"]:
-    """Return the quantizer's step for each column [..., r]. It is 0 for a constant column, whose codes stand for 0.
+    """Return the quantizer's step for columns with these standard deviations and largest magnitudes.
 
-    Args:
-        sigma: standard deviations of the columns [..., r].
-        largest: largest magnitudes of the columns [..., r].
-        profile: numbers of columns with 8, 4 and 2 bits.
+    A constant column has the step 0, and its codes stand for 0.
     """
-    bits = profile_bits(profile)
+    bits = _profile_bits(profile)
     load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (LOAD, REACH))
     half = np.float32(2.0) ** (bits - 1)
     floor = NOTHING * sigma.max(axis=-1, keepdims=True, initial=0.0)
@@ -76,7 +83,7 @@ def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: P
 
 def quantize(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
     """Quantize columns and pack their codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
-    half = jnp.asarray(2.0 ** (profile_bits(profile) - 1), jnp.float32)
+    half = jnp.asarray(2.0 ** (_profile_bits(profile) - 1), jnp.float32)
     codes = jnp.clip(jnp.floor(x / jnp.where(step > 0, step, 1)) + half, 0, 2 * half - 1)
     codes = jnp.where(step > 0, codes, 0).astype(jnp.uint8)
     first, second = profile[0], profile[0] + profile[1]
@@ -104,15 +111,11 @@ MANY = 512  # key columns from which on the parts of a code fill whole pieces
 
 
 def profile_of(columns: int, bits: float) -> Profile:
-    """Return the default profile for a number of key columns and a number of bits.
+    """Return the default profile (n8, n4, n2) for a number of key columns, all KV heads together, and bits of a token.
 
-    Args:
-        columns: number of key columns, all KV heads together.
-        bits: bits of a token's code. They are rounded to whole bytes, which the profile fills completely; with MANY
-            columns or more, to whole pieces of 16 bytes, at least one.
-
-    Returns:
-        The numbers of columns that have 8, 4 and 2 bits.
+    Bits are rounded to whole bytes, which the profile fills completely; with MANY columns or more, to whole pieces of
+    16
+    bytes, at least one.
 
     Raises:
         ConfigError: bits are less than a byte, or more than 8 for each column.
@@ -178,11 +181,9 @@ class TransformCodec(KeyCodec):
 
     @property
     def rank(self) -> int:
-        """Number of columns r that have bits."""
         return sum(self.profile)
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """Return the shapes of the packed rows and of the Basis."""
         dtype = jnp.dtype(sizes.dtype)
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * packed_width(self.profile)), jnp.uint8)
         columns: Any = jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype)
@@ -211,14 +212,13 @@ class TransformCodec(KeyCodec):
             packed = jnp.where(keys.new(index, start), quantize(rows, step[:, None], self.profile), 0)
             return put_block(left, packed, index, start)
 
-        step = steps(*column_sizes(lambda index: coefficients(index)[0], keys, self.rank), self.profile)
+        step = steps(*_column_sizes(lambda index: coefficients(index)[0], keys, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, keys.blocks, code, left), units * chunk)
         columns = (head_columns(basis, weights, heads) * step[:, None, :, None]).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
-        """Code keys with the prompt's basis, mean and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
         if weights is not None:  # squared: once for the weighted keys, and once because columns are divided by them
             rows *= weights[:, None] ** 2
@@ -228,44 +228,35 @@ class TransformCodec(KeyCodec):
         return quantize(products / jnp.where(step > 0, step, 1), step, self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Multiply the codes by the columns, in their dtype, and add the mean."""
         keys = coded_products(rows, right.columns, self.profile)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """Return the columns, the mean and the profile."""
         return {"right": right.columns, "mean": right.mean, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
-        """Return the number of columns that have bits."""
         return self.rank
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """Count the left row, one byte for each code, and coefficients in float32 and in the model's dtype."""
         return packed_width(self.profile) + self.rank * (1 + 4 + jnp.dtype(sizes.dtype).itemsize)
 
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
-        """Count the Gram matrix, its basis, and two passes: for the steps and for the codes."""
         return encode_operations(sizes, tokens, self.rank, passes=2)
 
     def encode_launches(self, sizes: Sizes, tokens: int) -> int:
-        """Count the passes for the mean, for the Gram matrix (two), the steps and the codes, and the basis."""
         return pass_launches(5, tokens) + basis_launches(sizes.columns, self.rank)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
-        columns, coefficients = sizes.columns, 4 * block * len(profile_bits(self.profile))
+        columns, coefficients = sizes.columns, 4 * block * len(_profile_bits(self.profile))
         rows = 2 * tokens * packed_width(self.profile)
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
 
 
-def column_sizes(block_of: Callable[[Array], Array], keys: PromptKeys, columns: int) -> tuple[Array, Array]:
+def _column_sizes(block_of: Callable[[Array], Array], keys: PromptKeys, columns: int) -> tuple[Array, Array]:
     """Return the standard deviation and the largest magnitude of each column, float32 [B, columns] each.
 
-    Args:
-        block_of: maps the number of a block to its centered rows [B, tokens, columns], zero where there is no token.
-        keys: the keys, for their number of blocks and of tokens.
-        columns: number of columns.
+    `block_of` maps the number of a block of `keys` to its centered rows [B, tokens, columns], zero where no token is.
     """
 
     def add(index: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
