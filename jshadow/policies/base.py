@@ -100,12 +100,7 @@ class Policy(abc.ABC):
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Return this policy with every setting that is None replaced by a number.
 
-        Args:
-            config: the model.
-            capacity: maximum number of tokens that a row can hold.
-
-        Raises:
-            ConfigError: a setting is out of range.
+        `capacity` is the maximum number of tokens that a row can hold. Raises ConfigError if a setting is out of range.
         """
         return self
 
@@ -148,9 +143,7 @@ class LayerCache(abc.ABC):
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Return `CacheSpec.window`, the number of slots for exact tokens.
 
-        Args:
-            capacity: maximum number of tokens that a row can hold.
-            shortest: number of tokens in the shortest prompt of the batch.
+        `shortest` is the number of tokens in the shortest prompt of the batch.
         """
         return capacity
 
@@ -164,25 +157,17 @@ class LayerCache(abc.ABC):
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return the state of a layer that holds no tokens yet, without its host tier.
 
-        Args:
-            spec: the layer.
-            fitted: this layer's slice of learned arrays, or None.
+        `fitted` is this layer's slice of learned arrays, or None.
         """
 
     @abc.abstractmethod
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store a prompt.
+        """Store a prompt in the state that `init` returned. `fitted` is as in `init`.
 
-        Args:
-            spec: the layer.
-            state: the state that `init` returned.
-            prompt: the prompt's keys, values and queries.
-            fitted: this layer's slice of learned arrays, or None.
-
-        Returns:
-            The new state, and the rows to write to host memory for the whole prompt, or None if nothing is offloaded.
+        Return the new state, and the rows to write to host memory for the whole prompt, or None if nothing is
+        offloaded.
         """
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
@@ -196,11 +181,7 @@ class LayerCache(abc.ABC):
 
         None: the method cannot give tokens back, because it keeps something of them, or loses something for them. This
         is the default. Tokens of the prompt can be given back only if they are stored like those after the prompt.
-
-        Args:
-            spec: the layer.
-            state: its state.
-            reached: the most tokens that each row has ever held, int32 [B].
+        `reached` is the most tokens that each row has ever held, int32 [B].
         """
         return None
 
@@ -238,30 +219,18 @@ class LayerCache(abc.ABC):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute the attention of the step's queries.
+        """Compute the attention of the step's queries [B, T, h_q, d], and return it with the new state.
 
-        Args:
-            spec: the layer.
-            state: the state after `append`, `select` and `receive`.
-            step: the step's queries, keys and values.
-            fetched: the units that `select` chose, or None.
-
-        Returns:
-            The output [B, T, h_q, d], and the new state.
+        The state is that after `append`, `select` and `receive`. `fetched` are the units that `select` chose, or None.
         """
 
     @abc.abstractmethod
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the tokens that a query attends to in each part of the cache ("window", "selected", ...).
+        """Count the tokens that a query attends to in each part of the cache ("window", "selected", ...), float32 [B].
 
-        Args:
-            spec: the layer.
-            state: its state after the query's step.
-            lengths: number of tokens that each row holds, with the query's own token, int32 [B].
-
-        Returns:
-            The name of each part with its count, float32 [B]. The count includes the query's own token. It is a mean
-            over heads.
+        The state is that after the query's step. `lengths`, int32 [B], is the number of tokens that each row holds.
+        Both
+        include the query's own token. A count is a mean over heads.
         """
 
     # Costs, for the planner. The defaults are upper bounds. A spec describes the layer, and a state may be abstract.

@@ -188,10 +188,8 @@ class Speculates(Policy):
     def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
         """Return the shared state after a step.
 
-        Args:
-            shared: the shared state before the step.
-            logits: the logits of the current token and of the guess, float32 [B, 2, V].
-            lengths: number of tokens that each row holds, int32 [B].
+        `logits`, float32 [B, 2, V], are those of the current token and of the guess, and `lengths`, int32 [B], is the
+        number of tokens that each row holds.
         """
 
     def before_trial(self, shared: Any, token: Array) -> Any:
@@ -199,12 +197,7 @@ class Speculates(Policy):
         return shared
 
     def adopt(self, live: Any, after: Any) -> Any:
-        """Return a layer's live part after the trial step was undone.
-
-        Args:
-            live: the live part before the trial step.
-            after: the live part after the trial step.
-        """
+        """Return a layer's live part after the trial step was undone, from those before it and after it."""
         return live
 
 
@@ -243,14 +236,10 @@ class Sized(Policy):
 
     @abc.abstractmethod
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return groups of policies with different settings, the preferred group first.
+        """Return groups of policies with different settings for a capacity of `num_tokens`, the preferred group first.
 
         Within a group, each policy takes fewer device bytes than the policy before it. `sizing.at_share` takes the
         first policy that fits, from the first group that has one.
-
-        Args:
-            num_tokens: the capacity in tokens.
-            config: the model.
         """
 
 

@@ -105,12 +105,8 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         return keys[:, :, :, 0, : self.columns]
 
-    def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Return whether the rows are offloaded. Rows on the device already contain the leading columns."""
-        return spec.fetch != "resident"
-
-    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Array:
-        return rows[..., : self.columns]
+    def resident_summaries(self, rows: Array) -> Array:
+        return rows[..., : self.columns]  # the leading columns of the keys are at the front of each row
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
         known = basis.known | (self.columns == spec.head_dim)  # with all columns, every basis gives the same products

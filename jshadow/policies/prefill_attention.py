@@ -105,39 +105,25 @@ class PrefillAttention(abc.ABC):
     ) -> Any:
         """Return the initial value of the pytree that each piece passes on to the next.
 
-        Args:
-            config: the model.
-            kind: the kind of attention in the layer.
-            prompt: the whole prompt if `ahead`, else zeros of the same shapes.
-            q_tail: queries after RoPE of each row's last `tail` real tokens [B, tail, h_q, d], or None.
-            learned: this layer's slice of the arrays of `prepared`, or None.
+        `prompt` is the whole prompt if `ahead`, else zeros of the same shapes. `q_tail` has the queries after RoPE of
+        each
+        row's last `tail` real tokens [B, tail, h_q, d], or None. `learned` is this layer's slice of the arrays of
+        `prepared`, or None.
         """
 
     @abc.abstractmethod
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Any
     ) -> tuple[Array, Any]:
-        """Compute the attention of one piece.
+        """Compute the attention of one piece [B, P, h_q, d]. Keys and values after its last token may be arbitrary.
 
-        Args:
-            config: the model.
-            kind: the kind of attention in the layer.
-            piece: the queries of the piece.
-            prompt: the keys and values. Those after the piece's last token may be arbitrary.
-            aux: the pytree from `begin` or from the previous piece.
-
-        Returns:
-            The output [B, P, h_q, d], and the pytree to pass on to the next piece. That of the last piece becomes
-            `PromptKV.extra`.
+        `aux` is the pytree from `begin` or from the previous piece. Return also the pytree to pass on to the next
+        piece.
+        That of the last piece becomes `PromptKV.extra`.
         """
 
     @abc.abstractmethod
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Return an upper bound on the temporary device bytes for one piece.
-
-        Args:
-            config: the model.
-            batch: number of rows B.
-            tokens: number of tokens in the prompt.
-            size: number of tokens in the piece.
+        """Return an upper bound on the temporary device bytes for a piece of `size` tokens of `batch` prompts of
+        `tokens`.
         """

@@ -128,13 +128,17 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         """Convert keys or queries after RoPE [B, S, h, d] to the form of stored keys. Products must not change."""
         return keys
 
-    def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Return whether summaries are stored. If not, `resident_summaries` reads them from units on the device."""
-        return True
+    def resident_summaries(self, rows: Array) -> Any:
+        """Return the summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d].
 
-    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Any:
-        """Return the summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d]."""
+        A policy that defines this stores no summaries with the fetch mode "resident".
+        """
         raise NotImplementedError
+
+    def kept_summaries(self, spec: CacheSpec) -> bool:
+        """Return whether summaries are stored."""
+        reads = type(self).resident_summaries is not RetrievalPolicy.resident_summaries
+        return not reads or spec.fetch != "resident"
 
     def query(self, step: StepKV) -> Array:
         """Return the queries after RoPE by which units are chosen [B, T, h_q, d]."""
@@ -313,7 +317,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         layout, tier = self.host_layout(spec), state.host
         assert tier.tail is not None
         rows = [tier.prompt.array] if tier.prompt is not None else []
-        return [self.resident_summaries(spec, x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
+        return [self.resident_summaries(x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

@@ -51,10 +51,7 @@ def _named(base: type[Record]) -> dict[str, type[Record]]:
 def import_record(annotation: Any, place: Any) -> Any:
     """Return the name of the record type at `module.Class`, which is imported, for a field of several types.
 
-    Any other value is returned as it is.
-
-    Raises:
-        ConfigError: the module cannot be imported, or it has no such record type.
+    Any other value is returned as it is. Raises ConfigError if there is no such module or record type.
     """
     if not isinstance(place, str) or "." not in place or not any(record_types(annotation)):
         return place
@@ -129,13 +126,10 @@ def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
 
 
 def with_settings[T](value: T, settings: Mapping[str, Any], path: str = "") -> T:
-    """Return a policy or record with some settings replaced.
+    """Return a policy or record with some settings replaced, given by dotted name.
 
-    Args:
-        value: a policy or a record.
-        settings: the new values by dotted name. If a field allows several record types, a name chooses one of them. The
-            record has default settings unless `value` already has a record of that type.
-        path: the name of the value in error messages; by default its `name`.
+    If a field allows several record types, a name chooses one of them. The record has default settings unless `value`
+    already has a record of that type. `path` is the name of the value in error messages; by default its `name`.
 
     Raises:
         ConfigError: there is no such setting or no such record. The message names the nearest settings.

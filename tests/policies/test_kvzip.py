@@ -11,6 +11,7 @@ from few import one_of
 from tokenizers_by_kind import TOKENIZERS
 
 import jshadow
+from jshadow import AdaKV, Full, KVzip, Params, Quest, RocketKV
 from jshadow.cache.prompt_walk import check_text, walk_layers
 from jshadow.engine.prefill.layer import Given
 from jshadow.engine.prefill.layer_run import LayerPlan
@@ -22,7 +23,6 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import prefill_peak
-from jshadow.policies import AdaKV, Full, KVzip, Params, Quest, RocketKV
 from jshadow.policies.eviction import KeptBlocks
 from jshadow.policies.sizing import at_share, device_share
 from jshadow.weights.params import init_params

@@ -34,8 +34,8 @@ TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed(), "packed small": ShadowKV.packed(small=True)}
 # Maximum operations of the compression, in those of the layer.
 SHARES = {"paper": 0.015, "packed": 0.02, "packed small": 0.02}
-ESTIMATE = 0.05  # maximum relative error of `compress_flops`
-LAUNCHES = 0.15  # maximum relative error of `compress_launches`
+ESTIMATE = 0.05  # maximum relative error of the operations of `compress_work`
+LAUNCHES = 0.15  # maximum relative error of the launches of `compress_work`
 MOST_LAUNCHES = 3500  # of a prompt of TOKENS tokens, with what library calls count as
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).

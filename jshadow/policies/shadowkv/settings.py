@@ -50,13 +50,9 @@ class Keys(Record, abc.ABC):
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
         """Return these settings with every None replaced by a number, and the rank, or None for a code without one.
 
-        Args:
-            policy: the name of the policy, for messages.
-            rank: the setting `ShadowKV.rank`.
-            config: the model.
-
-        Raises:
-            ConfigError: a setting is out of range, or there is a rank and the code has none.
+        `policy` is the name of the policy, for messages, and `rank` is the setting `ShadowKV.rank`. Raises ConfigError
+        if a
+        setting is out of range, or if there is a rank and the code has none.
         """
 
     @abc.abstractmethod
