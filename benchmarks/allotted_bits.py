@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
-from jshadow.policies.shadowkv.key_codecs.midrise import steps
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys, side_by_side
+from jshadow.policies.shadowkv.key_codecs.lowrank import PromptKeys, leading_columns, side_by_side
+from jshadow.policies.shadowkv.key_codecs.transform import steps
 
 LOADS = np.geomspace(1.2, 8, 8)  # ranges to try, in standard deviations
 

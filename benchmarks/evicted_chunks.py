@@ -16,11 +16,11 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import top_k
 from jshadow.policies import ShadowKV, register
+from jshadow.policies.adakv import SCORES, scorer_of
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
 from jshadow.policies.eviction import EvictingPolicy, with_reserved
-from jshadow.policies.scorers import SCORES, scorer_of
-from jshadow.policies.shadowkv.outliers import leave_out
+from jshadow.policies.shadowkv.selection import leave_out
 
 
 @register(small={"rank": 12, "budget": 16, "chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2}, lossless=None)

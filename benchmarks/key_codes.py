@@ -33,7 +33,7 @@ from jshadow.evaluation.tasks import TASKS as TASK_TABLE
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, TransformCode, Values
 from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, Profile, TransformCodec
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+from jshadow.policies.shadowkv.key_codecs.transform import profile_of
 
 TASKS = ("agreement", "agreement_bible", "agreement_code")
 BITS = 512  # bits of a token's keys, as many as rank 32 takes in 16-bit numbers

@@ -24,8 +24,7 @@ from jshadow.ops.layout import to_chunks, token_slice
 from jshadow.policies import check_choice
 from jshadow.policies.shadowkv import Keys
 from jshadow.policies.shadowkv.key_codecs import KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, Spread
-from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, put_block
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, Spread, new_tokens, put_block
 from pallas_kernels.bits import pack_codes, unpack_bytes
 
 # The base of both
@@ -53,7 +52,6 @@ class PerHeadCodec(KeyCodec):
         return None
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """Return the shape of the rows, and the shapes of the shared part."""
         left: Any = jax.ShapeDtypeStruct((batch, sizes.heads, units, chunk * self.row_bytes(sizes.dim)), jnp.uint8)
         return KeyCode(left, self.shared_shapes(batch, sizes))
 
@@ -153,7 +151,6 @@ class RotationCodec(PerHeadCodec):
     name = "rotation"
 
     def row_bytes(self, dim: int) -> int:
-        """Return the bytes of d codes and of the length."""
         return dim * self.bits // 8 + NORM
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
@@ -174,11 +171,9 @@ class RotationCodec(PerHeadCodec):
         return jnp.einsum("bhte,de->bhtd", turned, rotation(dim), precision=EXACT) * (norm / dim**0.5)
 
     def products(self, sizes: Sizes) -> int:
-        """Return the width of a head."""
         return sizes.dim
 
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
-        """Count the rotation of all keys."""
         return 2 * tokens * sizes.columns * sizes.dim
 
 
@@ -215,7 +210,6 @@ class ChannelCodec(PerHeadCodec):
     name = "channel"
 
     def row_bytes(self, dim: int) -> int:
-        """Return the bytes of d codes."""
         return dim * self.bits // 8
 
     def shared(self, k_pre: Array, lengths: Array) -> Ranges:
@@ -228,7 +222,6 @@ class ChannelCodec(PerHeadCodec):
         return Ranges(jnp.where(some, least, 0), jnp.where(some, step, 0))
 
     def shared_shapes(self, batch: int, sizes: Sizes) -> Ranges:
-        """Return the shapes of the two arrays."""
         each: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), jnp.float32)
         return Ranges(each, each)
 
@@ -245,12 +238,7 @@ class ChannelCodec(PerHeadCodec):
         return codes * right.step[:, :, None] + right.least[:, :, None]
 
     def products(self, sizes: Sizes) -> int:
-        """Return 1: a number is multiplied by its step."""
         return 1
-
-    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
-        """Return 0, since there is no matrix product."""
-        return 0
 
 
 # Settings
@@ -292,7 +280,6 @@ class RotationCode(HeadCode):
     multiples = {2: 4, 3: 8}  # noqa: RUF012, the base has its type
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
         return RotationCodec(self.bits)
 
 
@@ -304,5 +291,4 @@ class ChannelCode(HeadCode):
     multiples = {2: 4, 4: 2}  # noqa: RUF012, the base has its type
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """Return the codec with these settings."""
         return ChannelCodec(self.bits)

@@ -25,7 +25,6 @@ TEXT = "agreement"  # Python's documentation; "agreement_code": its source code
 
 # %%
 import dataclasses
-from collections.abc import Sequence
 from typing import Self
 
 import jax.numpy as jnp
@@ -38,40 +37,24 @@ from jshadow.evaluation import metrics
 from jshadow.evaluation.laws import LAWS, run_laws, subject_of
 from jshadow.evaluation.tasks import make
 from jshadow.models.config import ModelConfig
-from jshadow.policies import (
-    Budgeted,
-    CacheSpec,
-    EvictingPolicy,
-    Falling,
-    PromptKV,
-    Sized,
-    SnapKV,
-    check_range,
-    register,
-)
+from jshadow.policies import CacheSpec, KeepsBest, PromptKV, SnapKV, check_range, register
 from jshadow.policies.sizing import at_share
 
 # %% [markdown]
 # ## The class
 #
-# `EvictingPolicy` is the base class of methods that evict tokens of the prompt once and keep all later tokens. A
-# subclass has two methods. `slots` returns the number of tokens that stay. `score` returns a score for each token, and
-# the number of newest tokens that stay whatever their score. `resolve` checks the settings.
-#
-# Two base classes are optional. With `Budgeted` the wrapper `pyramid` can scale the budget from layer to layer. With
-# `Sized` and its method `candidates` the policy can be compared with others at equal memory.
+# `KeepsBest` is the base class of methods that evict tokens of the prompt once and keep all later tokens. Its setting
+# `kept` is the number of tokens that stay. A subclass has a method `score`. It returns a score for each token, and the
+# number of newest tokens that stay whatever their score. `resolve` checks the settings.
 #
 # `@register` makes the policy known by its name. `small` are settings that drop tokens on the tiny prompts of the laws.
 # `lossless` are settings that equal full attention. If the cell runs again, the new class replaces the old one.
 
 
 # %%
-@register(
-    small={"kept": 14, "recent": 4},
-    lossless=lambda tokens, config: {"kept": max(tokens, SmallNorms.recent)},
-)
+@register(small={"kept": 14, "recent": 4}, lossless=lambda tokens, config: {"kept": tokens})
 @dataclasses.dataclass(frozen=True)
-class SmallNorms(EvictingPolicy, Budgeted, Sized):
+class SmallNorms(KeepsBest):
     """Keep the tokens whose keys have the smallest L2 norm, and the newest ones.
 
     Attributes:
@@ -84,27 +67,16 @@ class SmallNorms(EvictingPolicy, Budgeted, Sized):
 
     name = "small_norms"
     source = "arXiv 2406.11430"
-    budget_fields = ("kept",)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the settings. Raises ConfigError where one is out of range."""
         check_range(self.name, "recent", self.recent, 0)
-        check_range(self.name, "kept", self.kept, max(1, self.recent))
-        return self
-
-    def slots(self, capacity: int) -> int:
-        """Tokens that are kept, never more than the capacity."""
-        return min(self.kept, capacity)
+        return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
         """Minus the norm of each key, float32 [B, h_kv, S], and how many of the newest tokens stay, int32 [B]."""
         norms = jnp.linalg.norm(prompt.k_post.astype(jnp.float32), axis=-1)
         return -norms.swapaxes(1, 2), jnp.full_like(prompt.lengths, self.recent)
-
-    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """All sizes, from the largest to the smallest."""
-        cls = type(self)
-        return [Falling(lambda kept: cls(kept=kept, recent=min(cls.recent, kept)), 1, num_tokens)]
 
 
 # %% [markdown]

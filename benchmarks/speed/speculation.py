@@ -24,7 +24,7 @@ from jshadow.evaluation.speed import LEFT, QUERIES, Shape, compiled, layer_state
 from jshadow.evaluation.tasks.texts import documentation, paragraphs
 from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, Policy
-from jshadow.policies.full import FullLive
+from jshadow.policies.full import OneCache
 from jshadow.weights.params import Params
 from jshadow.weights.tokenizer import encode
 
@@ -275,7 +275,7 @@ def cycle_programs(shape: Shape, drafter: SelfDraft) -> Callable[[str], None]:
     held = jnp.full(shape.batch, shape.context, jnp.int32)
 
     def layer_of(cache: KeyValues) -> LayerState:
-        return LayerState(None, FullLive(cache), HostTier())
+        return LayerState(None, OneCache(cache), HostTier())
 
     def check(cache: KeyValues, step: Any) -> tuple[Array, KeyValues]:
         out, layer, _ = step_layer(spec, layer_of(cache), step, AllLayers((spec,), [HostTier()]))

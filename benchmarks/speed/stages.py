@@ -11,8 +11,8 @@ from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.evaluation.speed import Shape, Times, compiled, layer_state, measure, random_step, timed
 from jshadow.policies import Policy, ShadowKV
-from jshadow.policies.costs import costs_of, query_rows
-from jshadow.policies.shadowkv.costs import packed_landmarks, selected_numbers, sizes_of
+from jshadow.policies.base import step_flops
+from jshadow.policies.shadowkv.key_codecs import Sizes
 
 # Each stage in order -> the stage that contains it, or None. For example, "fetch" contains "keys" and "values".
 STAGES = {
@@ -46,7 +46,7 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
         most, bytes_read, bytes_fetched and flops. The bytes that one stage passes to the next are not counted.
     """
     spec, state = layer_state(shape, policy, fetch)
-    step = random_step(shape, 1, query_rows(spec.policy))
+    step = random_step(shape, 1, spec.policy.query_rows)
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
     fetching = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
@@ -141,15 +141,15 @@ def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int,
     """Return the bytes read, the bytes fetched from the host, and the operations of each stage."""
     policy, item = spec.policy, jnp.dtype(spec.dtype).itemsize
     read, moved, flops = (dict.fromkeys(STAGES, 0) for _ in range(3))
-    for part, (device, host) in costs_of(policy).step_bytes(spec, state).items():
+    for part, (device, host) in policy.step_bytes(spec, state).items():
         stage = READ_BY.get(part, "attend")
         read[stage] += device
         moved[stage] += host
     if isinstance(policy, ShadowKV):
-        products = policy.codec.products(sizes_of(spec))
-        flops["scores"] = 2 * spec.group * (read["scores"] // item + packed_landmarks(policy, spec))
-        flops["keys"] = 2 * selected_numbers(policy, spec, spec.head_dim) * products
-    flops["attend"] = costs_of(policy).step_flops(spec, state) - flops["scores"] - flops["keys"]
+        numbers, size = policy.landmark_reads(spec, state)
+        flops["scores"] = 2 * spec.group * (read["scores"] // item + numbers - size // item)
+        flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * policy.codec.products(Sizes.of(spec))
+    flops["attend"] = step_flops(spec, state) - flops["scores"] - flops["keys"]
     for table in (read, moved, flops):
         table["select"] += table["scores"]
         table["fetch"] += table["keys"] + table["values"]

@@ -116,7 +116,7 @@ class Calibrate(_TextCommand):
         """Return 0 when the layers are measured."""
         import numpy as np
 
-        from jshadow.policies.omnikv.calibration import choose_filters, dense_share, filter_masses
+        from jshadow.policies.omnikv import choose_filters, dense_share, filter_masses
 
         check_least(self, 1, "filters", "budget")
         params, ids = self.load_with_text()
@@ -153,7 +153,7 @@ def _held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> 
     import numpy as np
 
     from jshadow.policies.capabilities import Trains, capability
-    from jshadow.policies.less.errors import errors_of
+    from jshadow.policies.less.training import errors_of
 
     if capability(policy, Trains) is None:
         return None

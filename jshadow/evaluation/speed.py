@@ -36,9 +36,8 @@ from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.planner.machine import fetch_here
 from jshadow.policies import LayerCache, Policy
-from jshadow.policies.base import why_dense
+from jshadow.policies.base import step_flops, why_dense
 from jshadow.policies.capabilities import attention_of
-from jshadow.policies.costs import costs_of, query_rows
 from jshadow.weights.convert.huggingface import locate, read_config
 
 PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
@@ -276,7 +275,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
         fetch from the host (bytes_fetched), their sum (bytes_moved), and its operations (flops).
     """
     spec, state = layer_state(shape, policy, fetch)
-    steps = itertools.cycle([random_step(shape, seed, query_rows(spec.policy)) for seed in range(1, 1 + QUERIES)])
+    steps = itertools.cycle([random_step(shape, seed, spec.policy.query_rows) for seed in range(1, 1 + QUERIES)])
 
     def run(reads: Any, writes: Any, step: StepKV) -> tuple[Array, Any]:
         layer = LayerState(reads[0], writes[0], HostTier(reads[1], writes[1]))
@@ -293,7 +292,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
 
     times = measure(once, repeats, seconds)
     sizes = np.array(list(layer_nbytes(state).values())).sum(axis=0)
-    moved = np.array(list(costs_of(spec.policy).step_bytes(spec, state).values())).sum(axis=0)
+    moved = np.array(list(spec.policy.step_bytes(spec, state).values())).sum(axis=0)
     return {
         "policy": spec.policy.name,
         "fetch": spec.fetch,
@@ -309,7 +308,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
         "bytes_read": int(moved[0]),
         "bytes_fetched": int(moved[1]),
         "bytes_moved": int(moved.sum()),
-        "flops": int(costs_of(spec.policy).step_flops(spec, state)),
+        "flops": int(step_flops(spec, state)),
     }
 
 

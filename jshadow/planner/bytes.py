@@ -19,8 +19,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
-from jshadow.policies.capabilities import attention_of, first_shared
-from jshadow.policies.costs import costs_of, rows_of
+from jshadow.policies.capabilities import attention_of, first_shared, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.sliding_window import SlidingWindow
 
@@ -220,7 +219,7 @@ def prefill_parts(
         "attention": whole,
         "piece": max(in_pieces, rows * size * token * 4),
         "second_pass": max((second_pass_bytes(config, one, batch, count * size, item) for one in second), default=0),
-        "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
+        "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * workload.capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),
     }
@@ -244,5 +243,5 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
     return {
         "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
         "activations": 4 * rows * token,
-        "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in specs),
+        "attention": max(spec.policy.step_temporaries(spec) for spec in specs),
     }

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from jshadow.cache.offload import FETCH_MODES
 from jshadow.cache.spec import CacheSpec
 from jshadow.planner.gpu_specs import GIB
-from jshadow.policies.mesh_checks import no_kernel
 
 
 class ModeFigures(NamedTuple):
@@ -111,8 +110,6 @@ def kernel_refusal(specs: Sequence[CacheSpec]) -> str:
             continue
         if layout.no_kernel:
             return f"{spec.policy.name} with {layout.no_kernel}"
-        if refusal := no_kernel(spec):
-            return refusal
         if layout.planes > 1:
             return f"{spec.policy.name}, which keeps keys beside the values"
     return ""

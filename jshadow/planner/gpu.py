@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries
@@ -26,11 +27,9 @@ from jshadow.planner.mesh import device_weights, model_links, share_of
 from jshadow.planner.pieces import most_rows, pieces_of
 from jshadow.planner.prefill_time import PrefillTime, prefill_time
 from jshadow.policies import Full, Policy
-from jshadow.policies.base import why_dense
-from jshadow.policies.capabilities import Streams
-from jshadow.policies.costs import costs_of, rows_of
-from jshadow.policies.links import Links
-from jshadow.policies.mesh_checks import check_split
+from jshadow.policies.base import Links, step_flops, why_dense
+from jshadow.policies.capabilities import Streams, rows_of
+from jshadow.policies.checks import check_split
 from jshadow.policies.settings import policy_settings
 
 
@@ -388,7 +387,7 @@ class Planner:
             policy=policy,
             fetch=workload.fetch,
             fetch_reason=None,
-            repeat_share=self.repeats(specs),
+            repeat_share=self.repeats(row),
             fallback=why_dense(policy, self.whole, workload.capacity),
             row_parts=parts,
             largest_batch=largest,
@@ -424,9 +423,10 @@ class Planner:
             return None
         return _largest_prefill(self.whole, policy, self.workload, self.gpu.memory_bytes - CONTEXT_RESERVE)
 
-    def repeats(self, specs: Sequence[CacheSpec]) -> float:
+    def repeats(self, state: KVState) -> float:
         """Return the share of the selected units that are on the device already, in [0, 1]."""
-        keeps = any(costs_of(spec.policy).step_kept(spec) for spec in specs)
+        layers = zip(state.specs, state.layers, strict=True)
+        keeps = any(spec.policy.step_costs(spec, layer).kept for spec, layer in layers)
         return self.workload.repeat_share or 0.0 if keeps else 0.0
 
     def step(self, policy: Policy, batch: int, *, passes: bool = True) -> StepBound:
@@ -435,7 +435,7 @@ class Planner:
         Args:
             policy: the resolved policy.
             batch: number of rows.
-            passes: whether to count what the GPU kernels move beyond the state (`Costs.step_passes`).
+            passes: whether to count what the GPU kernels move beyond the state (`StepCosts.passes`).
         """
         state = abstract_of(self.specs(policy, batch), policy)
         weights, rows = device_weights(self.whole, self.workload.shards), batch * rows_of(policy)
@@ -444,20 +444,20 @@ class Planner:
         chosen, some = _experts_read(self.whole, rows)
         hbm: dict[str, float] = {"weights": self.item * (read_once + round(some * weights.experts))}
         flops = 2 * rows * (read_once + round(chosen * weights.experts))
-        share, moved = self.repeats(state.specs), 0.0
+        share, moved = self.repeats(state), 0.0
         links = model_links(self.whole, self.workload.shards, rows, self.item)
         for spec, layer in zip(state.specs, state.layers, strict=True):
-            costs = costs_of(spec.policy)
-            read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
+            costs = spec.policy.step_costs(spec, layer)
+            read = [*spec.policy.step_bytes(spec, layer).items(), *(costs.passes.items() if passes else ())]
             for part, (device, host) in read:
                 hbm[part] = hbm.get(part, 0) + device
                 moved += host
-            for part, (device, host) in costs.step_kept(spec).items():
+            for part, (device, host) in costs.kept.items():
                 if part in hbm:
                     hbm[part] -= share * device
                 moved -= share * host if passes or part == "values" else 0.0
-            flops += costs.step_flops(spec, layer)
-            for part, sent in costs.step_links(spec).items():
+            flops += step_flops(spec, layer)
+            for part, sent in costs.links.items():
                 links[part] = links.get(part, 0) + sent
         by_kernel = self.workload.fetch == "zero_copy" and not kernel_refusal(state.specs)
         whole = any(isinstance(spec.policy, Streams) for spec in state.specs)  # whole blocks need no gathering

@@ -19,7 +19,6 @@ from jshadow.planner.gpu import PAPERS_REPEATS, Planner
 from jshadow.planner.gpu_specs import GIB, GPUS, XLA_SHARE, Gpu, gpu_of_device
 from jshadow.planner.mesh import mesh_shards, share_of
 from jshadow.policies import Policy
-from jshadow.policies.costs import costs_of
 from jshadow.policies.prefill_attention import PrefillAttention
 
 UNKNOWN = GPUS["a100-80gb"]  # whose rates stand for those of a device that is not in the table
@@ -223,7 +222,7 @@ def step_footprint(
     _check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
     layers = zip(state.specs, state.layers, strict=True)
-    steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]
+    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in layers]
     moved = sum(host for step in steps for _, host in step.values())
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 

@@ -3,7 +3,7 @@
 A mesh of tp devices serves all requests of a plan together. It splits heads, MLP and vocabulary, and lies inside a
 host.
 
-The bytes over links are those that one device sends, as a ring exchanges them (`policies.links`):
+The bytes over links are those that one device sends, as a ring exchanges them (`policies.base`):
 
     per layer, [B, T, D] in the weights' dtype   2 all-reduces, and one more for the embedding
     logits, float32 [B, T, V]                    an all-gather
@@ -24,7 +24,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, check_left, sharding_of
 from jshadow.models.transformer import abstract_weights
-from jshadow.policies.links import Links, gathered, reduced
+from jshadow.policies.base import Links, gathered, reduced
 
 # Split weights whose products are summed over tp
 _SUMMED = r"embed/embedding|layer_\d+/(attention/o|mlp/((experts|shared)/)?down)/kernel"

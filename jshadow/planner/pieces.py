@@ -15,8 +15,7 @@ from jshadow.ops.attention import KEY_BLOCK, QUERIES, QUERY_BLOCK, capability_he
 from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, capability
-from jshadow.policies.costs import costs_of
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
@@ -212,7 +211,7 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
         if split is not None and size > spec.policy.reads.piece:
             work = max(tile, block * split.query_temporaries(spec))
         else:
-            work = min(size, spec.policy.reads.piece) * costs_of(spec.policy).step_temporaries(spec)
+            work = min(size, spec.policy.reads.piece) * spec.policy.step_temporaries(spec)
             work = max(work, tile) if block > spec.policy.reads.piece else work
         # The loop over the blocks may hold a copy of what it changes.
         changed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.live, layer.host.tail)))

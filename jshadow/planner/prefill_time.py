@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.policies.costs import costs_of
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:
@@ -123,8 +122,8 @@ def prefill_time(
     second = next((spec.policy.reads.second_pass for spec in specs if spec.policy.reads.second_pass), None)
     if second is not None:
         flops += sum(_second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
-    compress = sum(costs_of(spec.policy).compress_flops(spec, tokens) for spec in specs)
-    launches = sum(costs_of(spec.policy).compress_launches(spec, tokens) for spec in specs)
+    work = [spec.policy.compress_work(spec, tokens) for spec in specs]
+    compress, launches = (sum(part) for part in zip(*work, strict=True))
     compress_seconds = compress / rate + launches * LAUNCH_SECONDS
     restore = device_bytes / gpu.pcie_bytes_per_second
     return PrefillTime(flops, compress, launches, rate, flops / rate, compress_seconds, restore, restore + step_seconds)

@@ -23,18 +23,19 @@ from jshadow.policies.checks import check_choice as check_choice
 from jshadow.policies.checks import check_range as check_range
 from jshadow.policies.checks import check_share as check_share
 from jshadow.policies.eviction import EvictingPolicy as EvictingPolicy
+from jshadow.policies.eviction import KeepsBest as KeepsBest
 from jshadow.policies.expected_attention import ExpectedAttention as ExpectedAttention
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
-from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
-from jshadow.policies.infllm.policy import InfLLM as InfLLM
+from jshadow.policies.infinigen import InfiniGen as InfiniGen
+from jshadow.policies.infllm import InfLLM as InfLLM
 from jshadow.policies.keydiff import KeyDiff as KeyDiff
 from jshadow.policies.kivi import KIVI as KIVI
 from jshadow.policies.kvzip import KVzip as KVzip
-from jshadow.policies.less.policy import LESS as LESS
+from jshadow.policies.less import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.offloaded import Offloaded as Offloaded
-from jshadow.policies.omnikv.policy import OmniKV as OmniKV
+from jshadow.policies.omnikv import OmniKV as OmniKV
 from jshadow.policies.quantized import Quantized as Quantized
 from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES
@@ -67,8 +68,7 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
 
     A setting is `key=value`. A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform`
     chooses a record, and `keys.bits=2` sets one of its settings. The order of the settings does not matter. A setting
-    `wrapper.key=value` puts the wrapper of that name around the policy. The first wrapper that is named is the
-    innermost.
+    `wrapper.key=value` puts the wrapper of that name around the policy. The first that is named is the innermost.
 
     Raises:
         ConfigError: there is no such policy, key or record. The message names the nearest keys.
@@ -84,12 +84,8 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
 def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse `key=value` settings for the policy called `name`.
 
-    Returns:
-        One dictionary of values by key for the policy, under the name "", and one for each wrapper, under the wrapper's
-        name.
-
-    Raises:
-        ConfigError: there is no such policy or key. The message names the nearest keys.
+    Return one dictionary of values by key for the policy, under the name "", and one for each wrapper, under its name.
+    Raises ConfigError as `parse_policy` does.
     """
     kind = find_policy(name)
     annotations = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ the highest scores of all heads are kept, and each head keeps a share of the mea
 head whose attention is spread over many tokens keeps more of them.
 
 NVIDIA's kvpress 0.5.5 (`AdaKVPress`) keeps the same tokens, but masks the others and frees no memory. Here the others
-are dropped (`head_budgets.py`). A test compares the kept tokens with those of kvpress (docs/benchmarks/tests.md).
+are dropped (`SharesBudget`). A test compares the kept tokens with those of kvpress (docs/benchmarks/tests.md).
 """
 
 import dataclasses
@@ -19,10 +19,25 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_number
-from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.head_budgets import SharesBudget
+from jshadow.policies.eviction import EvictingPolicy, SharesBudget
+from jshadow.policies.expected_attention import ExpectedAttention
+from jshadow.policies.keydiff import KeyDiff
+from jshadow.policies.kvzip import KVzip
 from jshadow.policies.registry import register
-from jshadow.policies.scorers import SCORES, scorer_of
+from jshadow.policies.snapkv import SnapKV
+
+SCORES = ("snapkv", "expected_attention", "keydiff", "kvzip")
+
+
+def scorer_of(name: str, kept: int) -> EvictingPolicy:
+    """Return the method of SCORES that scores tokens, of which `kept` are kept. SnapKV's window has at most half of
+    them.
+    """
+    if name == "snapkv":
+        window = max(1, min(SnapKV.observation_window, kept // 2))
+        return SnapKV(max_capacity_prompt=kept, observation_window=window)
+    others = {"expected_attention": ExpectedAttention, "keydiff": KeyDiff, "kvzip": KVzip}
+    return others[name](kept=kept)
 
 
 @register(small={"kept": 14}, lossless=lambda tokens, config: {"kept": tokens})
@@ -45,7 +60,6 @@ class AdaKV(SharesBudget):
 
     @property
     def least_share(self) -> float:
-        """The share of `kept` that each head keeps at least."""
         return self.safeguard
 
     @property
@@ -55,11 +69,9 @@ class AdaKV(SharesBudget):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need what the scoring method needs."""
         return self.scorer.reads
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_number(self.name, "safeguard", self.safeguard, 0)
         if self.safeguard > 1:
             raise ConfigError(f"{self.name}.safeguard must be at most 1, got {self.safeguard!r}")
@@ -67,9 +79,7 @@ class AdaKV(SharesBudget):
         return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Return the scores of the scoring method."""
         return self.scorer.score(spec, prompt)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count what the shared budget takes, and the bytes of the scoring method."""
         return super().compress_bytes(spec, tokens) + self.scorer.compress_bytes(spec, tokens)

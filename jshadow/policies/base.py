@@ -17,14 +17,16 @@ Abilities that only some methods have (learning from a text, guessing the next t
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+import jax.numpy as jnp
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import SecondPass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,41 @@ class HookInputs:
     whole_turns: bool = False
 
 
+Bytes = dict[str, tuple[int, int]]  # for each part, the bytes on the device and those that are moved from the host
+
+Links = dict[str, int]  # for each part, the bytes that a device of a mesh sends along `tp`
+
+
+class StepCosts(NamedTuple):
+    """What a decode step of a layer costs beyond `LayerCache.step_bytes`.
+
+    Attributes:
+        flops: operations that `step_flops` does not count by itself.
+        passes: the bytes that the GPU kernels move besides: those that one kernel writes to device memory and another
+            one reads, which count twice, and those that are read beside a row because memory is read in whole sectors.
+        kept: the bytes of `step_bytes` and `passes` that a step saves if all selected units stay selected.
+        links: for each part, the bytes that a device of a mesh sends along `tp`, without the model's own sums.
+    """
+
+    flops: int
+    passes: Bytes
+    kept: Bytes
+    links: Links
+
+
+def gathered(size: int, devices: int) -> int:
+    """Return the bytes that a device sends to gather, or to reduce and scatter, an array of `size` bytes in all.
+
+    An exchange among n devices is counted as a ring does it: a device sends (n - 1) / n of the whole array.
+    """
+    return -(-size * (devices - 1) // devices)
+
+
+def reduced(size: int, devices: int) -> int:
+    """Return the bytes that a device sends so that all devices have the sum or the maximum of `size` bytes each."""
+    return 2 * gathered(size, devices)
+
+
 class Policy(abc.ABC):
     """A user's choice for a whole model: a frozen, hashable dataclass of settings that all have defaults.
 
@@ -63,12 +100,7 @@ class Policy(abc.ABC):
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Return this policy with every setting that is None replaced by a number.
 
-        Args:
-            config: the model.
-            capacity: maximum number of tokens that a row can hold.
-
-        Raises:
-            ConfigError: a setting is out of range.
+        `capacity` is the maximum number of tokens that a row can hold. Raises ConfigError if a setting is out of range.
         """
         return self
 
@@ -95,15 +127,13 @@ class LayerCache(abc.ABC):
             Each field has the number that fills its arrays in an empty cache.
         splits_heads: whether each KV head stores, selects and attends without the other heads. Only then can the axis
             `tp` of a mesh split them.
+        query_rows: number of query rows T in a decode step of the layer.
     """
 
     name: ClassVar[str] = ""
     emptied: ClassVar[Mapping[str, int]] = {}
     splits_heads: ClassVar[bool] = True
-
-    def splits_left(self, spec: CacheSpec) -> bool:
-        """Return whether the devices of the axis `tp` of a mesh each have a part of rows that serve all heads."""
-        return False
+    query_rows: ClassVar[int] = 1
 
     @property
     def reads(self) -> HookInputs:
@@ -113,9 +143,7 @@ class LayerCache(abc.ABC):
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Return `CacheSpec.window`, the number of slots for exact tokens.
 
-        Args:
-            capacity: maximum number of tokens that a row can hold.
-            shortest: number of tokens in the shortest prompt of the batch.
+        `shortest` is the number of tokens in the shortest prompt of the batch.
         """
         return capacity
 
@@ -129,25 +157,17 @@ class LayerCache(abc.ABC):
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return the state of a layer that holds no tokens yet, without its host tier.
 
-        Args:
-            spec: the layer.
-            fitted: this layer's slice of learned arrays, or None.
+        `fitted` is this layer's slice of learned arrays, or None.
         """
 
     @abc.abstractmethod
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store a prompt.
+        """Store a prompt in the state that `init` returned. `fitted` is as in `init`.
 
-        Args:
-            spec: the layer.
-            state: the state that `init` returned.
-            prompt: the prompt's keys, values and queries.
-            fitted: this layer's slice of learned arrays, or None.
-
-        Returns:
-            The new state, and the rows to write to host memory for the whole prompt, or None if nothing is offloaded.
+        Return the new state, and the rows to write to host memory for the whole prompt, or None if nothing is
+        offloaded.
         """
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
@@ -161,11 +181,7 @@ class LayerCache(abc.ABC):
 
         None: the method cannot give tokens back, because it keeps something of them, or loses something for them. This
         is the default. Tokens of the prompt can be given back only if they are stored like those after the prompt.
-
-        Args:
-            spec: the layer.
-            state: its state.
-            reached: the most tokens that each row has ever held, int32 [B].
+        `reached` is the most tokens that each row has ever held, int32 [B].
         """
         return None
 
@@ -203,38 +219,61 @@ class LayerCache(abc.ABC):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute the attention of the step's queries.
+        """Compute the attention of the step's queries [B, T, h_q, d], and return it with the new state.
 
-        Args:
-            spec: the layer.
-            state: the state after `append`, `select` and `receive`.
-            step: the step's queries, keys and values.
-            fetched: the units that `select` chose, or None.
-
-        Returns:
-            The output [B, T, h_q, d], and the new state.
+        The state is that after `append`, `select` and `receive`. `fetched` are the units that `select` chose, or None.
         """
 
     @abc.abstractmethod
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the tokens that a query attends to in each part of the cache ("window", "selected", ...).
+        """Count the tokens that a query attends to in each part of the cache ("window", "selected", ...), float32 [B].
 
-        Args:
-            spec: the layer.
-            state: its state after the query's step.
-            lengths: number of tokens that each row holds, with the query's own token, int32 [B].
-
-        Returns:
-            The name of each part with its count, float32 [B]. The count includes the query's own token. It is a mean
-            over heads.
+        The state is that after the query's step. `lengths`, int32 [B], is the number of tokens that each row holds.
+        Both
+        include the query's own token. A count is a mean over heads.
         """
+
+    # Costs, for the planner. The defaults are upper bounds. A spec describes the layer, and a state may be abstract.
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Return an upper bound on the temporary device bytes of `compress`, in addition to its result.
+
+        `tokens` is the number of tokens to which the batch of prompts is padded. The default is twice the size of one
+        array of keys, for the longer of prompt and capacity.
+        """
+        row = spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return 2 * spec.batch * max(tokens, spec.capacity) * row
+
+    def compress_work(self, spec: CacheSpec, tokens: int) -> tuple[int, int]:
+        """Return estimates of the operations of `compress`, and of the kernels that it launches on a GPU.
+
+        A batch has as many launches as one row. By default nothing is counted.
+        """
+        return 0, 0
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        """Return the bytes of each part that one decode step of the layer reads on the device and moves from the host.
+
+        By default every array on the device is read once.
+        """
+        return {part: (device, 0) for part, (device, _) in layer_nbytes(state).items()}
+
+    def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
+        """Return what one decode step of the layer costs besides. By default nothing is counted."""
+        return StepCosts(0, {}, {}, {})
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Return an upper bound on the temporary device bytes of one decode step of the layer.
+
+        The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
+        """
+        return 3 * 4 * spec.batch * self.query_rows * spec.q_heads * spec.capacity
 
 
 class UniformPolicy(Policy, LayerCache):
     """A policy whose layers are all alike. The same object is the policy and the cache of every layer."""
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return this object, for every layer."""
         return self
 
 
@@ -248,15 +287,12 @@ class Wrapper(Policy):
     inner: Policy
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Return this wrapper with its inner policy resolved."""
         return dataclasses.replace(self, inner=self.inner.resolve(config, capacity))  # type: ignore[type-var]
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return the cache that the inner policy has for the layer."""
         return self.inner.for_layer(layer, config)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Return the reason that the inner policy gives, or None."""
         return self.inner.fallback(config, capacity)
 
 
@@ -275,3 +311,24 @@ def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)
+
+
+def step_flops(spec: CacheSpec, state: LayerState) -> int:
+    """Return an upper bound on the operations of a layer's attention in one decode step.
+
+    One multiplication and one addition are counted for each number that is read and each query head that uses it.
+    """
+    policy: LayerCache = spec.policy
+    moved = sum(device + host for device, host in policy.step_bytes(spec, state).values())
+    numbers = moved // jnp.dtype(spec.dtype).itemsize
+    return 2 * spec.group * policy.query_rows * numbers + policy.step_costs(spec, state).flops
+
+
+def fetched_bytes(spec: CacheSpec, state: LayerState, part: str, tokens: int) -> Bytes:
+    """Return the `step_bytes` of a layer that reads all arrays on the device, and fetches some tokens of each KV head.
+
+    `part` is the name of the fetched keys and values.
+    """
+    parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
+    size = 2 * spec.batch * spec.kv_heads * tokens * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return parts | {part: (size, 0 if spec.fetch == "resident" else size)}

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.records import Fetched, KeyValues, LayerState, Selection, StepKV
+from jshadow.cache.prompt_walk import prompts_of
+from jshadow.cache.records import Fetched, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -37,6 +38,11 @@ def first_shared(policy: Policy, specs: tuple[CacheSpec, ...], fitted: Any = Non
     """Return the initial value of `KVState.shared`, or None if the policy does not inherit `Speculates`."""
     speculation = capability(policy, Speculates)
     return None if speculation is None else speculation.init_shared(specs, fitted)
+
+
+def rows_of(policy: Policy) -> int:
+    """Return the number of query rows T in a decode step of the model: 2 if the policy `Speculates`, else 1."""
+    return 1 if capability(policy, Speculates) is None else 2
 
 
 def with_fitted[P: Policy](policy: P) -> P:
@@ -122,12 +128,24 @@ class LearnsBasis(Learns):
         return self.calibration == "offline"
 
     def with_fitted(self) -> Self:
-        """Return this policy with the offline calibration."""
         return dataclasses.replace(self, calibration="offline")  # type: ignore[type-var]
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """Return the shape of the bases: a square matrix for each layer and KV head."""
         return {self.basis_name: (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    @abc.abstractmethod
+    def basis_of(self, prompt: PromptKV) -> tuple[Array, Array]:
+        """Return a basis of orthonormal columns, float32 [B, h_kv, d, d], and which are known, bool [B, h_kv, d].
+
+        A column along which a short prompt does not vary is arbitrary, and not known.
+        """
+
+    def fit(
+        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
+        """Return the basis of each layer and KV head, float32 [L, h_kv, d, d]. Only the first row of a text is used."""
+        found = [self.basis_of(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)]
+        return {self.basis_name: jnp.stack(found)}
 
     def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:
         """Return this layer's learned basis, repeated for every row, float32 [B, h_kv, d, d].
@@ -160,6 +178,7 @@ class Speculates(Policy):
     """
 
     trial_step: ClassVar[bool] = False
+    query_rows: ClassVar[int] = 2
 
     @abc.abstractmethod
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
@@ -169,10 +188,8 @@ class Speculates(Policy):
     def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
         """Return the shared state after a step.
 
-        Args:
-            shared: the shared state before the step.
-            logits: the logits of the current token and of the guess, float32 [B, 2, V].
-            lengths: number of tokens that each row holds, int32 [B].
+        `logits`, float32 [B, 2, V], are those of the current token and of the guess, and `lengths`, int32 [B], is the
+        number of tokens that each row holds.
         """
 
     def before_trial(self, shared: Any, token: Array) -> Any:
@@ -180,12 +197,7 @@ class Speculates(Policy):
         return shared
 
     def adopt(self, live: Any, after: Any) -> Any:
-        """Return a layer's live part after the trial step was undone.
-
-        Args:
-            live: the live part before the trial step.
-            after: the live part after the trial step.
-        """
+        """Return a layer's live part after the trial step was undone, from those before it and after it."""
         return live
 
 
@@ -224,14 +236,10 @@ class Sized(Policy):
 
     @abc.abstractmethod
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return groups of policies with different settings, the preferred group first.
+        """Return groups of policies with different settings for a capacity of `num_tokens`, the preferred group first.
 
         Within a group, each policy takes fewer device bytes than the policy before it. `sizing.at_share` takes the
         first policy that fits, from the first group that has one.
-
-        Args:
-            num_tokens: the capacity in tokens.
-            config: the model.
         """
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, full_layers
@@ -40,15 +41,9 @@ def check_share(policy: str, name: str, value: Any) -> None:
 
 
 def shape_problem(shapes: Any, arrays: Any, place: str = "fitted") -> str | None:
-    """Compare a nested dict of arrays with the expected shapes and the dtype float32.
+    """Return the first difference of a nested dict of arrays from shapes and float32, or None if there is none.
 
-    Args:
-        shapes: the expected shapes, in a nested dict.
-        arrays: the nested dict to check.
-        place: the name of the dict in the result, such as "fitted.psi".
-
-    Returns:
-        The first difference as text, or None if there is none.
+    `place` is the name of the dict in the result, such as "fitted.psi".
     """
     if not isinstance(shapes, dict):
         shape, dtype = getattr(arrays, "shape", None), str(getattr(arrays, "dtype", None))
@@ -83,3 +78,20 @@ def reads_fitted(policy: object) -> bool:
 def reads_twice(policy: Policy, config: ModelConfig) -> bool:
     """Return whether a resolved policy needs a second pass over the prompt in any layer."""
     return any(policy.for_layer(layer, config).reads.second_pass is not None for layer in full_layers(config))
+
+
+def check_split(spec: CacheSpec, *, gpu: bool) -> None:
+    """Raise ConfigError if a layer's cache cannot run on its mesh. `spec` describes the part of one device.
+
+    `gpu` tells whether the devices are NVIDIA GPUs, on which "zero_copy" needs a kernel.
+    """
+    if spec.shards is None:
+        return
+    policy = spec.policy
+    name, learned = policy.name or type(policy).__name__, reads_fitted(policy)
+    if learned or not policy.splits_heads:
+        why = "reads learned arrays" if learned else "is not split over devices"
+        sizes = ", ".join(f"{axis}={size}" for axis, size in spec.shards.mesh.shape.items())
+        raise ConfigError(f"mesh must be None for {name}, which {why}, got {sizes}")
+    if spec.fetch == "zero_copy" and gpu and (layout := policy.host_layout(spec)) is not None:
+        layout.check_kernel(name)

@@ -55,20 +55,17 @@ class ExpectedAttention(KeepsBest):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need all queries of the prompt. A step processes 16 new tokens of a turn at once."""
         return HookInputs(all_queries=True, piece=16)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_range(self.name, "sinks", self.sinks, 0)
         check_range(self.name, "future", self.future, 1, MOST)
         check_number(self.name, "epsilon", self.epsilon, 0)
         return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Score each token by the expected attention of later queries times the norm of its value."""
         position, last = jnp.arange(prompt.k_post.shape[1]), prompt.lengths[:, None]
-        logits = expected_logits(spec, prompt, *later_queries(spec, prompt, self.sinks, self.future))
+        logits = expected_logits(spec, prompt, *_later_queries(spec, prompt, self.sinks, self.future))
         inside = ((position >= self.sinks) & (position < last))[:, None, None]
         share = jax.nn.softmax(jnp.where(inside, logits, MASKED), axis=-1).mean(axis=2)
         norms = jnp.linalg.norm(prompt.v.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -83,19 +80,17 @@ class ExpectedAttention(KeepsBest):
         norms = spec.batch * tokens * spec.kv_heads * (spec.head_dim + 2)
         return super().compress_bytes(spec, tokens) + queries + 4 * (3 * heads * tokens + 4 * small + norms)
 
-    def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
+    def compress_work(self, spec: CacheSpec, tokens: int) -> tuple[int, int]:
         """Count the covariances of the queries, and their products with the keys."""
-        return 4 * spec.batch * spec.q_heads * tokens * spec.head_dim**2
+        return 4 * spec.batch * spec.q_heads * tokens * spec.head_dim**2, 0
 
 
-def over_blocks(tokens: int, step: Callable[[Array, Array, Array], Array], start: Array) -> Array:
+def _over_blocks(tokens: int, step: Callable[[Array, Array, Array], Array], start: Array) -> Array:
     """Process tokens in blocks of equal size, and return the last result.
 
-    Args:
-        tokens: number of tokens.
-        step: function of the positions of a block's tokens, int32 [block], which of them no earlier block has had, bool
-            [block], and the result so far. It returns the new result.
-        start: the result before the first block.
+    `step` maps the positions of a block's tokens, int32 [block], which of them no earlier block has had, bool [block],
+    and
+    the result so far to the new result.
     """
     block = min(BLOCK, tokens)
 
@@ -111,17 +106,11 @@ def rows_at(x: Array, at: Array) -> Array:
     return lax.dynamic_slice_in_dim(x, at[0], len(at), axis=1).astype(jnp.float32)
 
 
-def later_queries(spec: CacheSpec, prompt: PromptKV, sinks: int, future: int) -> tuple[Array, Array]:
-    """Return the mean and the covariance of the queries that follow a prompt.
+def _later_queries(spec: CacheSpec, prompt: PromptKV, sinks: int, future: int) -> tuple[Array, Array]:
+    """Return the mean and the covariance after RoPE of the queries that follow a prompt, float32 [B, h_q, d] and [..,
+    d, d].
 
-    Args:
-        spec: the layer.
-        prompt: its queries after RoPE are read.
-        sinks: number of first tokens whose queries do not count.
-        future: number of positions over which RoPE is averaged.
-
-    Returns:
-        The mean after RoPE, float32 [B, h_q, d], and the covariance after RoPE, float32 [B, h_q, d, d].
+    The first `sinks` queries do not count. RoPE is averaged over `future` positions.
     """
     every = prompt.q_post
     assert every is not None
@@ -144,24 +133,17 @@ def later_queries(spec: CacheSpec, prompt: PromptKV, sinks: int, future: int) ->
         return total + jnp.einsum("bshd,bshe->bhde", rows, rows, precision="highest")
 
     none = jnp.zeros((batch, heads, width), jnp.float32)
-    mean = over_blocks(tokens, add, none) / count
-    covariance = over_blocks(tokens, add_products, jnp.zeros((batch, heads, width, width))) / count[..., None]
+    mean = _over_blocks(tokens, add, none) / count
+    covariance = _over_blocks(tokens, add_products, jnp.zeros((batch, heads, width, width))) / count[..., None]
     cos, sin = (x.mean(axis=1)[:, None] for x in cos_sin(lengths + jnp.arange(future), inverse))  # [B, 1, half]
     half = rotate(covariance, cos[:, None], sin[:, None], factor).swapaxes(2, 3)
     return rotate(mean, cos, sin, factor), rotate(half, cos[:, None], sin[:, None], factor)
 
 
 def expected_logits(spec: CacheSpec, prompt: PromptKV, mean: Array, covariance: Array) -> Array:
-    """Return the logarithm of the expectation of exp(scale * q . k) for Gaussian queries.
+    """Return the logarithm of the expectation of exp(scale * q . k), float32 [B, h_kv, group, S].
 
-    Args:
-        spec: the layer.
-        prompt: its keys after RoPE are read.
-        mean: the mean of the queries after RoPE, float32 [B, h_q, d].
-        covariance: their covariance after RoPE, float32 [B, h_q, d, d].
-
-    Returns:
-        float32 [B, h_kv, group, S].
+    Queries after RoPE are Gaussian, with `mean`, float32 [B, h_q, d], and `covariance`, float32 [B, h_q, d, d].
     """
     batch, tokens, kv_heads, width = prompt.k_post.shape
     mean = mean.reshape(batch, kv_heads, -1, width) * spec.scale
@@ -173,4 +155,4 @@ def expected_logits(spec: CacheSpec, prompt: PromptKV, mean: Array, covariance: 
         logits = jnp.einsum("bhgse,bshe->bhgs", turned, keys, precision="highest")
         return lax.dynamic_update_slice_in_dim(total, logits, at[0], axis=3)
 
-    return over_blocks(tokens, put, jnp.zeros((*mean.shape[:3], tokens)))
+    return _over_blocks(tokens, put, jnp.zeros((*mean.shape[:3], tokens)))

@@ -15,15 +15,14 @@ from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
 from jshadow.policies.capabilities import HasAll, Sized
-from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 
 
-class FullLive(struct.PyTreeNode):
-    """The keys and values of all tokens.
+class OneCache(struct.PyTreeNode):
+    """The live part of a layer that has one buffer.
 
     Attributes:
-        cache: keys after RoPE and values [B, h_kv, capacity, d]. The token at position p is in slot p.
+        cache: keys and values [B, h_kv, slots, d]. The keys are after RoPE unless the policy states otherwise.
     """
 
     cache: KeyValues
@@ -31,42 +30,36 @@ class FullLive(struct.PyTreeNode):
 
 @register(lossless=lambda tokens, config: {})
 @dataclasses.dataclass(frozen=True)
-class Full(UniformPolicy, HasAll, Sized, Costs):
-    """Keep all keys and values exactly, and attend to all of them."""
+class Full(UniformPolicy, HasAll, Sized):
+    """Keep all keys and values exactly, and attend to all of them. The token at position p is in slot p."""
 
     name = "full"
     source = "the dense baseline"
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks of a step process a turn's new tokens in pieces of 16, or all of them at once, blockwise."""
         return HookInputs(piece=16, whole_turns=True)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a cache of zeros, with a slot for each token up to the capacity."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
-        return LayerState(live=FullLive(KeyValues(zeros, zeros)))
+        return LayerState(live=OneCache(KeyValues(zeros, zeros)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Copy the prompt to the front of the cache."""
         k, v = (fit_tokens(x, spec.capacity).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
-        return state.replace(live=FullLive(KeyValues(k, v))), None
+        return state.replace(live=OneCache(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write each new token at its position."""
         cache, q_post = state.live.cache.append(step, step.positions, spec.rope)
-        return state.replace(live=FullLive(cache), q_post=q_post), None
+        return state.replace(live=OneCache(cache), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute exact attention over all positions up to the query's own."""
         return attend_all(spec, step, state.live.cache.k, state.live.cache.v), state
 
     def all_tokens(self, spec: CacheSpec, state: LayerState) -> KeyValues:
-        """Return the cache."""
         cache: KeyValues = state.live.cache
         return cache
 
@@ -75,7 +68,6 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
         return jnp.ones_like(reached)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count all tokens held, as the part "window"."""
         return {"window": lengths.astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
@@ -89,17 +81,15 @@ class Full(UniformPolicy, HasAll, Sized, Costs):
         return super().step_temporaries(spec) + padded
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return only this policy itself, since full attention has no settings."""
         return [[self]]
 
 
 def attend_all(spec: CacheSpec, step: StepKV, k: Array, v: Array) -> Array:
     """Compute the attention of a step's queries over all positions up to their own, [B, T, h_q, d].
 
-    Args:
-        spec: the layer.
-        step: the queries. A guess is not stored, but its query attends to its own key.
-        k, v: keys after RoPE and values of all tokens [B, h_kv, capacity, d], those of the step included.
+    k (after RoPE) and v [B, h_kv, capacity, d] include the tokens of the step. A guess is not stored, but its query
+    attends
+    to its own key.
     """
     rows, end = step.positions.shape[1], step.positions
     if rows > 1:
@@ -115,10 +105,7 @@ def attend_all(spec: CacheSpec, step: StepKV, k: Array, v: Array) -> Array:
 def or_full(policy: Policy, config: ModelConfig, capacity: int) -> tuple[Policy, str | None]:
     """Return the policy that runs at a capacity, and why Full takes the place of `policy`, or None if it does not.
 
-    Args:
-        policy: a resolved policy. Full takes its place if it has no effect.
-        config: the model.
-        capacity: maximum number of tokens of a row.
+    `policy` is resolved. Full takes its place if it has no effect.
     """
     reason = why_dense(policy, config, capacity)
     return (policy if reason is None else Full()), reason

@@ -21,7 +21,6 @@ from jshadow.ops.layout import write_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
 from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
@@ -51,7 +50,7 @@ class H2OLive(struct.PyTreeNode):
 
 @register(small={"heavy": 6, "recent": 8}, lossless=lambda tokens, config: {"heavy": 0, "recent": tokens})
 @dataclasses.dataclass(frozen=True)
-class H2O(UniformPolicy, Budgeted, Sized, Costs):
+class H2O(UniformPolicy, Budgeted, Sized):
     """At every step, evict the token outside the recent window that has received the least attention.
 
     Attributes:
@@ -71,11 +70,9 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need all queries of the prompt, to sum the attention that each token receives."""
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace None by a tenth of the capacity, and check the settings."""
         tenth = max(1, round(SHARE * capacity))
         resolved = dataclasses.replace(
             self,
@@ -94,7 +91,6 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return min(self.heavy + self.recent, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state in which all slots are free."""
         shape = (spec.batch, spec.kv_heads, self.budget(spec.capacity) + 1)
         zeros = jnp.zeros((*shape, spec.head_dim), spec.dtype)
         return LayerState(live=H2OLive(KeyValues(zeros, zeros), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)))
@@ -119,12 +115,10 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return state.replace(live=held), None
 
     def worth(self, mass: Array, positions: Array, held: Array) -> Array:
-        """Return the score by which tokens are kept, float32, in the shape of `mass`.
+        """Return the score by which tokens are kept, from the sum `mass` of the attention that each has received,
+        float32.
 
-        Args:
-            mass: sum of the attention probabilities that each token has received.
-            positions: positions of the tokens.
-            held: number of tokens that the row holds so far.
+        `held` is the number of tokens that the row holds so far.
         """
         return mass / jnp.maximum(held - positions, 1) if self.normalize else mass
 
@@ -148,7 +142,6 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attend to all tokens held, add each token's attention probabilities to its mass, and evict one token."""
         live: H2OLive = state.live
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
         out = attend(step.q_post, [piece], spec.scale)
@@ -173,17 +166,15 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return live.replace(positions=jnp.where(gone, -1, live.positions), mass=jnp.where(gone, 0, live.mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count all tokens held: at most the budget and the new token."""
         return {"kept": jnp.minimum(lengths, self.budget(spec.capacity) + 1).astype(jnp.float32)}
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the bytes of `Costs.compress_bytes`, two copies of all queries with log-sum-exps, and one tile."""
+        """Count the bytes of `LayerCache.compress_bytes`, two copies of all queries with log-sum-exps, and one tile."""
         item = jnp.dtype(spec.dtype).itemsize
         queries = spec.batch * tokens * spec.q_heads * (spec.head_dim * item + 4)
         return super().compress_bytes(spec, tokens) + 2 * queries + 3 * 4 * spec.batch * spec.q_heads * 512 * 512
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores twice: for the output, and for the attention that each token receives."""
         slots = self.budget(spec.capacity) + 1
         return 6 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * spec.kv_heads * slots * spec.head_dim
 

@@ -33,7 +33,6 @@ class KeyDiff(KeepsBest):
     source = "arXiv 2504.15364"
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Score each token by the negative cosine similarity of its key and the mean of the normalized keys."""
         keys = prompt.k_post.astype(jnp.float32)  # zeros in padding
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), LEAST)
         mean = unit.sum(axis=1) / prompt.lengths[:, None, None]
@@ -41,5 +40,4 @@ class KeyDiff(KeepsBest):
         return -jnp.einsum("bshd,bhd->bhs", unit, mean, precision="highest"), jnp.zeros_like(prompt.lengths)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the default, and two float32 copies of the keys with the scores."""
         return super().compress_bytes(spec, tokens) + 4 * spec.batch * spec.kv_heads * tokens * (2 * spec.head_dim + 1)

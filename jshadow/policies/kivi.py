@@ -16,24 +16,113 @@ exact. The values of tokens 0 to 5 are quantized, and those of tokens 6 to 9 are
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import attend
+from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, fit_tokens, ring_positions, write_rows
 from jshadow.ops.packing import Packed, dequantize, quantize, scale_dtype, words_of
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
-from jshadow.policies.kivi_state import KiviFrozen, KiviLive, Part, Quantized, cut, put
 from jshadow.policies.registry import register
+
+
+class Quantized(struct.PyTreeNode):
+    """Quantized keys and values. R is `KIVI.residual`, g is `KIVI.group`, and w is the number of words in a group.
+
+    Example: B = 1, 2 heads of width 64, 3 blocks of R = 128 tokens, g = 32 and 2 bits. A group has 64 bits, so w = 2,
+    and the words of the keys are uint32 [1, 2, 3, 4, 64, 2]. Entry [0, h, u, j, c] holds channel c of the keys of
+    tokens 128u + 32j to 128u + 32j + 31.
+
+    Attributes:
+        keys: words uint32 [B, h_kv, blocks, R / g, d, w]; scale and zero [B, h_kv, blocks, R / g, d].
+        values: words uint32 [B, h_kv, tokens, d / g, w]; scale and zero [B, h_kv, tokens, d / g].
+    """
+
+    keys: Packed
+    values: Packed
+
+
+class KiviFrozen(struct.PyTreeNode):
+    """The quantized part of the prompt.
+
+    Attributes:
+        quantized: the keys of the prompt's whole blocks, and all values but the last R. Unused entries are zeros.
+        lengths: tokens of the prompt, int32 [B].
+    """
+
+    quantized: Quantized
+    lengths: Array
+
+
+class KiviLive(struct.PyTreeNode):
+    """The part that decoding changes.
+
+    Attributes:
+        later: blocks of keys and values that were quantized after the prompt. Entry 0 is the first one that was not
+            quantized with the prompt.
+        recent: a ring buffer of the newest tokens' exact keys after RoPE and values [B, h_kv, R, d]. The token at
+            position p is in slot p % R.
+    """
+
+    later: Quantized
+    recent: KeyValues
+
+
+class Part(NamedTuple):
+    """Some of the tokens that a layer holds, ready for attention.
+
+    Attributes:
+        k, v: keys and values [B, h_kv, n, d] in the model's dtype, dequantized where they were quantized.
+        positions: positions of the tokens, int32 [B, n].
+        seen: which entries are real tokens that no other part contains, bool [B, n].
+        quantized: whether the keys, or the keys and the values, were quantized.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
+    seen: Array
+    quantized: bool
+
+    def piece(self, seen: Array) -> Piece:
+        """Return the part as a Piece for attention. The mask `seen` is bool [B, n] or [B, h_kv, n]."""
+        return Piece(self.k, self.v, seen[:, None, None] if seen.ndim == 2 else seen[:, :, None])
+
+
+def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:
+    """Write one entry of each row into entries [B, h, n, ...] at the index `place`, int32 [B, 1], where `valid`, bool
+    [B, 1].
+    """
+
+    def one(old: Array, new: Array) -> Array:
+        batch, heads, count = old.shape[:3]
+        if count == 0:
+            return old
+        rows = new.reshape(batch, heads, 1, -1).swapaxes(1, 2)
+        return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)
+
+    return jax.tree.map(one, old, new)
+
+
+def cut(packed: Packed, count: Array) -> Packed:
+    """Replace the entries of [B, h, n, ...] by zeros, except the first `count` [B] of each row."""
+
+    def one(x: Array) -> Array:
+        there = jnp.arange(x.shape[2]) < count[:, None]
+        return jnp.where(there.reshape(there.shape[0], 1, -1, *[1] * (x.ndim - 3)), x, 0).astype(x.dtype)
+
+    return jax.tree.map(one, packed)
+
 
 BITS = (1, 2, 4, 8)
 
@@ -43,7 +132,7 @@ BITS = (1, 2, 4, 8)
     lossless=lambda tokens, config: never_full(tokens, config, KIVI.group),
 )
 @dataclasses.dataclass(frozen=True)
-class KIVI(UniformPolicy, Sized, Costs):
+class KIVI(UniformPolicy, Sized):
     """Keep all tokens in a few bits, and the newest tokens exactly.
 
     Attributes:
@@ -61,7 +150,6 @@ class KIVI(UniformPolicy, Sized, Costs):
     source = "arXiv 2402.02750, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, and that `group` divides the residual and the head width."""
         check_choice(self.name, "bits", self.bits, BITS)
         check_range(self.name, "group", self.group, 1)
         check_range(self.name, "residual", self.residual, 1)
@@ -101,7 +189,6 @@ class KIVI(UniformPolicy, Sized, Costs):
         return Quantized(packed(blocks, per_block, spec.head_dim), packed(tokens, per_head))
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without tokens."""
         ring = jnp.zeros((spec.batch, spec.kv_heads, self.residual, spec.head_dim), spec.dtype)
         frozen = self.empty(spec, self.blocks(spec.capacity), max(spec.capacity - self.residual, 0))
         later = self.empty(spec, -(-spec.window // self.residual), spec.window)
@@ -167,7 +254,6 @@ class KIVI(UniformPolicy, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute attention over all tokens, whether their keys and values are quantized or exact."""
         pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
         return attend(step.q_post, pieces, spec.scale), state
 
@@ -207,7 +293,6 @@ class KIVI(UniformPolicy, Sized, Costs):
         return [part._replace(seen=part.seen & (part.positions >= 0)) for part in found]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the space for quantized tokens."""
         left = spec.window - (lengths - self.first_exact_value(state.frozen.lengths))
         return jnp.minimum(spec.capacity - lengths, left)
 
@@ -228,7 +313,6 @@ class KIVI(UniformPolicy, Sized, Costs):
         return spec.batch * tokens * (row + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return policies from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         return [

@@ -1,9 +1,9 @@
 """KVzip keeps the prompt tokens to which the model attends most while it repeats the prompt.
 
 Source: Kim et al. 2025, arXiv 2505.23416, section 3, and NVIDIA's kvpress 0.5.5 (`KVzipPress`), whose scores this file
-follows. The model reads the prompt, and is then asked to repeat it, chunk by chunk (`second_pass.py`). The score of a
-token is the largest attention that it receives from any query while its chunk is repeated, over the query heads of its
-KV head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes at
+follows. The model reads the prompt, and is then asked to repeat it, chunk by chunk (`SecondPass`). The score of a token
+is the largest attention that it receives from any query while its chunk is repeated, over the query heads of its KV
+head. The heads of a layer share one budget. No question at the end of the prompt is needed. The second pass takes at
 least as long as the first, because each chunk attends to the whole prompt.
 
 kvpress by default ranks the tokens of all layers together, so each layer keeps another number of tokens. Here a layer's
@@ -26,9 +26,9 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.head_budgets import SharesBudget
+from jshadow.policies.eviction import SharesBudget
+from jshadow.policies.prefill_attention import SecondPass
 from jshadow.policies.registry import register
-from jshadow.policies.second_pass import SecondPass
 from jshadow.policies.sizing import Falling
 
 
@@ -55,27 +55,22 @@ class KVzip(SharesBudget):
 
     @property
     def least_share(self) -> float:
-        """No head is promised a share of the budget."""
         return 0.0
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the scores of a second pass. A step processes 16 new tokens of a turn at once."""
         return HookInputs(second_pass=SecondPass(self.chunk, self.sinks, self.normalized), piece=16)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_range(self.name, "chunk", self.chunk, 1)
         check_range(self.name, "sinks", self.sinks, 0)
         check_choice(self.name, "normalized", self.normalized, (False, True))
         return super().resolve(config, capacity)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Return the scores of the second pass, and infinity for the first tokens."""
         assert prompt.second_pass is not None
         first = jnp.arange(prompt.k_post.shape[1]) < min(self.sinks, self.kept)
         return jnp.where(first, jnp.inf, prompt.second_pass), jnp.zeros_like(prompt.lengths)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return one policy for each number of tokens from num_tokens down to 1. Other settings do not change."""
         return [Falling(lambda kept: dataclasses.replace(self, kept=kept), 1, num_tokens)]

@@ -8,14 +8,14 @@ changes all scores of a query by the same amount.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.prompt_walk import directions, prompts_of
+from jshadow.cache.prompt_walk import directions
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
@@ -68,7 +68,6 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     source = "arXiv 2406.02542, section 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace None by a quarter of the capacity or of the head width, and check the settings."""
         budget = max(1, capacity // SHARE) if self.budget is None else self.budget
         columns = max(1, config.head_dim // SHARE) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
@@ -78,27 +77,23 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         return super(Loki, resolved).resolve(config, capacity)
 
     def no_basis(self, spec: CacheSpec) -> Components:
-        """Return a basis of zeros, in which no column is known."""
         shape = (spec.batch, spec.kv_heads, spec.head_dim)
         return Components(jnp.zeros((*shape, spec.head_dim), jnp.float32), jnp.zeros(shape, bool))
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Components:
-        """Return the principal components of each head's keys, from the prompt or from `fitted`."""
         if self.calibration == "online":
-            return principal(prompt)
+            return Components(*self.basis_of(prompt))
         turn = self.fitted_basis(spec, fitted)
         return Components(turn, jnp.ones(turn.shape[:3], bool))
 
-    def fit(
-        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, Array]:
-        """Compute the principal components of a text's keys: {"components": float32 [L, h_kv, d, d]}.
-
-        If `tokens` has several rows, only the first one is used.
-        """
-        return {
-            self.basis_name: jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])
-        }
+    def basis_of(self, prompt: PromptKV) -> tuple[Array, Array]:
+        """Return the principal components of each head's keys after RoPE, by falling variance."""
+        keys = prompt.k_post.astype(jnp.float32)
+        real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
+        mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]
+        away = jnp.where(real, keys - mean, 0)
+        spread = jnp.einsum("bshd,bshe->bhde", away, away, precision="highest")
+        return directions(spread)
 
     def stored(self, keys: Array, basis: Any) -> Array:
         """Convert keys or queries to the basis. Products are the same in every orthonormal basis (section 4.2)."""
@@ -108,34 +103,16 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         return turned.reshape(keys.shape).astype(keys.dtype)
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """Return the leading columns of the keys [B, h_kv, n, columns]."""
         return keys[:, :, :, 0, : self.columns]
 
-    def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Return whether the rows are offloaded. Rows on the device already contain the leading columns."""
-        return spec.fetch != "resident"
-
-    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Array:
-        """Return the leading columns of the keys, which are at the front of each row."""
-        return rows[..., : self.columns]
+    def resident_summaries(self, rows: Array) -> Array:
+        return rows[..., : self.columns]  # the leading columns of the keys are at the front of each row
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Return the products in the leading columns, the largest in each group of query heads."""
         known = basis.known | (self.columns == spec.head_dim)  # with all columns, every basis gives the same products
         short = jnp.where(known[:, :, None, None], q, 0)[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return one policy for each number of columns, from all to 1."""
         cls = type(self)
         return [Falling(lambda columns: cls(columns=columns), 1, config.head_dim)]
-
-
-def principal(prompt: PromptKV) -> Components:
-    """Compute the principal components of each head's keys after RoPE, by falling variance."""
-    keys = prompt.k_post.astype(jnp.float32)
-    real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
-    mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]
-    away = jnp.where(real, keys - mean, 0)
-    spread = jnp.einsum("bshd,bshe->bhde", away, away, precision="highest")
-    return Components(*directions(spread))

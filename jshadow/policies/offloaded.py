@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array, lax
 
 from jshadow.cache.accounting import layer_nbytes
@@ -23,27 +22,16 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Stream, attend_stream
 from jshadow.ops.layout import to_chunks, write_rows
-from jshadow.policies.base import HookInputs
+from jshadow.policies.base import Bytes, HookInputs, UniformPolicy
 from jshadow.policies.capabilities import HasAll, Sized, Streams
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
-from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens
+from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens, PromptLengths
 from jshadow.policies.registry import register
-
-
-class PromptLengths(struct.PyTreeNode):
-    """The prompt. Its keys and values are in the host tier.
-
-    Attributes:
-        lengths: number of tokens of the prompt, int32 [B].
-    """
-
-    lengths: Array
 
 
 @register(small={"block": 8}, lossless=lambda tokens, config: {"block": 8})
 @dataclasses.dataclass(frozen=True)
-class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
+class Offloaded(UniformPolicy, KeepsLaterTokens, HasAll, Streams, Sized):
     """Keep the keys and values of the prompt in host memory, and attend to all of them.
 
     Attributes:
@@ -62,34 +50,23 @@ class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
         return HookInputs(piece=16, whole_turns=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the size of a block, and limit it to the capacity."""
         check_range(self.name, "block", self.block, 1)
         return dataclasses.replace(self, block=min(self.block, capacity))
 
     def host_layout(self, spec: CacheSpec) -> HostLayout:
-        """Return the layout of the keys and values of the prompt, in blocks."""
         return HostLayout(spec.kv_heads, -(-spec.capacity // self.block), self.block, planes=2)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without a prompt and with an empty window."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.window, spec.head_dim), spec.dtype)
         return LayerState(PromptLengths(jnp.zeros(spec.batch, jnp.int32)), LaterTokens(KeyValues(zeros, zeros)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Write the prompt to the host tier."""
         layout = self.host_layout(spec)
         planes = [to_chunks(x, layout.units, layout.unit) for x in (prompt.k_post, prompt.v)]
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
         return state.replace(frozen=PromptLengths(prompt.lengths)), HostWrite(data)
-
-    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new tokens to the window."""
-        slots, window = step.positions - state.frozen.lengths[:, None], state.live.window
-        k = write_rows(window.k, step.k_post, slots, step.valid)
-        v = write_rows(window.v, step.v, slots, step.valid)
-        return state.replace(live=LaterTokens(KeyValues(k, v))), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -120,12 +97,10 @@ class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
         return jnp.maximum(-(-lengths.max() // self.block), 1)
 
     def streamed(self, spec: CacheSpec, state: LayerState) -> tuple[int, Array]:
-        """Return the bytes of a block of one head, and the number of blocks."""
         blocks = jnp.broadcast_to(self.blocks(state.frozen.lengths), (spec.batch, spec.kv_heads))
         return unit_bytes(spec, self.host_layout(spec)), blocks
 
     def all_tokens(self, spec: CacheSpec, state: LayerState) -> KeyValues:
-        """Return the prompt and the later tokens of a layer, on the device."""
         prompt, window = self.planes(spec, state, 0, self.host_layout(spec).units), state.live.window
         at = state.frozen.lengths[:, None] + jnp.arange(spec.window)
         k, v = (
@@ -135,25 +110,21 @@ class Offloaded(KeepsLaterTokens, HasAll, Streams, Sized, Costs):
         return KeyValues(k, v)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the prompt's tokens, and all tokens after the prompt."""
         parts = {"prompt": state.frozen.lengths, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     # Costs
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the blocks of keys and of values, and both together."""
         layout = self.host_layout(spec)
         return 4 * spec.batch * layout.units * spec.kv_heads * unit_bytes(spec, layout) // 2
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count the window as read, and the whole host tier as moved and read."""
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
         parts = layer_nbytes(state)
         size = sum(parts.pop("host rows"))
         return parts | {"prompt": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count two blocks, a copy of one, and their scores."""
         block = spec.batch * spec.kv_heads * unit_bytes(spec, self.host_layout(spec))
         return 3 * block + 3 * 4 * spec.batch * spec.q_heads * max(self.block, spec.window)
 

@@ -1,7 +1,13 @@
-"""The interface of attentions that replace exact attention during prefill.
+"""What a policy may ask of a prefill: an attention of its own (`PrefillAttention`), and a second pass over the prompt.
 
-Sparse prefill implements it, and so do policies that inherit `OwnPrefill`. The prompt's keys and values are computed
-and cached as usual. They differ from those of exact prefill only because the hidden states differ.
+Sparse prefill implements the first, and so do policies that inherit `OwnPrefill`. The prompt's keys and values are
+computed and cached as usual. They differ from those of exact prefill only because the hidden states differ.
+
+A second pass tells which tokens are needed to repeat the prompt. Source: KVzip (Kim et al. 2025, arXiv 2505.23416,
+section 3). The model is asked to repeat the prompt, chunk by chunk, and is then given the chunk. The queries of the
+given tokens attend to the prompt. The largest attention that a token receives while its own chunk is repeated is its
+score. A policy asks for a second pass with `HookInputs.second_pass`, and reads the scores in `PromptKV.second_pass`.
+The prefill computes them (`engine/prefill/second_pass.py`).
 """
 
 import abc
@@ -13,6 +19,38 @@ from jax import Array
 
 from jshadow.cache.records import PromptKV
 from jshadow.models.config import AttentionKind, ModelConfig
+
+# NVIDIA's kvpress asks in these words. The last word of BETWEEN is the template's end of a user's message, which is a
+# line break for a model without a chat template.
+REPEAT_ALL = "\n\nRepeat the previous context exactly."
+REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with"
+AFTER_REQUEST = "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondPass:
+    """The settings of a second pass.
+
+    Attributes:
+        chunk: number of prompt tokens that are repeated at once.
+        sinks: number of first tokens of the prompt that share the attention, beside the chunk and the tokens of the
+            second pass. They are not scored there, except in the first chunk, which contains them.
+        normalized: divide the attention by the norm of the query token's hidden state, and multiply it by the norm of
+            the key token's value after the output projection (KVzip+ of kvpress).
+        overlap: number of tokens before a chunk that are repeated in the request for the chunk.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    normalized: bool = False
+    overlap: int = 8
+
+    def most_tokens(self, tokens: int) -> int:
+        """Return an upper bound on the tokens that are processed at once for a prompt of `tokens` tokens.
+
+        A token has at least one byte of text.
+        """
+        return max(len(REPEAT_ALL), len(REPEAT_FROM)) + len(AFTER_REQUEST) + self.overlap + min(self.chunk, tokens)
 
 
 class PrefillPiece(struct.PyTreeNode):
@@ -67,39 +105,25 @@ class PrefillAttention(abc.ABC):
     ) -> Any:
         """Return the initial value of the pytree that each piece passes on to the next.
 
-        Args:
-            config: the model.
-            kind: the kind of attention in the layer.
-            prompt: the whole prompt if `ahead`, else zeros of the same shapes.
-            q_tail: queries after RoPE of each row's last `tail` real tokens [B, tail, h_q, d], or None.
-            learned: this layer's slice of the arrays of `prepared`, or None.
+        `prompt` is the whole prompt if `ahead`, else zeros of the same shapes. `q_tail` has the queries after RoPE of
+        each
+        row's last `tail` real tokens [B, tail, h_q, d], or None. `learned` is this layer's slice of the arrays of
+        `prepared`, or None.
         """
 
     @abc.abstractmethod
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Any
     ) -> tuple[Array, Any]:
-        """Compute the attention of one piece.
+        """Compute the attention of one piece [B, P, h_q, d]. Keys and values after its last token may be arbitrary.
 
-        Args:
-            config: the model.
-            kind: the kind of attention in the layer.
-            piece: the queries of the piece.
-            prompt: the keys and values. Those after the piece's last token may be arbitrary.
-            aux: the pytree from `begin` or from the previous piece.
-
-        Returns:
-            The output [B, P, h_q, d], and the pytree to pass on to the next piece. That of the last piece becomes
-            `PromptKV.extra`.
+        `aux` is the pytree from `begin` or from the previous piece. Return also the pytree to pass on to the next
+        piece.
+        That of the last piece becomes `PromptKV.extra`.
         """
 
     @abc.abstractmethod
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Return an upper bound on the temporary device bytes for one piece.
-
-        Args:
-            config: the model.
-            batch: number of rows B.
-            tokens: number of tokens in the prompt.
-            size: number of tokens in the piece.
+        """Return an upper bound on the temporary device bytes for a piece of `size` tokens of `batch` prompts of
+        `tokens`.
         """

@@ -24,7 +24,6 @@ from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, quantize_rows
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice
-from jshadow.policies.costs import Costs
 from jshadow.policies.full import attend_all
 from jshadow.policies.registry import register
 
@@ -45,7 +44,7 @@ class QuantizedLive(struct.PyTreeNode):
 
 @register()
 @dataclasses.dataclass(frozen=True)
-class Quantized(UniformPolicy, Sized, Costs):
+class Quantized(UniformPolicy, Sized):
     """Keep all keys and values in 8 or 4 bits, and attend to all of them.
 
     Attributes:
@@ -58,7 +57,6 @@ class Quantized(UniformPolicy, Sized, Costs):
     source = "vLLM's quantized KV cache"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the setting. Raises ConfigError."""
         check_choice(self.name, "dtype", self.dtype, ("fp8", *ROW_BITS))
         if self.dtype == "int4" and config.head_dim % 2:
             raise ConfigError(f"config.head_dim must be even for quantized.dtype='int4', got {config.head_dim}")
@@ -66,7 +64,6 @@ class Quantized(UniformPolicy, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks of a step process a turn's new tokens in pieces of 16, or all of them at once, blockwise."""
         return HookInputs(piece=16, whole_turns=True)
 
     def encode(self, spec: CacheSpec, x: Array) -> Scaled:
@@ -84,14 +81,12 @@ class Quantized(UniformPolicy, Sized, Costs):
         return (numbers * rows.scale.astype(jnp.float32)).astype(spec.dtype)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a cache of zeros, with a slot for each token up to the capacity."""
         zeros = self.encode(spec, jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype))
         return LayerState(live=QuantizedLive(zeros, zeros))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Round the prompt, and store it at the front of the cache."""
         k, v = (fit_tokens(x, spec.capacity).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
         return state.replace(live=QuantizedLive(self.encode(spec, k), self.encode(spec, v))), None
 
@@ -112,7 +107,6 @@ class Quantized(UniformPolicy, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute attention over all positions up to the query's own."""
         k, v = self.decode(spec, state.live.k), self.decode(spec, state.live.v)
         return attend_all(spec, step, k, v), state
 
@@ -121,14 +115,11 @@ class Quantized(UniformPolicy, Sized, Costs):
         return jnp.ones_like(reached)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count all tokens held, as the part "quantized"."""
         return {"quantized": lengths.astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the keys and values of a layer in float32 and in the model's dtype."""
         row = 2 * spec.kv_heads * spec.head_dim * (4 + jnp.dtype(spec.dtype).itemsize)
         return super().step_temporaries(spec) + spec.batch * spec.capacity * row
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return the policy with 8 bits, and that with 4."""
         return [[dataclasses.replace(self, dtype=dtype) for dtype in ("fp8", "int4")]]

@@ -50,7 +50,6 @@ class Quest(RetrievalPolicy, Sized):
     source = "arXiv 2406.10774, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_range(self.name, "dense_layers", self.dense_layers, 0)
         return super().resolve(config, capacity)
 
@@ -59,7 +58,6 @@ class Quest(RetrievalPolicy, Sized):
         return Full() if layer < self.dense_layers else self
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
-        """Return the minimum and the maximum of each column of a page's keys, [B, h_kv, n, d] each."""
         real = there[:, None, ..., None]
         least = jnp.where(real, keys, jnp.inf).min(axis=3)
         most = jnp.where(real, keys, -jnp.inf).max(axis=3)

@@ -98,12 +98,9 @@ def find_policy(name: str) -> type[Policy]:
 
 
 def import_policy(place: str) -> type[Policy]:
-    """Import the policy class at `module:Class`, and register it if it is new.
+    """Import the policy class at `module:Class`, and register it if it is new. The working directory is also searched.
 
-    The working directory is also searched for the module.
-
-    Raises:
-        ConfigError: the module cannot be imported, it has no such class, or the class is not a concrete policy.
+    Raises ConfigError if the module cannot be imported, or if it has no such class or none that is a concrete policy.
     """
     module_name, _, class_name = place.partition(":")
     module = import_named(module_name, place)
@@ -121,15 +118,9 @@ def import_policy(place: str) -> type[Policy]:
 
 
 def import_named(module_name: str, place: str, form: str = "policy must be module:Class") -> ModuleType:
-    """Import a module.
+    """Import a module. Raises ConfigError if that is not possible.
 
-    Args:
-        module_name: the module.
-        place: the whole place, for the error message.
-        form: what a place must be, for the error message.
-
-    Raises:
-        ConfigError: the module cannot be imported.
+    The message has the whole `place`, and `form`, which tells what a place must be.
     """
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
@@ -19,14 +20,81 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.policies.base import HookInputs, UniformPolicy
+from jshadow.policies.base import Bytes, HookInputs, UniformPolicy, fetched_bytes
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
-from jshadow.policies.retrieval_costs import RetrievalCosts
-from jshadow.policies.units import UnitFrozen, UnitLive, put_units, unit_of_place, within_share
 
 
-class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
+def within_share(weights: Array, share: float) -> Array:
+    """Mark the fewest leading weights whose sum reaches a share of the total (Twilight, arXiv 2502.02770, section 4).
+
+    Weights are float32 [..., k], falling along the last axis. The share is in (0, 1]. 1 marks all weights.
+    """
+    if share >= 1:
+        return jnp.ones(weights.shape, bool)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    return before < share * weights.sum(axis=-1, keepdims=True)
+
+
+class UnitFrozen(struct.PyTreeNode):
+    """The prompt's part of a retrieval policy's state.
+
+    Example: B = 1, 2 KV heads, units of 4 tokens, a capacity of 12 tokens and a prompt of 10. The prompt part of the
+    host tier has room for 3 units. units is [2], since the prompt has 2 whole units; its last 2 tokens are only in the
+    ring of `UnitLive`. With Quest, summaries are two arrays [1, 2, 3, d], whose last entry is unused.
+
+    Attributes:
+        units: whole units of each row's prompt, int32 [B].
+        summaries: a pytree of arrays [B, h_kv, U, ...] with one summary for each unit, or None if the policy reads
+            summaries from the units themselves.
+        basis: arrays that the summaries are computed with, if the policy learns them from the prompt; else None.
+    """
+
+    units: Array
+    summaries: Any
+    basis: Any
+
+
+class UnitLive(struct.PyTreeNode):
+    """The part of a retrieval policy's state that decoding changes.
+
+    Attributes:
+        recent: a ring buffer of the newest tokens' keys after RoPE and values [B, h_kv, R, d]. The token at position p
+            is in slot p % R.
+        summaries: a pytree of arrays [B, h_kv, T, ...] with the summaries of units after the prompt, or None. In row b,
+            entry j is unit units[b] + j of the sequence. A unit that is not complete yet is summarized from its first
+            tokens.
+        selected: the units that the last query selected, int32 [B, h_kv, k], with -1 in unused entries. Units of the
+            tail follow those of the prompt, as in `Selection.ids`.
+    """
+
+    recent: KeyValues
+    summaries: Any
+    selected: Array
+
+
+def put_units(old: Array, new: Array, *, place: Array, valid: Array) -> Array:
+    """Write entries [B, h, n, ...] along axis 2 of `old` [B, h, T, ...] at `place`, int32 [B, n], where `valid`, bool
+    [B, n].
+    """
+    batch, heads, count = old.shape[:3]
+    rows = new.reshape(batch, heads, new.shape[2], -1).swapaxes(1, 2)
+    return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)
+
+
+def _unit_of_place(layout: HostLayout, units: Array) -> Array:
+    """Return the number in the sequence of each stored unit, int32 [B, U + T]: the prompt's, then the tail's.
+
+    -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
+    2, and row 0 has units[0] = 2. Then the result for row 0 is [0, 1, -1, 2, 3].
+    """
+    start = units[:, None]
+    places, count = jnp.arange(layout.units + layout.tail_units), layout.units
+    unit = jnp.where(places < count, places, places - count + start)
+    return jnp.where((places < start) | (places >= count), unit, -1)
+
+
+class RetrievalPolicy(UniformPolicy, Budgeted):
     """A policy that fetches the units with the highest scores for each query.
 
     Attributes:
@@ -60,13 +128,17 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         """Convert keys or queries after RoPE [B, S, h, d] to the form of stored keys. Products must not change."""
         return keys
 
-    def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Return whether summaries are stored. If not, `resident_summaries` reads them from units on the device."""
-        return True
+    def resident_summaries(self, rows: Array) -> Any:
+        """Return the summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d].
 
-    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Any:
-        """Return the summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d]."""
+        A policy that defines this stores no summaries with the fetch mode "resident".
+        """
         raise NotImplementedError
+
+    def kept_summaries(self, spec: CacheSpec) -> bool:
+        """Return whether summaries are stored."""
+        reads = type(self).resident_summaries is not RetrievalPolicy.resident_summaries
+        return not reads or spec.fetch != "resident"
 
     def query(self, step: StepKV) -> Array:
         """Return the queries after RoPE by which units are chosen [B, T, h_q, d]."""
@@ -94,7 +166,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
 
     @property
     def budget_unit(self) -> int:
-        """The number of tokens in a unit."""
         return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
@@ -106,7 +177,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return None
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings that all retrieval policies have."""
         check_range(self.name, "unit", self.unit, 1)
         check_range(self.name, "budget", self.budget, self.unit)
         check_range(self.name, "recent", self.recent, 1)
@@ -122,7 +192,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     def count(self, spec: CacheSpec) -> int:
         """Return the maximum number of units that a query selects."""
         layout = self.host_layout(spec)
-        assert layout is not None
         return min(self.wanted(spec), layout.units + layout.tail_units)
 
     def wanted(self, spec: CacheSpec) -> int:
@@ -130,11 +199,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the maximum number of tokens after the whole units of the shortest prompt."""
         return capacity - shortest // self.unit * self.unit
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         tail = max(1, -(-spec.window // self.unit))
         units = spec.capacity // self.unit
         return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
@@ -144,9 +211,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return jnp.maximum(positions + 1 - self.recent, 0) // self.unit * self.unit
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the tail."""
         layout = self.host_layout(spec)
-        assert layout is not None
         tail = layout.tail_units * self.unit
         return jnp.minimum(spec.capacity - lengths, tail - (lengths - state.frozen.units * self.unit))
 
@@ -159,9 +224,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without units and with an empty ring."""
         layout = self.host_layout(spec)
-        assert layout is not None
 
         def zeros(*shape: int) -> Array:
             return jnp.zeros((spec.batch, spec.kv_heads, *shape), spec.dtype)
@@ -184,7 +247,6 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     ) -> tuple[LayerState, HostWrite | None]:
         """Write the whole units to the host tier. Keep their summaries and the newest tokens on the device."""
         layout, slots = self.host_layout(spec), self.ring_slots(spec)
-        assert layout is not None
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
         rows = (self.stored(prompt.k_post, basis), prompt.v)
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
@@ -227,13 +289,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the best units for each query. The units of query t are entries t * k to t * k + k - 1."""
         layout, frozen = self.host_layout(spec), state.frozen
-        assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         # With equal queries, XLA would make one product of two, and copy all summaries for it in every step.
         both = self.both_summaries(spec, state)
         asked = zip(both, (q, jax.lax.optimization_barrier(q))[: len(both)], strict=True)
         scores = jnp.concatenate([self.score(spec, own, query, frozen.basis) for own, query in asked], axis=3)
-        unit = unit_of_place(layout, frozen.units)
+        unit = _unit_of_place(layout, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
@@ -254,10 +315,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         if self.kept_summaries(spec):
             return [state.frozen.summaries, state.live.summaries]
         layout, tier = self.host_layout(spec), state.host
-        assert layout is not None
         assert tier.tail is not None
         rows = [tier.prompt.array] if tier.prompt is not None else []
-        return [self.resident_summaries(spec, x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
+        return [self.resident_summaries(x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -276,10 +336,21 @@ class RetrievalPolicy(UniformPolicy, Budgeted, RetrievalCosts):
         return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the recent tokens, and the tokens of the selected units."""
         first = self.first_recent(lengths - 1)
         selected = jnp.minimum(first, self.wanted(spec) * self.unit)
         if self.top_p < 1:
             selected = (state.live.selected >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32) * self.unit
         counts = {"window": lengths - first, "selected": selected}
         return {name: tokens.astype(jnp.float32) for name, tokens in counts.items()}
+
+    # Costs
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        return fetched_bytes(spec, state, "selected", self.count(spec) * self.unit)
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
+        layout = self.host_layout(spec)
+        units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
+        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
+        return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide

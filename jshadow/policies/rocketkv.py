@@ -20,13 +20,13 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
+from jshadow.policies.adakv import SCORES, scorer_of
 from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.eviction import EvictingPolicy, best_positions, take_positions
 from jshadow.policies.quest import Quest
 from jshadow.policies.registry import register
-from jshadow.policies.scorers import SCORES, scorer_of
-from jshadow.policies.units import UnitFrozen
+from jshadow.policies.retrieval import UnitFrozen
 
 
 class RocketFrozen(UnitFrozen):
@@ -74,11 +74,9 @@ class RocketKV(Quest):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks of a prompt need what the scoring method needs. Those of a step are Quest's."""
         return dataclasses.replace(self.scorer.reads, piece=super().reads.piece)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_choice(self.name, "scores", self.scores, SCORES)
         check_range(self.name, "kept", self.kept, 1)
         self.scorer.resolve(config, capacity)
@@ -91,20 +89,16 @@ class RocketKV(Quest):
         return min(self.kept, spec.capacity)
 
     def ring_slots(self, spec: CacheSpec) -> int:
-        """Return the number of slots of the ring, which holds the recent tokens of all queries of a piece, in units."""
         return self.recent + self.unit + self.reads.piece - 2
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the maximum number of tokens after the whole units of the kept tokens."""
         return min(capacity - shortest + self.unit - 1, capacity)
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the keys and values of the kept units, and of later units in the tail."""
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         tail = max(1, -(-spec.window // self.unit))
         return HostLayout(spec.kv_heads, self.slots(spec) // self.unit, self.unit, planes=2, tail_units=tail)
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the tail."""
         return jnp.minimum(spec.capacity - lengths, super().room(spec, state, lengths - state.frozen.evicted))
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
@@ -118,13 +112,11 @@ class RocketKV(Quest):
     # A prompt
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without units and with an empty ring."""
-        return with_evicted(super().init(spec, fitted), jnp.zeros(spec.batch, jnp.int32))
+        return _with_evicted(super().init(spec, fitted), jnp.zeros(spec.batch, jnp.int32))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Drop the tokens with the lowest scores, and store the others in units."""
         count = self.slots(spec)
         scores, reserved = self.scorer.score(spec, prompt)
         at = best_positions(scores, prompt.lengths, reserved, count)
@@ -132,32 +124,27 @@ class RocketKV(Quest):
         where = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (spec.batch, count))
         kept = PromptKV(k, k, v, jnp.minimum(prompt.lengths, count), where)
         state, write = super().compress(dataclasses.replace(spec, capacity=count), state, kept, fitted)
-        return with_evicted(state, prompt.lengths - kept.lengths), write
+        return _with_evicted(state, prompt.lengths - kept.lengths), write
 
     # One step
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new tokens to the ring, and the units they are in to the tail."""
-        return super().append(spec, state, after_eviction(state, step))
+        return super().append(spec, state, _after_eviction(state, step))
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """Select the best units for each query."""
-        return super().select(spec, state, after_eviction(state, step))
+        return super().select(spec, state, _after_eviction(state, step))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute exact attention over each query's recent tokens and its fetched units."""
-        return super().attend(spec, state, after_eviction(state, step), fetched)
+        return super().attend(spec, state, _after_eviction(state, step), fetched)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the recent tokens, and the tokens of the selected units."""
         return super().attended_parts(spec, state, lengths - state.frozen.evicted)
 
     # Costs
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count Quest's bytes, and those of the scoring method and of the kept tokens."""
         kept = 4 * spec.batch * self.slots(spec) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return super().compress_bytes(spec, tokens) + self.scorer.compress_bytes(spec, tokens) + kept
 
@@ -168,13 +155,13 @@ class RocketKV(Quest):
         return [[dataclasses.replace(one, **same) for one in group] for group in groups]
 
 
-def with_evicted(state: LayerState, evicted: Array) -> LayerState:
+def _with_evicted(state: LayerState, evicted: Array) -> LayerState:
     """Return a state whose frozen record tells how many tokens were dropped."""
     frozen = state.frozen
     return state.replace(frozen=RocketFrozen(frozen.units, frozen.summaries, frozen.basis, evicted))
 
 
-def after_eviction(state: LayerState, step: StepKV) -> StepKV:
+def _after_eviction(state: LayerState, step: StepKV) -> StepKV:
     """Return the step with the positions and lengths that it has among the kept tokens."""
     evicted = state.frozen.evicted
     return step.replace(positions=step.positions - evicted[:, None], lengths=step.lengths - evicted)

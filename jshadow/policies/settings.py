@@ -51,10 +51,7 @@ def _named(base: type[Record]) -> dict[str, type[Record]]:
 def import_record(annotation: Any, place: Any) -> Any:
     """Return the name of the record type at `module.Class`, which is imported, for a field of several types.
 
-    Any other value is returned as it is.
-
-    Raises:
-        ConfigError: the module cannot be imported, or it has no such record type.
+    Any other value is returned as it is. Raises ConfigError if there is no such module or record type.
     """
     if not isinstance(place, str) or "." not in place or not any(record_types(annotation)):
         return place
@@ -129,13 +126,10 @@ def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
 
 
 def with_settings[T](value: T, settings: Mapping[str, Any], path: str = "") -> T:
-    """Return a policy or record with some settings replaced.
+    """Return a policy or record with some settings replaced, given by dotted name.
 
-    Args:
-        value: a policy or a record.
-        settings: the new values by dotted name. If a field allows several record types, a name chooses one of them. The
-            record has default settings unless `value` already has a record of that type.
-        path: the name of the value in error messages; by default its `name`.
+    If a field allows several record types, a name chooses one of them. The record has default settings unless `value`
+    already has a record of that type. `path` is the name of the value in error messages; by default its `name`.
 
     Raises:
         ConfigError: there is no such setting or no such record. The message names the nearest settings.
@@ -147,20 +141,20 @@ def with_settings[T](value: T, settings: Mapping[str, Any], path: str = "") -> T
     for name, setting in settings.items():
         first, _, rest = name.partition(".")
         if first not in fields:
-            raise unknown_setting(path, name, value)
+            raise _unknown_setting(path, name, value)
         if rest:
             inner.setdefault(first, {})[rest] = setting
         else:
-            changes[first] = named_record(fields[first], setting, getattr(value, first), path)
+            changes[first] = _named_record(fields[first], setting, getattr(value, first), path)
     for first, nested in inner.items():
         record = changes.get(first, getattr(value, first))
         if not isinstance(record, Record):
-            raise unknown_setting(path, f"{first}.{next(iter(nested))}", value)
+            raise _unknown_setting(path, f"{first}.{next(iter(nested))}", value)
         changes[first] = with_settings(record, nested, f"{path}.{first}")
     return dataclasses.replace(value, **changes)  # type: ignore[type-var]
 
 
-def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
+def _named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
     """Return the record that the name `setting` chooses for a field. A plain setting or a record is returned unchanged.
 
     Raises:
@@ -176,7 +170,7 @@ def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path
     return current if current.name == setting else record_types(field.type)[setting]()
 
 
-def unknown_setting(path: str, name: str, value: Any) -> ConfigError:
+def _unknown_setting(path: str, name: str, value: Any) -> ConfigError:
     """Return the error for a setting that a policy or record does not have."""
     names = dotted_settings(value)
     shown = f"{path}={value.name!r}" if isinstance(value, Record) and value.name else path

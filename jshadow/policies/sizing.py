@@ -39,8 +39,8 @@ def at_share[P: Policy](policy: P, fraction: float, num_tokens: int, config: Mod
 
     Args:
         policy: a policy that is `Sized`. Its settings in `Sized.size_free` are kept; the others are replaced.
-        fraction: the share, as a number above 0. It is a share of the bytes that full attention takes for `num_tokens`
-            tokens, sliding layers included.
+        fraction: the share, above 0, of the bytes that full attention takes for `num_tokens` tokens, sliding layers
+            included.
         num_tokens: the capacity in tokens, which a prompt fills completely.
         config: the model.
 

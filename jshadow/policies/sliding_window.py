@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
@@ -16,7 +15,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, ring_positions
 from jshadow.policies.base import HookInputs, LayerCache
-from jshadow.policies.costs import Costs
+from jshadow.policies.full import OneCache
 
 SLIDING_PIECE = 16  # new tokens of a turn that a sliding layer takes at once
 
@@ -26,19 +25,9 @@ def sliding_slots(window: int, capacity: int) -> int:
     return min(window + SLIDING_PIECE - 1, capacity)
 
 
-class SlidingLive(struct.PyTreeNode):
-    """A ring buffer of the newest tokens.
-
-    Attributes:
-        cache: keys after RoPE and values [B, h_kv, slots, d]. The token at position p is in slot p % slots.
-    """
-
-    cache: KeyValues
-
-
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow(LayerCache, Costs):
-    """Keep the newest tokens exactly, and attend to them.
+class SlidingWindow(LayerCache):
+    """Keep the newest tokens exactly, in a ring buffer, and attend to them. Position p is in slot p % slots.
 
     Attributes:
         window: tokens that a query attends to, its own included.
@@ -50,7 +39,6 @@ class SlidingWindow(LayerCache, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks of a step process a turn's new tokens in pieces of SLIDING_PIECE."""
         return HookInputs(piece=SLIDING_PIECE)
 
     def slots(self, capacity: int) -> int:
@@ -58,22 +46,19 @@ class SlidingWindow(LayerCache, Costs):
         return sliding_slots(self.window, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a ring buffer of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
-        return LayerState(live=SlidingLive(KeyValues(zeros, zeros)))
+        return LayerState(live=OneCache(KeyValues(zeros, zeros)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store the newest tokens of the prompt in the ring buffer."""
         k, v = (fill_ring(x, prompt.lengths, self.slots(spec.capacity)) for x in (prompt.k_post, prompt.v))
-        return state.replace(live=SlidingLive(KeyValues(k, v))), None
+        return state.replace(live=OneCache(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new tokens over the oldest ones in the ring buffer."""
         slots = step.positions % self.slots(spec.capacity)
         cache, q_post = state.live.cache.append(step, slots, spec.rope)
-        return state.replace(live=SlidingLive(cache), q_post=q_post), None
+        return state.replace(live=OneCache(cache), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -90,14 +75,11 @@ class SlidingWindow(LayerCache, Costs):
         return attend(step.q_post, pieces, spec.scale), state
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length at which the next query's window is still whole in the ring buffer."""
         slots = self.slots(spec.capacity)
         return jnp.where(reached <= slots, 1, jnp.maximum(reached - slots + self.window - 1, 1))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count all tokens held, up to the size of the window."""
         return {"window": jnp.minimum(lengths, self.window).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores of all slots."""
         return 3 * 4 * spec.batch * spec.q_heads * self.slots(spec.capacity)

@@ -59,7 +59,6 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the queries of the observation window. A step processes 16 new tokens of a turn at once."""
         return HookInputs(last_queries=self.observation_window, piece=16)
 
     def scaled(self, share: float) -> Self:
@@ -70,7 +69,6 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         )
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings, of which none is None."""
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_range(self.name, "max_capacity_prompt", self.max_capacity_prompt, self.observation_window)
         check_range(self.name, "kernel", self.kernel, 1)
@@ -80,11 +78,9 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         return self
 
     def slots(self, capacity: int) -> int:
-        """Return the number of prompt tokens that are kept, at most the capacity."""
         return min(self.max_capacity_prompt, capacity)
 
     def heads(self, spec: CacheSpec) -> int:
-        """Return the number of heads that keep their own set of tokens."""
         return spec.q_heads if self.granularity == "q_head" else spec.kv_heads
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:

@@ -20,16 +20,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
+from jshadow.policies.base import Bytes, fetched_bytes
 from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
 from jshadow.policies.checks import check_range
-from jshadow.policies.kivi import KIVI, never_full
-from jshadow.policies.kivi_state import KiviLive
+from jshadow.policies.kivi import KIVI, KiviLive, never_full
 from jshadow.policies.registry import register
 
 
@@ -87,12 +86,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     trial_step = True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check `fetched` and KIVI's settings."""
         check_range(self.name, "fetched", self.fetched, 1)
         return super().resolve(config, capacity)
 
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Guess:
-        """Return a state without a guess."""
         return Guess(jnp.zeros(specs[0].batch, jnp.int32), jnp.zeros(specs[0].batch, bool))
 
     def after_step(self, shared: Guess, logits: Array, lengths: Array) -> Guess:
@@ -101,11 +98,9 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return Guess(jnp.where(shared.known, best[:, 1], best[:, 0]), jnp.ones_like(shared.known))
 
     def before_trial(self, shared: Guess, token: Array) -> Guess:
-        """Return a state in which `token` stands in for the guess."""
         return Guess(token, jnp.zeros_like(shared.known))
 
     def adopt(self, live: SpeLive, after: SpeLive) -> SpeLive:
-        """Keep only the rows that the trial step fetched."""
         return live.replace(buffer=after.buffer, positions=after.positions)
 
     def count(self, spec: CacheSpec) -> int:
@@ -117,13 +112,11 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return super().window_slots(max(capacity, shortest + 1), shortest)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the exact keys and values of all tokens, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2, tail_units=spec.window)
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state without tokens and without fetched rows."""
         state = super().init(spec, fitted)
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.count(spec), spec.head_dim), spec.dtype)
         live = SpeLive(
@@ -137,13 +130,11 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Quantize the prompt as KIVI does, and write its exact rows to the host tier."""
         state, _ = super().compress(spec, state, prompt, fitted)
         planes = [to_chunks(x, spec.capacity, 1) for x in (prompt.k_post, prompt.v)]
         return state, HostWrite(jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, spec.capacity, -1))
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Store the current token's key and value as KIVI does, and write them to the host. The guess is not stored."""
         appended, _ = super().append(spec, state, step)
         live = state.live.replace(later=appended.live.later, recent=appended.live.recent)
         row = jnp.stack([step.k_post[:, 0], step.v[:, 0]], axis=2)  # [B, h_kv, 2, d]
@@ -190,7 +181,6 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute the attention of both queries. The fetched exact rows replace their low-bit rows."""
         return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
@@ -198,7 +188,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         pieces, positions = self.pieces(spec, state, step)
         guess_query = step.q_post[:, 1:]
         pieces = [piece.of_queries(1, 2) for piece in pieces]
-        logits = jnp.concatenate([masked_scores_of(guess_query, piece, spec.scale) for piece in pieces], axis=-1)
+        logits = jnp.concatenate([_masked_scores_of(guess_query, piece, spec.scale) for piece in pieces], axis=-1)
         probs = jax.nn.softmax(logits, axis=-1).mean(axis=2)[:, :, 0]  # [B, h_kv, n]
         at = jnp.concatenate([jnp.broadcast_to(x, (spec.batch, spec.kv_heads, x.shape[2])) for x in positions], axis=2)
         places = top_k(jnp.where(at >= 0, probs, -1.0), self.count(spec))
@@ -222,19 +212,14 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         )
         return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count all arrays on the device as read, and the rows for the next step as moved from the host."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
-        size = numbers * jnp.dtype(spec.dtype).itemsize
-        return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        parts = fetched_bytes(spec, state, "fetched", self.count(spec))
+        return parts | {"fetched": (0, parts["fetched"][1])}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count KIVI's temporaries twice: for two queries, and for the guess's probabilities."""
         return 2 * super().step_temporaries(spec)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return policies from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         rows = min(cls.fetched, max(1, num_tokens // 32))
@@ -246,6 +231,6 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return [[make(bits, group)] for bits in (8, 4, 2, 1) for group in groups]
 
 
-def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
+def _masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
     """Return the scores of queries [B, T, h_q, d] with a piece's keys, float32 [B, h_kv, group, T, n]."""
     return masked_scores(group_queries(q, piece.k.shape[1]), piece, scale)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
@@ -17,29 +16,19 @@ from jshadow.ops.rope import cos_sin, query_factor, rotate
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_range
-from jshadow.policies.costs import Costs
+from jshadow.policies.full import OneCache
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
 
 
-class StreamingLive(struct.PyTreeNode):
-    """The tokens that are kept.
-
-    Slots [0, sinks) hold the first tokens. The rest is a ring buffer: the token at position p >= sinks is in slot
-    sinks + (p - sinks) % window. Keys are stored before RoPE, because their rotation changes when older tokens are
-    evicted.
-
-    Attributes:
-        cache: keys before RoPE and values [B, h_kv, sinks + window, d].
-    """
-
-    cache: KeyValues
-
-
 @register(small={"sinks": 2, "window": 12}, lossless=lambda tokens, config: {"window": tokens})
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
+class StreamingLLM(UniformPolicy, Budgeted, Sized):
     """Keep the first tokens (attention sinks) and the newest ones. Evict the tokens between them.
+
+    Slots [0, sinks) of the cache hold the first tokens. The rest is a ring buffer: the token at position p >= sinks is
+    in slot sinks + (p - sinks) % window. Keys are stored before RoPE, because their rotation changes when older tokens
+    are evicted.
 
     Attributes:
         sinks: number of first tokens that are never evicted.
@@ -57,7 +46,6 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
     budget_fields = ("window",)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the two sizes."""
         check_range(self.name, "sinks", self.sinks, 0)
         check_range(self.name, "window", self.window, 1)
         return self
@@ -67,9 +55,8 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return min(self.sinks + self.window, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a cache of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
-        return LayerState(live=StreamingLive(KeyValues(zeros, zeros)))
+        return LayerState(live=OneCache(KeyValues(zeros, zeros)))
 
     def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
         """Return the position of the token in each slot, int32 [B, slots]; -1 in a slot that no token has reached yet.
@@ -97,21 +84,19 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store the sinks and the newest tokens of the prompt. The prompt's own attention is exact."""
         held = self.held_positions(spec, prompt.lengths)
         index = jnp.maximum(held, 0)[:, :, None, None]
         k, v = (
             jnp.take_along_axis(x, index, axis=1, mode="clip").transpose(0, 2, 1, 3) for x in (prompt.k_pre, prompt.v)
         )
-        return state.replace(live=StreamingLive(KeyValues(k, v))), None
+        return state.replace(live=OneCache(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new token over the oldest one of the window."""
         slots = self.slot_of(spec, step.positions)
         cache = state.live.cache
         k = write_rows(cache.k, step.k_pre, slots, step.valid)
         v = write_rows(cache.v, step.v, slots, step.valid)
-        return state.replace(live=StreamingLive(KeyValues(k, v))), None
+        return state.replace(live=OneCache(KeyValues(k, v))), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -135,16 +120,13 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return jnp.where(reached <= self.slots(spec.capacity), 1, reached)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count all tokens held, up to the number of slots."""
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count two float32 copies of the keys, the rotated keys in the cache's dtype, and the scores of all slots."""
         slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
         return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return one policy for each number of slots, from num_tokens down to 1."""
         cls = type(self)
 
         def make(slots: int) -> Any:

@@ -34,7 +34,6 @@ class TOVA(KeepsBest):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the last query of the prompt. A step processes 16 new tokens of a turn at once."""
         return HookInputs(last_queries=1, piece=16)
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
@@ -50,5 +49,4 @@ class TOVA(KeepsBest):
         return jnp.broadcast_to(scores[:, None], shape), jnp.ones_like(prompt.lengths)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the default, and the scores of the last query, their masked form and their softmax."""
         return super().compress_bytes(spec, tokens) + 3 * 4 * spec.batch * spec.q_heads * tokens

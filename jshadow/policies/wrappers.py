@@ -16,7 +16,7 @@ from jshadow.policies.full import Full
 from jshadow.policies.shadowkv import ShadowKV
 
 
-def check_inner(wrapper: Wrapper) -> None:
+def _check_inner(wrapper: Wrapper) -> None:
     """Raise ConfigError unless the inner policy is a policy whose layers do not depend on each other."""
     if not isinstance(wrapper.inner, Policy):
         raise ConfigError(f"{wrapper.name}.inner must be a policy, got {wrapper.inner!r}")
@@ -40,13 +40,11 @@ class DenseFirst(Wrapper):
     source = "arXiv 2406.10774, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check `layers` and the inner policy, and resolve the inner policy."""
         check_range(self.name, "layers", self.layers, 0, len(full_layers(config)))
-        check_inner(self)
+        _check_inner(self)
         return super().resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return full attention for the first layers, and the inner policy's cache for the others."""
         dense = full_layers(config).index(layer) < self.layers
         return Full() if dense else self.inner.for_layer(layer, config)
 
@@ -67,11 +65,10 @@ class Pyramid(Wrapper):
     source = "arXiv 2406.02069, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the steepness and that the inner policy has a budget, and resolve the inner policy."""
         number = isinstance(self.steepness, int | float) and not isinstance(self.steepness, bool)
         if not number or not 1 <= self.steepness < float("inf"):
             raise ConfigError(f"pyramid.steepness must be at least 1 and finite, got {self.steepness!r}")
-        check_inner(self)
+        _check_inner(self)
         resolved = super().resolve(config, capacity)
         if not isinstance(innermost(resolved), Budgeted):
             raise ConfigError(f"pyramid.inner must be a policy with a budget, got {resolved.inner.name}")

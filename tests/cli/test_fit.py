@@ -16,7 +16,7 @@ import jshadow
 from jshadow.engine.saved.fitted import read_fitted_info
 from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import Loki, OmniKV, parse_policy
-from jshadow.policies.omnikv.calibration import FilterMasses, choose_filters, dense_share, filter_masses
+from jshadow.policies.omnikv import FilterMasses, choose_filters, dense_share, filter_masses
 from jshadow.weights.params import init_params
 
 LESS_SETTINGS = ["--set", "heavy=8", "--set", "recent=8", "--set", "hidden=16", "--steps", "30"]

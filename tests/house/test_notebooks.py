@@ -106,7 +106,7 @@ def test_means_and_pictures_have_their_errors_and_every_method_uses_its_share():
 def test_the_class_of_the_recipe_is_a_policy_by_itself(tmp_path):
     """The cells of its imports and of the class make a module. The notebook runs the laws on it."""
     cells = code_of(FOLDER / "06_add_a_policy.py")
-    [imports] = [cell for cell in cells if "from jshadow.policies import (" in cell]
+    [imports] = [cell for cell in cells if "from jshadow.policies import " in cell]
     [body] = [cell for cell in cells if "class SmallNorms" in cell]
     (tmp_path / "small_norms_recipe.py").write_text(f"{imports}\n\n\n{body}\n")
     with strangers(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from few import one_of
 
-from jshadow.policies.shadowkv.key_codecs.midrise import quantize
+from jshadow.policies.shadowkv.key_codecs.transform import quantize
 from pallas_kernels import bits as layout
 
 

@@ -23,7 +23,6 @@ from jshadow.planner.gpu_specs import CONTEXT_RESERVE, DEFAULT_GPUS, GIB, GPUS, 
 from jshadow.planner.machine import abstract_state
 from jshadow.planner.mesh import mesh_shards
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
-from jshadow.policies.costs import costs_of
 from jshadow.policies.settings import with_settings
 
 LLAMA_3_8B_1M = dataclasses.replace(LLAMA_31_8B, context=1048576)
@@ -204,7 +203,7 @@ MOVES = [pair for pair in POLICY_FETCHES if not {"probe", "zero_copy"} & {*pair}
 def test_what_a_step_moves_is_what_steps_count(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
     layers = zip(state.specs, state.layers, strict=True)
-    told = [sizes for spec, layer in layers for sizes in costs_of(spec.policy).step_bytes(spec, layer).values()]
+    told = [sizes for spec, layer in layers for sizes in spec.policy.step_bytes(spec, layer).values()]
     read, moved = map(sum, zip(*told, strict=True))
     held = sum(device for device, _ in state_nbytes(state).values())
     _, after = run_steps(model(), state.fork(), STEPS[:, :1])

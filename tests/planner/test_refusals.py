@@ -73,7 +73,7 @@ REFUSED = [
     (partial(plan, mesh=dict(tp=1.5)), ConfigError, "tp must be an integer of at least 1, got 1.5"),
     (partial(plan, mesh=dict(left="right")), ConfigError, "left must be one of"),
     (partial(plan, InfLLM(), dict(tp=2)), ConfigError, "mesh must be None for infllm, which is not split over devices"),
-    (partial(plan, SMALL, dict(tp=2), fetch="zero_copy"), ConfigError, f"{NO_KERNEL}on"),
+    (partial(plan, SMALL, dict(tp=2), fetch="zero_copy"), ConfigError, f"{NO_KERNEL}with left='split'"),
     # Sessions
     (partial(sessions, SessionClass(0, 8)), CapacityError, "prompt must be at least 1"),
     (partial(sessions, SessionClass(8, -1)), CapacityError, "room at least 0"),

@@ -18,7 +18,7 @@ from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
 from jshadow.models.config import RopeConfig
 from jshadow.planner.bytes import cache_specs
-from jshadow.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, StreamingLLM, head_budgets
+from jshadow.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, StreamingLLM, eviction
 from jshadow.policies.expected_attention import BLOCK, expected_logits
 
 
@@ -272,6 +272,6 @@ def test_ada_kv_keeps_and_attends_to_the_tokens_of_the_oracle(name, dtype):
                     shares = softmax(keys @ wide(q[row, query, head * group + one]) * spec.scale)
                     got = wide(out[row, query, head * group + one])
                     np.testing.assert_allclose(got, shares @ values, atol=tolerance, rtol=tolerance)
-        assert frozen.kept.k.shape[1] * head_budgets.BLOCK <= config.kv_heads * (policy.kept + head_budgets.BLOCK)
+        assert frozen.kept.k.shape[1] * eviction.BLOCK <= config.kv_heads * (policy.kept + eviction.BLOCK)
         if config.kv_heads == 5 and name == "snapkv scores":
             assert len({len(keys) for keys, _ in blocks_of(frozen, 0).values()}) > 1

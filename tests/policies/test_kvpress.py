@@ -13,10 +13,10 @@ import pytest
 from kvpress_kept import CHUNK, RATIOS, SAFEGUARDS, TWICE, places, told_by
 
 import jshadow
-from jshadow import TOVA, AdaKV, ExpectedAttention, Full, KeyDiff, KVzip, SnapKV
 from jshadow.cache.prompt_walk import prompts_of
 from jshadow.engine.prefill.whole import prefill_many
 from jshadow.planner.bytes import cache_specs
+from jshadow.policies import TOVA, AdaKV, ExpectedAttention, Full, KeyDiff, KVzip, SnapKV
 from jshadow.policies.eviction import KeptPrompt
 
 TEXTS = {"documentation": 1024, "code": 512, "diary": 777}  # and their tokens

@@ -23,7 +23,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.machine import prefill_peak
-from jshadow.policies.head_budgets import KeptBlocks
+from jshadow.policies.eviction import KeptBlocks
 from jshadow.policies.sizing import at_share, device_share
 from jshadow.weights.params import init_params
 

@@ -22,9 +22,8 @@ from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
-from jshadow.policies.less.errors import errors_of
-from jshadow.policies.less.kernels import combine
-from jshadow.policies.less.training import answers, make_examples
+from jshadow.policies.less import combine
+from jshadow.policies.less.training import answers, errors_of, make_examples
 
 
 def start(policy, fitted=None, params=None, **options):

@@ -1,5 +1,6 @@
-"""Properties of all policies: names, registry, checked settings, wrappers, and the bytes that the papers state."""
+"""Properties of all policies: names, registry, checked settings, wrappers, and bytes."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -11,17 +12,20 @@ import jax
 import numpy as np
 import pytest
 from cases import POLICY_CASES, TINY
+from few import quick
 from plugins import strangers
-from policy_inputs import DEEP
+from policy_inputs import DEEP, llama
 
 from jshadow import policies
 from jshadow.cache.records import PromptKV
 from jshadow.cli import policies as command
 from jshadow.cli.main import main
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation.laws import subject_of
-from jshadow.evaluation.plan import label
+from jshadow.evaluation.results import label
+from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import footprint
 from jshadow.policies import (
     H2O,
     POLICIES,
@@ -41,14 +45,15 @@ from jshadow.policies import (
     SnapKV,
     SpeCache,
     StreamingLLM,
-    costs,
     parse_policy,
     register,
 )
+from jshadow.policies.capabilities import rows_of
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.registry import place_of
 from jshadow.policies.settings import changed_settings, dotted_settings, policy_settings, setting_types, with_settings
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
+from jshadow.policies.sizing import at_share
 
 
 def test_each_constructs_without_arguments_and_names_its_source():
@@ -155,7 +160,7 @@ PAPERS_BYTES = {
 }
 
 
-def rows_of(capsys, context: int) -> list:
+def rows_told(capsys, context: int) -> list:
     """The rows that `jshadow policies` prints."""
     assert main(["policies", "--context", str(context), "--model", "llama-3.1-8b", "--json"]) == 0
     return json.loads(capsys.readouterr().out)["policies"]
@@ -163,7 +168,7 @@ def rows_of(capsys, context: int) -> list:
 
 def test_the_table_of_bytes_is_the_papers(capsys, monkeypatch):
     """A policy without a paper's settings, such as a new file's, has a row with its defaults."""
-    rows = {(row["setting"], row["fetch"]): row for row in rows_of(capsys, 131072)}
+    rows = {(row["setting"], row["fetch"]): row for row in rows_told(capsys, 131072)}
     assert {row["policy"] for row in rows.values()} == set(POLICIES)
     for key, (device, host, moved) in PAPERS_BYTES.items():
         row = rows[key]
@@ -172,7 +177,7 @@ def test_the_table_of_bytes_is_the_papers(capsys, monkeypatch):
         if moved is not None:
             assert row["bytes_moved"] / 2**20 == pytest.approx(moved, rel=0.02), key
     monkeypatch.setattr(command, "PAPERS_SETTINGS", (("full", "resident"),))
-    rows, names = rows_of(capsys, 8192), ["full", *(name for name in POLICIES if name != "full")]
+    rows, names = rows_told(capsys, 8192), ["full", *(name for name in POLICIES if name != "full")]
     assert [row["policy"] for row in rows] == [row["setting"] for row in rows] == names
 
 
@@ -332,7 +337,7 @@ def test_wrappers_come_from_the_command_line():
 
 def test_what_the_planner_counts():
     """The rows of a step, the landmarks that it reads of a chunk, and the bytes of a compression, in plain numbers."""
-    assert [costs.rows_of(policy) for policy in (Full(), SpeCache(), DenseFirst(SpeCache()))] == [1, 2, 2]
+    assert [rows_of(policy) for policy in (Full(), SpeCache(), DenseFirst(SpeCache()))] == [1, 2, 2]
     two = dataclasses.replace(ShadowKV().landmarks, tokens=4)
     parts = [ShadowKV(landmarks=one) for one in (two, dataclasses.replace(two, levels=2))]
     assert [(one.landmark_parts, one.read_parts) for one in parts] == [(2, 2), (2, 1)]
@@ -342,3 +347,59 @@ def test_what_the_planner_counts():
     rocket = RocketKV(kept=32, budget=16, unit=8)
     parts = [super(RocketKV, rocket).compress_bytes(spec, 50), rocket.scorer.compress_bytes(spec, 50)]
     assert rocket.compress_bytes(spec, 50) - sum(parts) == 2 * 3 * rocket.slots(spec) * item
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
+
+
+@pytest.mark.parametrize(("config", "dtype"), [(TINY, "float32"), (SMOLLM2, "bfloat16")], ids=["tiny", "smollm2"])
+@pytest.mark.parametrize("name", quick(["full", "quest", "shadowkv"], POLICIES))
+def test_nominal_keeps_to_its_share(name, config, dtype):
+    """Device bytes, counted from the abstract state, are within the share, if the prompt fills the capacity."""
+    feasible, refusals = 0, []
+    for num_tokens in (96, 256, 500, 1024, 4096):
+        for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
+            try:
+                policy = at_share(POLICIES[name](), fraction, num_tokens, config)
+            except Infeasible as error:
+                refusals.append((str(error), fraction))
+                continue
+            feasible += 1
+            bytes_ = footprint(config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put")
+            assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
+    assert all("at least" in message and str(fraction) in message for message, fraction in refusals)
+    # two of the three layers have full attention with OmniKV
+    assert feasible >= (5 if name == "full" or (name == "omnikv" and config is TINY) else 10)
+
+
+def test_outliers_go_before_the_rank():
+    """2,304 tokens are 288 chunks. At a quarter of the bytes, 48 exact chunks would leave room for a rank of 16."""
+    found = [at_share(ShadowKV(), fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
+    assert [policy.outlier_chunks for policy in found] == [48, 24, 0]
+    assert found[0].rank > found[1].rank == 32 > found[2].rank
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_share_of_a_long_context_and_shares_that_cannot_be(name):
+    """Device bytes are within the share, offloaded where the method can; Infeasible names the smallest share."""
+    config, tokens = llama(), 32_768
+    for fraction in (0.5, 0.25, 0.12):
+        try:
+            policy = at_share(POLICIES[name](), fraction, tokens, config)
+        except Infeasible as error:
+            least = float(str(error).split("at least ")[1].split()[0])
+            assert fraction < least < 1 or name == "full"
+            continue
+        taken = footprint(config, policy, capacity=tokens, prompt=tokens, fetch="device_put")
+        assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.01
+        specs = cache_specs(config, policy.resolve(config, tokens), 1, tokens, tokens, "bfloat16", "device_put")
+        assert (taken["host_bytes"] > 0) == any(spec.policy.host_layout(spec) is not None for spec in specs)
+    for fraction in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="fraction"):
+            at_share(POLICIES[name](), fraction, 1024, TINY)
+    with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
+        at_share(POLICIES[name](), 1e-4, 1024, TINY)
+    # no layer uses the policy if all slide, so its settings do not matter, but it must be a policy or Infeasible
+    config = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0, 1, 2))
+    with contextlib.suppress(Infeasible):
+        at_share(POLICIES[name](), 1.0, 256, config).resolve(config, 256)

@@ -29,15 +29,14 @@ from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.machine import abstract_state
 from jshadow.planner.prefill_time import layer_operations
 from jshadow.policies import Policy, ShadowKV
-from jshadow.policies.costs import costs_of
-from jshadow.policies.shadowkv.key_codecs.basis import COLUMNS_A_LAUNCH
+from jshadow.policies.shadowkv.key_codecs.lowrank import COLUMNS_A_LAUNCH
 
 TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed(), "packed small": ShadowKV.packed(small=True)}
 # Maximum operations of the compression, in those of the layer.
 SHARES = {"paper": 0.015, "packed": 0.02, "packed small": 0.02}
-ESTIMATE = 0.05  # maximum relative error of `compress_flops`
-LAUNCHES = 0.15  # maximum relative error of `compress_launches`
+ESTIMATE = 0.05  # maximum relative error of the operations of `compress_work`
+LAUNCHES = 0.15  # maximum relative error of the launches of `compress_work`
 MOST_LAUNCHES = 3500  # of a prompt of TOKENS tokens, with what library calls count as
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
@@ -205,15 +204,13 @@ def work_of(program: Program, gpu: str) -> Work:
 
 def compression_faults(name: str, gpu: str, spec: CacheSpec, work: Work) -> Iterator[str]:
     """Yield one line for each limit that a compression exceeds, and for each estimate that it contradicts."""
-    costs = costs_of(spec.policy)
-    estimate, bound = costs.compress_flops(spec, TOKENS), costs.compress_bytes(spec, TOKENS)
+    (estimate, predicted), bound = spec.policy.compress_work(spec, TOKENS), spec.policy.compress_bytes(spec, TOKENS)
     if abs(estimate - work.operations) > ESTIMATE * work.operations:
-        yield f"{work.operations:.3g} operations, but `compress_flops` says {estimate:.3g}"
+        yield f"{work.operations:.3g} operations, but `compress_work` says {estimate:.3g}"
     if work.temporary_bytes > bound:
         yield f"{work.temporary_bytes} bytes of temporaries, but `compress_bytes` says at most {bound}"
-    predicted = costs.compress_launches(spec, TOKENS)
     if abs(predicted - work.launches) > LAUNCHES * work.launches:
-        yield f"{work.launches} launches, but `compress_launches` says {predicted}"
+        yield f"{work.launches} launches, but `compress_work` says {predicted}"
     if work.launches > MOST_LAUNCHES:
         yield f"{work.launches} launches, of at most {MOST_LAUNCHES}"
     layer = layer_operations(LLAMA, None, TOKENS)

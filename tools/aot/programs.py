@@ -27,7 +27,7 @@ from jshadow.planner.pieces import pieces_of, rows_at_once
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
-from jshadow.policies.shadowkv.landmark_levels import GROUP, Levels, first_level, first_spread, two_levels
+from jshadow.policies.shadowkv.landmarks import GROUP, Levels, first_level, first_spread, two_levels
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, NewTokens
 
 DTYPE = jnp.bfloat16

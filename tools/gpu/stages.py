@@ -18,7 +18,7 @@ from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, Step
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.evaluation.speed import Shape, random_step
 from jshadow.ops.attention import attend
-from jshadow.policies.shadowkv.kept import own_piece
+from jshadow.policies.shadowkv.selection import own_piece
 
 CALLS = 8
 # The codes, and the fetch modes in which their stages are measured.

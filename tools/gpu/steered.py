@@ -15,7 +15,7 @@ from jax import Array
 from jshadow.cache.records import LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv.landmark_levels import Marks
+from jshadow.policies.shadowkv.landmarks import Marks
 
 PHASE = 32  # the first steps select no chunk of the previous step; steps after these repeat SHARE of the chunks
 SHARE = 0.6

@@ -41,7 +41,7 @@ from jshadow.engine.prefill.layer import compress_layer
 from jshadow.planner.bytes import on_backend
 from jshadow.planner.machine import abstract_state
 from jshadow.policies.shadowkv import landmarks
-from jshadow.policies.shadowkv.key_codecs import basis, lowrank, transform
+from jshadow.policies.shadowkv.key_codecs import lowrank, transform
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode
 
 WORKERS = 16
@@ -215,7 +215,7 @@ def bases(shapes: Shapes, timer: Timer, group: int) -> dict[str, Any]:
 
     def job(way: Way, size: int, options: dict[str, Any]) -> Callable[[], Any]:
         with settings_of(way, 0):
-            return built(functools.partial(basis.iterated, count=shapes.count), batch_of(size), options=options)
+            return built(functools.partial(lowrank.iterated, count=shapes.count), batch_of(size), options=options)
 
     programs = compiled({name: job(*one) for name, one in settings.items()})
     rows: dict[str, Any] = {}
@@ -270,7 +270,7 @@ def settings_of(way: Way, block: int) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for name, value in way.items():
-            stack.enter_context(mock.patch.object(basis, name, value))
+            stack.enter_context(mock.patch.object(lowrank, name, value))
         for module in (transform, lowrank) if block else ():
             stack.enter_context(mock.patch.object(module, "BLOCK", block))
         for name in ("prompt_landmarks", "prompt_spread") if block else ():

@@ -3,7 +3,7 @@
 import jax
 
 from jshadow.cache.spec import CacheSpec
-from jshadow.policies.mesh_checks import check_split
+from jshadow.policies.checks import check_split
 
 
 def check_shards(plans: list[tuple[CacheSpec, ...]]) -> None:

@@ -26,8 +26,7 @@ from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.checks import check_fitted, reads_fitted
-from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import PrefillAttention, SecondPass
 from jshadow.weights.params import Params
 
 

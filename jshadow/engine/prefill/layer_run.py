@@ -17,8 +17,7 @@ from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import Heads, apply_block
 from jshadow.ops.attention import Implementation, causal_attention, whole_attention
 from jshadow.ops.rope import rotation
-from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
-from jshadow.policies.second_pass import SecondPass
+from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece, SecondPass
 
 # Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
 # value that is passed on to the next piece.

@@ -31,7 +31,6 @@ from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.pieces import pieces_of
 from jshadow.policies import Policy
 from jshadow.policies.checks import reads_fitted
-from jshadow.policies.costs import costs_of
 from jshadow.weights.params import Params
 
 CONSUMED = "the prefill was advanced before; use the value that advance_prefill returned"
@@ -78,7 +77,7 @@ def begin(job: PrefillJob) -> PartialPrefill:
     pieces = -(-int(job.lengths.max()) // size)
     plans = tuple(job.layer_plan(index, count, size) for index in range(config.num_layers))
     compressions = tuple(
-        sum(costs_of(plan[index].policy).compress_flops(plan[index], count * size) for plan in job.plans)
+        sum(plan[index].policy.compress_work(plan[index], count * size)[0] for plan in job.plans)
         for index in range(config.num_layers)
     )
     requests = job.requests

@@ -1,4 +1,4 @@
-"""The second pass over a prompt: its tokens, and its program for one chunk of one layer (`policies/second_pass.py`).
+"""The second pass over a prompt: its tokens, and its program for one chunk of one layer (`SecondPass`).
 
 After a layer has read the prompt, it reads the requests, chunk by chunk. The tokens of a request follow the prompt:
 they attend to the whole prompt and to the request's tokens before them, and to no other request. So the hidden states
@@ -24,7 +24,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block
 from jshadow.ops.attention import causal_attention, most_attention, output_norms, output_products
 from jshadow.ops.rope import rotation
-from jshadow.policies.second_pass import BETWEEN, FIRST, OTHER, SecondPass
+from jshadow.policies.prefill_attention import AFTER_REQUEST, REPEAT_ALL, REPEAT_FROM, SecondPass
 from jshadow.weights.tokenizer import encode
 
 
@@ -80,7 +80,7 @@ def requests_of(
     def words(text: str) -> list[int]:
         return [] if tokenizer is None else encode(tokenizer, text)
 
-    first, other, between = words(FIRST), words(OTHER), words(BETWEEN)
+    first, other, between = words(REPEAT_ALL), words(REPEAT_FROM), words(AFTER_REQUEST)
     rows: list[list[list[int]]] = []
     for row, length in zip(tokens, lengths, strict=True):
         ids, requests = row[:length].tolist(), []

@@ -31,8 +31,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import top_k
 from jshadow.policies import Full, Quest
-from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.policies.units import put_units
+from jshadow.policies.retrieval import RetrievalPolicy, put_units
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jshadow.policies.base import Policy
 from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv.key_codecs import by_token
-from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
+from jshadow.policies.shadowkv.landmarks import Levels, mean_kind
 from jshadow.weights.params import Params, init_params
 
 # This times the expected number is added to every tolerance, because float32 has about seven digits.
@@ -288,7 +288,7 @@ def abstract(case: Case, fetch: str, room: int | None = None) -> KVState:
 # Leaves of a state
 
 
-CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/kept.py
+CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/state.py
 
 
 def changing(state: KVState) -> dict[str, np.ndarray]:

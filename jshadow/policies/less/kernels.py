@@ -57,18 +57,13 @@ def key_features(kernels: dict[str, Any], k: Array) -> Array:
 
 
 def combine(out: Array, lse: Array, top: Array, bottom: Array) -> Array:
-    """Combine exact attention over some tokens with kernel attention over others, under one normalizer.
+    """Combine exact attention over some tokens with kernel attention over others, under one normalizer, float32 [...,
+    d].
 
-    The result is (exp(lse) * out + top) / (exp(lse) + bottom).
-
-    Args:
-        out: output of exact attention over the tokens that are held, float32 [..., d].
-        lse: log-sum-exp of their scores, float32 [...].
-        top: phi(q) H, float32 [..., d].
-        bottom: phi(q) z, float32 [...], never negative.
-
-    Returns:
-        Float32 [..., d]. Where bottom is 0, it is `out`, bit for bit.
+    The result is (exp(lse) * out + top) / (exp(lse) + bottom). `out` and `lse` are the output of exact attention [...,
+    d]
+    and the log-sum-exp of its scores [...]. `top` is phi(q) H [..., d], and `bottom` is phi(q) z [...], never negative.
+    Where bottom is 0, the result is `out`, bit for bit.
     """
     there = bottom > 0
     known = jnp.where(there, bottom, 1.0)  # so that neither the value nor the gradient divides by 0 or takes log(0)

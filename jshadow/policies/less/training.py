@@ -7,7 +7,7 @@ output for given kernels follows from it for many queries at once: the part of t
 The simulation differs from a decode step after a prompt in two ways. `compress` ranks a prompt's tokens by exact
 attention and evicts many at once; here the masses come from the sparse attention, as in the paper's simulation. And
 each layer gets the inputs of the full model, not those of a model with sparse earlier layers, so the layers are
-independent.
+independent. `errors_of` measures the errors on a text without training, which `jshadow fit` reports.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 
@@ -31,7 +32,7 @@ from jshadow.policies.less.kernels import KernelSizes, combine, key_features, qu
 
 QUERIES = 128  # queries in a training step, all from one row of the text
 TILE = 128  # queries whose scores are in memory at once
-LARGEST = 60.0  # largest absolute value of `shift_of`, the logarithm of a factor on psi
+LARGEST = 60.0  # largest absolute value of `_shift_of`, the logarithm of a factor on psi
 ROUND = 50  # training steps in one call of the compiled program
 SCALE = 1e-4  # initial value of psi's scale s, small compared with the normalizer of the sparse part
 
@@ -89,7 +90,7 @@ def train_all(
     total = steps * sum(kind.window is None for kind in config.attention_kinds)
     done = 0
     for layer, first, examples in examples_of(policy, params, tokens):
-        key, shift = jax.random.fold_in(jax.random.key(seed), layer), shift_of(examples, first)
+        key, shift = jax.random.fold_in(jax.random.key(seed), layer), _shift_of(examples, first)
         kernels = begin(sizes, jax.random.fold_in(key, 0), examples)
         carry = (kernels, optimizer.init(kernels))
         for start in range(0, steps, ROUND):
@@ -102,11 +103,11 @@ def train_all(
         kernels = carry[0]
         psi = kernels["psi"] | {"scale": kernels["psi"]["scale"] * jnp.exp(shift)[:, None]}
         layers[layer] = kernels | {"psi": psi}
-    blank = jax.tree.map(jnp.zeros, sizes.shapes(config.kv_heads, config.head_dim), is_leaf=is_shape)
+    blank = jax.tree.map(jnp.zeros, sizes.shapes(config.kv_heads, config.head_dim), is_leaf=_is_shape)
     return jax.tree.map(lambda *parts: jnp.stack(parts), *[blank if one is None else one for one in layers])
 
 
-def is_shape(node: Any) -> bool:
+def _is_shape(node: Any) -> bool:
     """Return whether a node of the tree of shapes is a shape. It is for `jax.tree.map`."""
     return isinstance(node, tuple)
 
@@ -160,7 +161,7 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
     full, _ = causal_attention(prompt.q_post, prompt.k_post, prompt.v, spec.scale)
     queries = group_queries(prompt.q_post, spec.kv_heads)
     k, v = (x.transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
-    gone, tokens = evictions(prompt, spec), prompt.k_post.shape[1]
+    gone, tokens = _evictions(prompt, spec), prompt.k_post.shape[1]
     size = min(TILE, tokens)
 
     def tile(start: Array) -> tuple[Array, Array]:
@@ -185,12 +186,8 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
     return Examples(q, k, v, gone, joined(outs), joined(lses), exact)
 
 
-def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
-    """Decode a text with H2O and record the step at whose end each token is evicted.
-
-    Returns:
-        int32 [B, h_kv, S]; S for a token that is never evicted.
-    """
+def _evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
+    """Decode a text with H2O. Return the step at whose end each token is evicted, int32 [B, h_kv, S]; S if never."""
     assert prompt.q_post is not None
     policy: H2O = spec.policy
     tokens, batch, none = prompt.k_post.shape[1], spec.batch, jnp.zeros(0)
@@ -213,7 +210,7 @@ def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
     return never.at[row, head, evicted].set(at, mode="drop")
 
 
-def shift_of(examples: Examples, first: int) -> Array:
+def _shift_of(examples: Examples, first: int) -> Array:
     """Return the mean log-sum-exp of H2O's scores in each KV head, float32 [h_kv], within [-LARGEST, LARGEST].
 
     Models differ in the size of their scores. Training subtracts this shift from the log-sum-exps, so that in every
@@ -242,14 +239,9 @@ def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
 
 
 def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift: Array) -> Array:
-    """Compute the output of LESS for some queries, float32 [B, h_kv, g, T, d].
+    """Compute the output of LESS for some queries after RoPE at positions `at`, float32 [B, h_kv, g, T, d].
 
-    Args:
-        kernels: the kernels of the layer.
-        q: queries after RoPE, float32 [B, h_kv, g, T, d].
-        at: their positions, int32 [T].
-        part: examples in which the fields of OF_QUERIES are cut to these queries.
-        shift: the result of `shift_of`, float32 [h_kv], or zeros.
+    `part` has the examples in which the fields of OF_QUERIES are cut to these queries. `shift` is that of `_shift_of`.
     """
     batch, heads, group, count, dim = q.shape
     phi = query_features(kernels, q.reshape(batch, heads, group * count, dim))
@@ -261,7 +253,7 @@ def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift:
 
 
 class Draws(NamedTuple):
-    """The constant inputs of a layer's training: its examples, their `shift_of`, and a random key."""
+    """The constant inputs of a layer's training: its examples, their `_shift_of`, and a random key."""
 
     examples: Examples
     shift: Array
@@ -296,3 +288,50 @@ def train_round(
         return (optax.apply_updates(kernels, change), moments), None
 
     return lax.scan(one, carry, start + jnp.arange(count))[0]
+
+
+def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
+    """Measure the relative squared error of each layer's attention output on a text.
+
+    The error is the sum of squared differences from full attention, divided by the sum of squares of full attention.
+    All queries after the first eviction are counted.
+
+    Args:
+        policy: H2O or LESS. Settings that are None are resolved for a capacity of the text's length.
+        params: the model's Params.
+        tokens: token ids, int32 [S] or [B, S], without padding. There must be more than heavy + recent + 1 of them.
+        fitted: the arrays that `LESS.fit` returned.
+
+    Returns:
+        float64 [L, 2]: the error of H2O, and that of LESS. NaN for layers with the model's own window.
+
+    Raises:
+        PromptError: as in `LESS.fit`.
+    """
+    out = np.full((params.config.num_layers, 2), np.nan)
+    for layer, first, examples in examples_of(policy, params, tokens):
+        kernels = jax.tree.map(lambda leaf, layer=layer: leaf[layer], fitted)
+        out[layer] = [float(x) for x in layer_errors(kernels, examples, first=first)]
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("first",))
+def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
+    """Return the relative squared errors of H2O and of LESS in one layer, for the queries from position `first` on."""
+    tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
+    size = min(TILE, tokens - first)
+
+    def tile(start: Array) -> Array:
+        at = start + jnp.arange(size)
+        cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in OF_QUERIES}
+        part = examples._replace(**cut)
+        answered = answers(kernels, part.q, at, part, none)
+        parts = (part.sparse - part.full, answered - part.full, part.full)
+        return jnp.stack([jnp.square(x).sum(axis=(0, 1, 2, 4)) for x in parts])
+
+    starts = jnp.minimum(jnp.arange(first, tokens, size), tokens - size)
+    sums = lax.map(tile, starts)  # [tiles, 3, size]
+    at = starts[:, None] + jnp.arange(size)
+    begun = first + size * jnp.arange(len(starts))
+    whole = jnp.where((at >= begun[:, None])[:, None], sums, 0).sum(axis=(0, 2))
+    return whole[0] / whole[2], whole[1] / whole[2]

@@ -15,24 +15,36 @@ keys have a code of their own instead (`later_keys`). This implementation does t
 """
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import HostWrite, KeyValues, LayerState, PromptKV, Rebuild, StepKV
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, HostLayout
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
-from jshadow.ops.layout import ring_positions, write_rows
+from jshadow.ops.layout import ring_positions, take_span, write_rows
+from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.registry import register
-from jshadow.policies.shadowkv import later_keys as later
-from jshadow.policies.shadowkv.landmark_levels import Marks, stored_landmarks, stored_spread, write_marks
-from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
-from jshadow.policies.shadowkv.outliers import keep_exact, loses_more, most_lost, without_later
-from jshadow.policies.shadowkv.plus_settings import PlusSettings
+from jshadow.policies.shadowkv.key_codecs import KeyCodec, Sizes, TokenCodec, by_token
+from jshadow.policies.shadowkv.landmarks import (
+    Marks,
+    chunk_landmarks,
+    chunk_spread,
+    stored_landmarks,
+    stored_spread,
+    write_marks,
+)
 from jshadow.policies.shadowkv.policy import ShadowKV
-from jshadow.policies.shadowkv.prompt_code import key_weights, landmark_cut
-from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, fields_of
+from jshadow.policies.shadowkv.selection import keep_exact, least_cosine, loses_more, most_lost, without_later
+from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
+
+LATER_BITS = {"int6": 6, "int4": 4}
+LATER_KEYS = (*LATER_BITS, "projected")
+MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
 
 
 @register(
@@ -52,21 +64,114 @@ from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, fields_of
     },
 )
 @dataclasses.dataclass(frozen=True)
-class ShadowKVPlus(PlusSettings):
+class ShadowKVPlus(ShadowKV):
     """ShadowKV in which the tokens of long outputs and of further turns are also selected and offloaded.
 
-    The settings are those of `PlusSettings`.
+    The other settings are those of `ShadowSettings`. Later chunks are those that come after the prompt's.
+
+    Attributes:
+        extra_outlier_chunks: slots of each KV head for later chunks that stay exact.
+        later_keys: how the keys of later chunks are stored. "int6" or "int4": 6 or 4 bits for each number, and a scale
+            for each token and head, whatever `keys` is. "projected": in the code of the prompt (the paper).
     """
 
+    extra_outlier_chunks: int = 16
+    later_keys: str = "int6"
+
+    name = "shadowkv_plus"
+    source = "arXiv 2410.21465, section 7.1"
+    size_free: ClassVar[tuple[str, ...]] = (*ShadowKV.size_free, "later_keys")
+
+    @classmethod
+    def paper(cls) -> Self:
+        return dataclasses.replace(super().paper(), later_keys="projected")
+
+    @classmethod
+    def packed(cls, *, small: bool = False) -> Self:
+        """Return `ShadowKV.packed`, but with a landmark for every four tokens instead of two (not with `small`).
+
+        So a later token takes less than a quarter of its device bytes in full attention, landmark included.
+        """
+        settings = super().packed(small=small)
+        if small:
+            return settings
+        return dataclasses.replace(settings, landmarks=dataclasses.replace(settings.landmarks, tokens=4))
+
+    @classmethod
+    def reference(cls) -> Self:
+        """Return the settings of `ShadowKV.reference`, with the keys of later chunks in the prompt's basis.
+
+        Each query selects its own chunks, because it has its own window.
+        """
+        published = super().reference()
+        quirks = dataclasses.replace(published.quirks, turn_selection="each")
+        return dataclasses.replace(published, quirks=quirks, extend_piece=cls.extend_piece, later_keys="projected")
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        return dataclasses.replace(super().lossless(num_tokens, config), later_keys="projected")
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
+        check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
+        check_choice(self.name, "later_keys", self.later_keys, LATER_KEYS)
+        multiple = 8 // math.gcd(8, LATER_BITS.get(self.later_keys, 8))  # so many numbers fill whole bytes
+        if config.head_dim % multiple:
+            needs = f"a head_dim that is a multiple of {multiple}"
+            raise ConfigError(f"{self.name}.later_keys={self.later_keys!r} must have {needs}, got {config.head_dim}")
+        resolved = super().resolve(config, capacity)
+        if self.quirks.turn_selection == "shared":
+            raise ConfigError(
+                f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window, got 'shared'"
+            )
+        return resolved
+
     @property
-    def splits_turns(self) -> bool:
-        """False: the window of a later query does not have all tokens of an earlier query's window."""
-        return False
+    def later_codec(self) -> KeyCodec:
+        return self.codec if self.later_keys == "projected" else TokenCodec(LATER_BITS[self.later_keys])
+
+    # Counts
+
+    @property
+    def window_chunks(self) -> int:
+        """Maximum number of chunks in a query's window, its own chunk included."""
+        return max(2, self.local_chunks + self.quirks.chunk_multiple)
+
+    @property
+    def ring_slots(self) -> int:
+        """Number of slots R of the ring: a window and a piece, so that a piece's first query has its whole window."""
+        return (self.window_chunks - -self.extend_piece // self.chunk_size) * self.chunk_size
+
+    def max_selected(self, capacity: int) -> int:
+        """Return the number of chunks k that a query selects.
+
+        The outliers are not subtracted, because later chunks can also be selected.
+        """
+        assert self.budget is not None
+        return min(self.budget // self.chunk_size, self.max_chunks(capacity))
+
+    def selected(self, spec: CacheSpec) -> int:
+        """Return the number of chunks that a query can select on a device, later chunks included."""
+        most = self.max_chunks(spec.capacity) + self.later_chunks(spec)
+        return min(self.max_selected(spec.capacity), most)
+
+    def later_chunks(self, spec: CacheSpec) -> int:
+        """Return the number of later chunks m for which there is space."""
+        return -(-spec.window // self.chunk_size)
+
+    def left_behind(self, frozen: ShadowFrozen, positions: Array) -> Array:
+        """Return how many later chunks have left the window of the query at each position, int32 [B, T]."""
+        chunks = positions // self.chunk_size + 1 - self.window_chunks
+        return jnp.maximum(chunks - frozen.chunks[:, None], 0)
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
+        layout = super().host_layout(spec)
+        no_kernel = layout.no_kernel or ("" if self.later_codec.compiled else f"later_keys={self.later_keys!r}")
+        return dataclasses.replace(layout, tail_units=self.later_chunks(spec), no_kernel=no_kernel)
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state of zeros, without chunks and with an empty ring."""
         state = super().init(spec, fitted)
         heads, chunks, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
@@ -75,10 +180,10 @@ class ShadowKVPlus(PlusSettings):
 
         ring, slots = zeros(heads, self.ring_slots, spec.head_dim), zeros(heads, extra * self.chunk_size, spec.head_dim)
         landmarks, spread = self.empty_marks(spec, chunks)
-        left, shared = later.empty_rows(self, spec)
+        code = self.later_codec.empty(spec.batch, chunks, self.chunk_size, Sizes.of(spec))
         live = PlusLive(
             **fields_of(state.live.replace(window=KeyValues(ring, ring))),
-            left=left,
+            left=code.left,
             landmarks=landmarks,
             kept=zeros(heads, chunks, dtype=bool),
             extra=KeyValues(slots, slots),
@@ -88,6 +193,7 @@ class ShadowKVPlus(PlusSettings):
         cut = zeros(heads, dtype=jnp.float32)
         most = cut if self.choice.outlier_rule != "landmark" else None
         weights = None if self.keys.weights == "none" else zeros(heads, spec.head_dim, dtype=jnp.float32)
+        shared = None if self.later_keys == "projected" else code.right
         frozen = PlusFrozen(**fields_of(state.frozen), cut=cut, most=most, key_weights=weights, later=shared)
         return LayerState(frozen, live)
 
@@ -101,19 +207,46 @@ class ShadowKVPlus(PlusSettings):
             most = most_lost(compressed.frozen.candidates, lost if self.reads_losses else None)
         frozen = PlusFrozen(
             **fields_of(compressed.frozen),
-            cut=landmark_cut(self, spec, compressed.frozen),
+            cut=self._landmark_cut(spec, compressed.frozen),
             most=most,
-            key_weights=key_weights(self, spec, prompt),
-            later=later.shared_part(self, prompt),
+            key_weights=self.key_weights(spec, prompt),
+            later=self._shared_part(prompt),
         )
         held = ring_positions(prompt.lengths, self.ring_slots)
         index = jnp.maximum(held, 0)[:, :, None, None]
         ring = (
             jnp.take_along_axis(x, index, axis=1, mode="clip").transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v)
         )
-        left = later.window_rows(self, spec, frozen, prompt, state.live.left)
+        left = self._window_rows(spec, frozen, prompt, state.live.left)
         live = state.live.replace(window=KeyValues(*ring), fresh=compressed.live.fresh, left=left)
         return compressed.replace(frozen=frozen, live=live), write
+
+    def _landmark_cut(self, spec: CacheSpec, frozen: ShadowFrozen) -> Array:
+        """Return the limit `PlusFrozen.cut`, float32 [B, h_kv]; see `least_cosine`."""
+        slots = frozen.outliers.k.shape[2] // self.chunk_size
+        by_landmark = jnp.minimum(self.landmark_outliers(spec.capacity), self.row_outliers(frozen.chunks))
+        used = jnp.arange(slots) < by_landmark[:, None, None]
+        return least_cosine(frozen.outliers, used, self.chunk_size, self.landmark_parts)
+
+    def _shared_part(self, prompt: PromptKV) -> Any:
+        """Return what `PlusFrozen.later` holds for a prompt."""
+        if self.later_keys == "projected":
+            return None
+        return self.later_codec.encode(prompt.k_pre, prompt.lengths, 0, self.chunk_size).right
+
+    def _left_rows(self, spec: CacheSpec, frozen: PlusFrozen, k_pre: Array) -> Array:
+        """Return the left rows [B, T, 1 or h_kv, w] of keys before RoPE [B, T, h_kv, d]."""
+        right = frozen.right if frozen.later is None else frozen.later
+        return self.later_codec.project(k_pre, right, frozen.key_weights, spec.heads_axis)
+
+    def _window_rows(self, spec: CacheSpec, frozen: PlusFrozen, prompt: PromptKV, left: Array) -> Array:
+        """Return `left` with the rows of the prompt's tokens that are in no chunk of the prompt."""
+        size = self.chunk_size
+        span = min(self.window_chunks, self.later_chunks(spec)) * size
+        rest = take_span(prompt.k_pre, frozen.chunks * size, span).transpose(0, 2, 1, 3)
+        real = frozen.chunks[:, None] * size + jnp.arange(span) < prompt.lengths[:, None]
+        rows = jnp.where(real[..., None, None], self._left_rows(spec, frozen, rest), 0).swapaxes(1, 2)
+        return by_token(left, size).at[:, :, :span].set(rows).reshape(left.shape)
 
     @property
     def reads_losses(self) -> bool:
@@ -122,7 +255,6 @@ class ShadowKVPlus(PlusSettings):
         return self.choice.outlier_rule != "landmark" and self.outlier_chunks >= 2
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the space for later chunks."""
         segment = self.later_chunks(spec) * self.chunk_size
         return jnp.minimum(segment - (lengths - state.frozen.chunks * self.chunk_size), spec.capacity - lengths)
 
@@ -145,7 +277,9 @@ class ShadowKVPlus(PlusSettings):
         slots = step.positions % self.ring_slots
         k = write_rows(live.window.k, step.k_post, slots, step.valid)
         v = write_rows(live.window.v, step.v, slots, step.valid)
-        left = later.with_new_rows(self, spec, state.frozen, step, live.left)
+        places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
+        rows = self._left_rows(spec, state.frozen, step.k_pre)
+        left = write_rows(by_token(live.left, self.chunk_size), rows, places, step.valid).reshape(live.left.shape)
         live = live.replace(window=KeyValues(k, v), left=left)
         return self.join(spec, state.replace(live=live), step)
 
@@ -179,15 +313,19 @@ class ShadowKVPlus(PlusSettings):
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
     def marks(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """Return the prompt's chunks, and the later chunks that have left each query's window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
         return *super().marks(spec, state, step), Marks(live.landmarks, live.spread, is_open)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """Return the key code of the prompt's chunks and of later chunks."""
-        return later.with_later(self, spec, super().rebuild(spec, state, step), state.frozen, state.live.left)
+        prompt, frozen, left = super().rebuild(spec, state, step), state.frozen, state.live.left
+        if frozen.later is None:
+            return prompt.replace(tail=left, tail_unit=frozen.chunks)
+        codec, size = self.later_codec, self.chunk_size
+        none = codec.empty(spec.batch, 0, size, Sizes.of(spec)).left
+        later = Rebuild(none, frozen.later, prompt.inverse, left, frozen.chunks, codec=codec, unit=size)
+        return prompt.replace(later=later)
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Return each query's window, the outliers, and the exact later chunks that have left its window."""
@@ -204,7 +342,6 @@ class ShadowKVPlus(PlusSettings):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the tokens of the selected chunks, of the outliers, of the exact later chunks and of the window."""
         assert self.budget is not None
         frozen, ids = state.frozen, state.live.extra_ids
         behind = self.left_behind(frozen, lengths[:, None] - 1)

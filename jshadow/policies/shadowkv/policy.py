@@ -7,8 +7,7 @@ number of outliers is a number of chunks. Each query selects its own chunks. The
 prompt and all new tokens. `ShadowKV.reference()` has the published code's choices instead.
 
 Some settings go beyond the paper. Keys can be stored in other codes than low rank (`key_codecs`). Landmarks and host
-values can have 8 or 4 bits. Landmarks can include the variance of their keys, and can have two levels
-(`landmark_levels`).
+values can have 8 or 4 bits. Landmarks can include the variance of their keys, and can have two levels (`landmarks`).
 """
 
 import dataclasses
@@ -25,17 +24,35 @@ from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, quantize_chunks
 from jshadow.policies.capabilities import SplitsTurns
 from jshadow.policies.registry import register
-from jshadow.policies.shadowkv.cost_hooks import ShadowCosts
-from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.kept import choose, empty_cache, kept_rows, own_piece, received
-from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
-from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
-from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
-from jshadow.policies.shadowkv.prompt_code import encode, key_weights
-from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
-from jshadow.policies.shadowkv.selection import Finalists, Query, finalists, landmark_scores
+from jshadow.policies.shadowkv.costs import ShadowCosts
+from jshadow.policies.shadowkv.key_codecs import KeyCode, Sizes
+from jshadow.policies.shadowkv.key_codecs.base import Parts, encode_parts
+from jshadow.policies.shadowkv.key_codecs.lowrank import query_weights
+from jshadow.policies.shadowkv.landmarks import (
+    Marks,
+    StoredLandmarks,
+    prompt_landmarks,
+    prompt_spread,
+    stored_landmarks,
+    stored_spread,
+)
+from jshadow.policies.shadowkv.selection import (
+    Finalists,
+    Query,
+    choose,
+    empty_cache,
+    exact_keys,
+    finalists,
+    kept_rows,
+    landmark_scores,
+    leave_out,
+    outlier_chunks,
+    own_piece,
+    preloaded_chunks,
+    received,
+)
 from jshadow.policies.shadowkv.settings import ShadowSettings
-from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
+from jshadow.policies.shadowkv.state import Preload, ShadowFrozen, ShadowLive
 
 
 @register(
@@ -43,16 +60,15 @@ from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
     lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, ShadowSettings.chunk_size)},
 )
 @dataclasses.dataclass(frozen=True)
-class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
+class ShadowKV(ShadowCosts, SplitsTurns):
     """Select a few percent of the chunks, rebuild their keys from a code, and fetch their values meanwhile.
 
     The settings are those of `ShadowSettings`.
     """
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a state of zeros, without chunks and with an empty window."""
         chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
-        code = self.codec.empty(spec.batch, self.left_chunks(spec), self.chunk_size, sizes_of(spec))
+        code = self.codec.empty(spec.batch, self.left_chunks(spec), self.chunk_size, Sizes.of(spec))
 
         def zeros(*shape: int) -> Array:
             return jnp.zeros((spec.batch, *shape), spec.dtype)
@@ -87,14 +103,15 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         spread = stored_spread(lambda parts: jnp.zeros((*shape, chunks * parts)), kind, parts, spec.dtype)
         return stored_landmarks(landmarks, kind, parts, spec.dtype), spread
 
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+    def host_layout(self, spec: CacheSpec) -> HostLayout:
         """Return the layout of the values of every chunk, outliers included, as in the published code."""
+        no_kernel = "" if self.codec.compiled else f"keys={self.keys.name!r}"
         return HostLayout(
             heads=spec.kv_heads,
             units=self.max_chunks(spec.capacity),
             unit=self.chunk_size,
             bits=ROW_BITS.get(self.values.dtype),
-            no_kernel="" if self.codec.compiled else f"keys={self.keys.name!r}",
+            no_kernel=no_kernel or ("left='split'" if self.splits_left(spec) else ""),
         )
 
     def host_rows(self, spec: CacheSpec, values: Array) -> Array:
@@ -108,7 +125,6 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Compute the prompt's key code, landmarks and outliers, and write its values to the host (algorithm 1)."""
         return self.compressed(spec, state, prompt)[:2]
 
     def compressed(
@@ -116,11 +132,11 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
     ) -> tuple[LayerState, HostWrite | None, Array | None]:
         """Do what `compress` does. Return also the coding error of each chunk of the prompt, or None."""
         size, count, parts = self.chunk_size, self.max_chunks(spec.capacity), self.landmark_parts
-        row_chunks, weights = self.prompt_chunks(prompt.lengths), key_weights(self, spec, prompt)
+        row_chunks, weights = self.prompt_chunks(prompt.lengths), self.key_weights(spec, prompt)
         landmarks, worst = prompt_landmarks(prompt.k_post, count, size, parts=parts)
         whole = jnp.broadcast_to((jnp.arange(count) < row_chunks[:, None])[:, None, :], worst.shape)
         first, outliers = self.landmark_outliers(spec.capacity), self.max_outliers(spec.capacity)
-        code, lost = encode(self, spec, prompt, weights, losses=first < outliers or self.reads_losses)
+        code, lost = self._encode(spec, prompt, weights, losses=first < outliers or self.reads_losses)
         ids = outlier_chunks(whole, worst, lost if first < outliers else None, first, outliers)
         used = jnp.arange(outliers) < self.row_outliers(row_chunks)[:, None, None]
 
@@ -154,10 +170,31 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         """Whether the coding errors of the prompt's chunks are needed beyond the choice of its outliers."""
         return False
 
+    def key_weights(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
+        """Return the weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
+        if self.keys.weights == "none":
+            return None
+        assert prompt.q_tail is not None
+        rotary = spec.rope.rotary_dim(spec.head_dim)
+        return query_weights(prompt.q_tail, prompt.lengths, spec.kv_heads, rotary, spec.heads_axis)
+
+    def _encode(
+        self, spec: CacheSpec, prompt: PromptKV, weights: Array | None, *, losses: bool
+    ) -> tuple[KeyCode, Array | None]:
+        """Code the keys of a prompt. Return also the coding error of each chunk, or None without `losses`."""
+        count, size = self.max_chunks(spec.capacity), self.chunk_size
+        if spec.shards is not None and self.codec.joint:
+            split = dataclasses.replace(spec, shards=dataclasses.replace(spec.shards, left="split"))
+            parts = Parts(spec.shards, count, self.left_chunks(split), size)
+            code, lost = encode_parts(self.codec, prompt.k_pre, prompt.lengths, weights, parts, losses)
+            left = code.left[:, : self.left_chunks(spec)]
+            return code.replace(left=left), None if lost is None else lost[:, :, :count]
+        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
+        return code, self.codec.losses(code, prompt.k_pre, size, weights) if losses else None
+
     # One step
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the window."""
         used = lengths - state.frozen.chunks * self.chunk_size
         return jnp.minimum(spec.capacity - lengths, spec.window - used)
 
@@ -169,7 +206,6 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         return None if self.quirks.exact_preload else jnp.maximum(state.frozen.chunks * self.chunk_size, 1)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Store the new tokens in the window, exactly."""
         window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.chunks, self.chunk_size)
         return state.replace(live=state.live.replace(window=window), q_post=q_post), None
 
@@ -210,20 +246,16 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """Return the key code of all chunks that may be selected."""
-        frozen = state.frozen
-        return Rebuild(
-            frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size, split=self.key_parts(spec)
-        )
+        code, split = (state.frozen.left, state.frozen.right), self.key_parts(spec)
+        return Rebuild(*code, step.inverse, codec=self.codec, unit=self.chunk_size, split=split)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Store the cache after a fetch, if its chunks have keys and values on the device."""
         queries = selection.ids.shape[2] // self.selected(spec)
         return state.replace(live=received(state.live, selection, fetched, queries))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute one softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
             piece, state = self.selected_piece(spec, state, step, fetched)
@@ -238,7 +270,6 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
     def selected_piece(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched
     ) -> tuple[Piece, LayerState]:
-        """Return the selected chunks as a piece for attention, and the new state."""
         if state.frozen.preload is not None:
             fetched = fetched.listed(spec.head_dim)
             k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
@@ -247,7 +278,6 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         return own_piece(fetched, queries, spec.head_dim), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
-        """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
         seen = step.positions - first + 1
@@ -259,7 +289,6 @@ class ShadowKV(ShadowSettings, ShadowCosts, SplitsTurns):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the tokens of the selected chunks, of the outliers and of the window."""
         assert self.budget is not None
         chunks = state.frozen.chunks
         outliers = self.row_outliers(chunks)

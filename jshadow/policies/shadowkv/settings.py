@@ -1,8 +1,10 @@
 """ShadowKV's settings, and the counts that follow from them (Sun et al. 2024, arXiv 2410.21465)."""
 
+import abc
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,30 +12,317 @@ from jax import Array
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
+from jshadow.ops.packing import ROW_BITS
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
-from jshadow.policies.checks import check_number, check_range
-from jshadow.policies.settings import check_record
-from jshadow.policies.shadowkv import sizes
-from jshadow.policies.shadowkv.key_codecs import KeyCodec
-from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
-from jshadow.policies.shadowkv.key_codecs.split import Parts
-from jshadow.policies.shadowkv.records import (
-    Choice,
-    Keys,
-    Landmarks,
-    LowRank,
-    TransformCode,
-    Values,
+from jshadow.policies.checks import check_choice, check_number, check_range
+from jshadow.policies.settings import Record, check_record
+from jshadow.policies.shadowkv.key_codecs import (
+    ExactCodec,
+    KeyCodec,
+    LowRankCodec,
+    Profile,
+    TransformCodec,
+    usual_profile,
+    usual_rank,
 )
-from jshadow.policies.shadowkv.reference import Quirks
-from jshadow.policies.shadowkv.selection import Scoring
+from jshadow.policies.shadowkv.key_codecs.base import Parts
+from jshadow.policies.shadowkv.key_codecs.lowrank import TAIL
+from jshadow.policies.shadowkv.key_codecs.transform import profile_of, unit_of
 from pallas_kernels import MOST_AGE, MOST_PLACES
+
+WEIGHTS = ("none", "queries")
+OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try for a share of bytes
+WIDER = 2  # with two rounds, the first selects this many chunks for each chunk of the budget
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys(Record, abc.ABC):
+    """How keys are stored. A subclass with a name is a choice for `ShadowKV.keys`, also one from outside the library.
+
+    Class attributes:
+        weights: the error that the code minimizes, "none" or "queries"; a field where it can be chosen.
+    """
+
+    weights = "none"
+
+    @abc.abstractmethod
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
+        """Return these settings with every None replaced by a number, and the rank, or None for a code without one.
+
+        `policy` is the name of the policy, for messages, and `rank` is the setting `ShadowKV.rank`. Raises ConfigError
+        if a
+        setting is out of range, or if there is a rank and the code has none.
+        """
+
+    @abc.abstractmethod
+    def codec(self, rank: int | None) -> KeyCodec:
+        """Return the codec of resolved settings."""
+
+    def check_no_rank(self, policy: str, rank: Any) -> None:
+        """Raise ConfigError if a rank is given. Only low-rank keys have one."""
+        if rank is not None:
+            raise ConfigError(f"{policy}.rank must be None with keys={self.name!r}, which has none, got {rank!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Keys):
+    """Keys stored as low-rank factors, as in the paper. Their rank is `ShadowKV.rank`.
+
+    Attributes:
+        weights: the error that the code minimizes. "none": the error of the keys (the paper). "queries": the error of
+            the products of keys and queries, estimated from the prompt's last queries.
+    """
+
+    weights: str = "none"
+
+    name = "lowrank"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
+        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        columns = config.key_columns
+        rank = usual_rank(columns) if rank is None else rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= columns:
+            raise ConfigError(f"{policy}.rank must be an integer in [1, {columns}], got {rank!r}")
+        return self, rank
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        return LowRankCodec(rank)  # type: ignore[arg-type]  # None only before `resolve`
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformCode(Keys):
+    """Keys stored in their eigenbasis, with 8, 4, 2 or 0 bits for each column.
+
+    Attributes:
+        bits: mean bits of a key column, in (0, 8]. `resolve` replaces them by a profile. None: `profile` is used. If
+            that is also None, there are as many bits as low-rank keys of the usual rank take.
+        profile: numbers of columns with 8, 4 and 2 bits (n8, n4, n2). n4 is a multiple of 2 and n2 a multiple of 4.
+        weights: the error that the code minimizes, "none" or "queries", as for low-rank keys (`LowRank`).
+    """
+
+    bits: float | None = None
+    profile: Profile | None = None
+    weights: str = "none"
+
+    name = "transform"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        self.check_no_rank(policy, rank)
+        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        if self.bits is not None:
+            profile = self.profile_of_bits(policy, config)
+        elif self.profile is None:
+            profile = usual_profile(config.key_columns)
+        else:
+            profile = self.profile
+            _check_profile(policy, profile, config.key_columns)
+        return dataclasses.replace(self, bits=None, profile=profile), None
+
+    def profile_of_bits(self, policy: str, config: ModelConfig) -> Profile:
+        """Return the default profile with `bits` bits for each column on average."""
+        bits, columns = self.bits, config.key_columns
+        if self.profile is not None:
+            raise ConfigError(f"{policy}.keys.bits must be None with keys.profile={self.profile!r}, got {bits!r}")
+        if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= 8:
+            raise ConfigError(f"{policy}.keys.bits must be a number in (0, 8], got {bits!r}")
+        return profile_of(columns, max(8, bits * columns))
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        return TransformCodec(self.profile)  # type: ignore[arg-type]  # None only before `resolve`
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactKeys(Keys):
+    """Keys stored exactly, before RoPE."""
+
+    name = "exact"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        self.check_no_rank(policy, rank)
+        return self, None
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        return ExactCodec()
+
+
+def _check_profile(policy: str, profile: Any, columns: int) -> None:
+    """Raise ConfigError unless a profile is three counts that fill whole bytes and sum to at most `columns`."""
+    good = isinstance(profile, tuple) and len(profile) == 3
+    good = good and all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in profile)
+    if not good or profile[1] % 2 or profile[2] % 4 or not 1 <= sum(profile) <= columns:
+        raise ConfigError(
+            f"{policy}.keys.profile must be three numbers of columns (8-bit, 4-bit, 2-bit), together 1 to {columns}, "
+            f"the second a multiple of 2 and the third of 4, got {profile!r}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Landmarks(Record):
+    """The landmarks: summaries of keys by which chunks are selected.
+
+    Attributes:
+        tokens: number of consecutive tokens that a landmark summarizes, a divisor of chunk_size. A chunk's score is the
+            sum over its landmarks. None: chunk_size, so a chunk has one landmark (the paper).
+        levels: 1: each step reads all landmarks. 2: each step reads the mean of every chunk, and the landmarks of those
+            chunks that are among the best by their means. A chunk must then have a power of two of landmarks.
+        order: 1: a landmark is scored by the mean of its keys (the paper). 2: half the variance of the products of its
+            keys and the query is added to the logit.
+        dtype: "model", or "int8" or "int4" with a scale for each landmark.
+    """
+
+    tokens: int | None = None
+    levels: int = 1
+    order: int = 1
+    dtype: str = "model"
+
+    def resolve(self, policy: str, chunk_size: int, config: ModelConfig) -> Self:
+        """Check every setting, and replace None in `tokens`. If a chunk has one landmark, levels becomes 1."""
+        where = f"{policy}.landmarks"
+        tokens = chunk_size if self.tokens is None else self.tokens
+        check_range(where, "tokens", tokens, 1, chunk_size)
+        if chunk_size % tokens:
+            raise ConfigError(f"{where}.tokens must divide chunk_size={chunk_size}, got {tokens}")
+        check_dtype(where, self.dtype, config)
+        check_range(where, "order", self.order, 1, 2)
+        check_range(where, "levels", self.levels, 1, 2)
+        parts = chunk_size // tokens
+        if self.levels == 2 and parts & (parts - 1):
+            raise ConfigError(
+                f"{where}.tokens must leave a power of two of landmarks a chunk with landmarks.levels=2, got {parts}"
+            )
+        return dataclasses.replace(self, tokens=tokens, levels=min(self.levels, parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Values(Record):
+    """How values are stored in host memory.
+
+    Attributes:
+        dtype: "model", or "int8" or "int4" with a scale for each token and head.
+    """
+
+    dtype: str = "model"
+
+    @property
+    def least_budget(self) -> int:
+        """The least default budget in tokens. 512 tokens in four bits are a little over half the bytes of 256 in 16."""
+        return 512 if self.dtype == "int4" else 256
+
+    def check(self, policy: str, config: ModelConfig) -> None:
+        """Raise ConfigError if the dtype is unknown or does not fit the model."""
+        check_dtype(f"{policy}.values", self.dtype, config)
+
+
+def check_dtype(where: str, dtype: Any, config: ModelConfig) -> None:
+    """Raise ConfigError unless rows of the model's head width can be stored in this dtype."""
+    check_choice(where, "dtype", dtype, ("model", *ROW_BITS))
+    if dtype == "int4" and config.head_dim % 2:
+        raise ConfigError(f"{where}.dtype='int4' must have an even head_dim, got {config.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Record):
+    """Extensions of the paper's rules for choosing chunks.
+
+    Attributes:
+        rounds: 1: chunks are selected by their landmarks (the paper). 2: landmarks select twice as many chunks, their
+            keys are rebuilt, and the best of these chunks are selected by the rebuilt keys.
+        outlier_rule: how the chunks that stay exact are chosen. "landmark": those whose keys differ most from their
+            landmark (the paper). "both": half of them by that rule, and half by the largest error of the key code.
+    """
+
+    rounds: int = 1
+    outlier_rule: str = "landmark"
+
+    def check(self, policy: str, keys: Keys) -> None:
+        """Raise ConfigError if a setting is out of range, or if outlier_rule is "both" and the keys are exact."""
+        where = f"{policy}.choice"
+        check_choice(where, "outlier_rule", self.outlier_rule, ("landmark", "both"))
+        if self.outlier_rule == "both" and isinstance(keys, ExactKeys):
+            raise ConfigError(f"{where}.outlier_rule must be 'landmark' with keys='exact', got 'both'")
+        check_range(where, "rounds", self.rounds, 1, 2)
+
+    @property
+    def wider(self) -> int:
+        """Number of chunks that landmarks select for each chunk of the budget."""
+        return 1 if self.rounds == 1 else WIDER
+
+    @property
+    def rebuilt(self) -> int:
+        """Number of keys that a step rebuilds for each selected key."""
+        return 1 if self.rounds == 1 else 1 + WIDER
+
+
+MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
+
+
+class Scoring(NamedTuple):
+    """How queries score chunks.
+
+    Attributes:
+        scale: factor on products of queries and keys.
+        shared: whether the queries of a step choose together.
+        dtype: dtype that the softmax is rounded to, a key of MANTISSA.
+    """
+
+    scale: float
+    shared: bool = False
+    dtype: str = "float32"
+
+
+N = TypeVar("N", int, Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quirks(Record):
+    """The published code's choices that differ from the paper. The defaults are the paper's choices.
+
+    Attributes:
+        score_dim: products are divided by the square root of this number for selection. None: by the square root of the
+            head width.
+        score_dtype: dtype that the softmax over landmarks is rounded to, "float32" or "bfloat16".
+        exact_preload: whether the chunks that the prompt's last query selects begin with exact keys. A chunk loses its
+            exact keys when a query does not select it.
+        chunk_multiple: the number of a prompt's chunks is rounded down to a multiple of this.
+        turn_selection: "each": every query of a turn selects its own chunks, so that a turn equals single steps.
+            "shared": all queries of a piece select the same chunks.
+    """
+
+    score_dim: int | None = None
+    score_dtype: str = "float32"
+    exact_preload: bool = False
+    chunk_multiple: int = 1
+    turn_selection: str = "each"
+
+    @classmethod
+    def published(cls) -> "Quirks":
+        """Return the published code's choices."""
+        return cls(128, "bfloat16", exact_preload=True, chunk_multiple=8, turn_selection="shared")
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError if a setting is out of range."""
+        where = f"{policy}.quirks"
+        check_choice(where, "turn_selection", self.turn_selection, ("each", "shared"))
+        if self.score_dim is not None:
+            check_range(where, "score_dim", self.score_dim, 1)
+        check_choice(where, "score_dtype", self.score_dtype, tuple(MANTISSA))
+        check_choice(where, "exact_preload", self.exact_preload, (False, True))
+        check_range(where, "chunk_multiple", self.chunk_multiple, 1)
+
+    def scoring(self, scale: float) -> Scoring:
+        """Return how queries score chunks. `scale` is the attention's factor on products, used if score_dim is None."""
+        scale = scale if self.score_dim is None else float(self.score_dim**-0.5)
+        return Scoring(scale, shared=self.turn_selection == "shared", dtype=self.score_dtype)
+
+    def rounded(self, chunks: N) -> N:
+        """Return the number of chunks, rounded down to a multiple of `chunk_multiple`."""
+        return chunks // self.chunk_multiple * self.chunk_multiple
 
 
 @dataclasses.dataclass(frozen=True)
 class ShadowSettings(UniformPolicy, Budgeted, Sized):
-    """The settings of `ShadowKV`, and the counts that follow from them.
+    """The settings of `ShadowKV`, and the counts that follow from them. A count for a capacity is the maximum.
 
     Attributes:
         rank: rank of the low-rank keys. None: 160 of every 1,024 key columns, in multiples of 8.
@@ -120,10 +409,12 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Return the policies of `sizes.shadow_candidates` that store and choose chunks as this policy does.
+        """Return groups of policies with fewer and fewer outliers. Within a group, the bits of the key code fall.
 
-        They have the key code, landmarks, values and choice of this policy.
-        With the transform code, the size also decides `landmarks.tokens`, unless they are given.
+        They have the key code, landmarks, values and choice of this policy. With the transform code, the size also
+        decides `landmarks.tokens`, unless they are given. Outliers are given up before the keys get fewer bits than the
+        usual rank has. 48 outlier chunks are a small share of 128K tokens, but a fifth of 2K tokens. There, a lower
+        rank costs more quality than these outliers gain.
 
         Raises:
             ConfigError: the key code's bits or profile are given, although the size decides them.
@@ -133,10 +424,35 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
                 if (value := getattr(self.keys, field)) is not None:
                     raise ConfigError(f"{self.name}.keys.{field} must be None where a share decides it, got {value!r}")
         codes = type(self)(**{name: getattr(self, name) for name in self.size_free})
-        return sizes.shadow_candidates(codes, config)
+        rich, poor = codes._code_sizes(config)
+        groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
+        return [[dataclasses.replace(codes, outlier_chunks=count, **code) for code in every] for count, every in groups]
+
+    def _code_sizes(self, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return two lists of settings of the key code: with at least the bits of the usual rank, and with fewer.
+
+        The bits fall within each list. With the transform code, more bits come with finer landmarks.
+        """
+        columns, usual = config.key_columns, usual_rank(config.key_columns)
+        if isinstance(self.keys, LowRank):
+            ranks = [{"rank": rank} for rank in range(columns // 8 * 8 or columns, 0, -8)]
+            return [one for one in ranks if one["rank"] >= usual], [one for one in ranks if one["rank"] < usual]
+        if not isinstance(self.keys, TransformCode):
+            return [{}], []
+        enough = min(2 * usual, columns)
+        rich: list[dict[str, Any]] = []
+        poor: list[dict[str, Any]] = []
+        for size in range(columns, 0, -max(unit_of(columns), columns // 128)):
+            tokens = self.landmarks.tokens
+            if tokens is None and size > columns / 6:  # `packed(small=True)` has fewer bits, and one landmark a chunk
+                most = 2 if size >= enough else 4
+                tokens = max(count for count in range(1, most + 1) if self.chunk_size % count == 0)
+            keys = dataclasses.replace(self.keys, bits=None, profile=profile_of(columns, 8 * size))
+            landmarks = dataclasses.replace(self.landmarks, tokens=tokens)
+            (rich if size >= enough else poor).append({"keys": keys, "landmarks": landmarks})
+        return rich, poor
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check every setting and replace every None by a number, except a rank that the key code does not have."""
         check_record(self.name, "keys", self.keys, Keys)
         for name, kind in (("landmarks", Landmarks), ("values", Values), ("choice", Choice), ("quirks", Quirks)):
             check_record(self.name, name, getattr(self, name), kind)
@@ -170,13 +486,11 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks need the prompt's last queries to compute key weights, or the last one to preload chunks."""
         last = TAIL if self.keys.weights == "queries" else int(self.quirks.exact_preload)
         return HookInputs(last_queries=last, piece=self.extend_piece)
 
     @property
     def budget_unit(self) -> int:
-        """The number of tokens in a chunk."""
         return self.chunk_size
 
     @property
@@ -263,7 +577,6 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return Parts(spec.shards, self.max_chunks(spec.capacity), self.left_chunks(spec), self.chunk_size)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Return the reason why there is no chunk to select at this capacity, or None."""
         if self.max_selected(capacity) > 0:
             return None
         return (

@@ -20,8 +20,19 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.records import KeyValues
-from jshadow.policies.shadowkv.landmark_levels import StoredLandmarks
-from jshadow.policies.shadowkv.reference import Preload
+from jshadow.policies.shadowkv.landmarks import StoredLandmarks
+
+
+class Preload(struct.PyTreeNode):
+    """The chunks that begin with exact keys.
+
+    Attributes:
+        ids: ids of the chunks, int32 [B, h_kv, n]; -1 in an unused entry.
+        keys: exact keys after RoPE of these chunks [B, h_kv, n * c, d].
+    """
+
+    ids: Array
+    keys: Array
 
 
 class ShadowFrozen(struct.PyTreeNode):
@@ -57,7 +68,7 @@ class ShadowLive(struct.PyTreeNode):
 
     Attributes:
         window: exact keys after RoPE and values of all tokens from position chunks * c on [B, h_kv, W, d].
-        resident: the cache of recently selected chunks (kept.py): the id of the chunk in each of its P places, int32
+        resident: the cache of recently selected chunks: the id of the chunk in each of its P places, int32
             [B, h_kv, P]; -1 in an empty place. Without `ages` it holds the chunks that the last query selected.
         ages: how many selections ago the chunk of each place was selected last, int32 [B, h_kv, P], at most
             `pallas_kernels.MOST_AGE`. None: the cache holds one selection.

@@ -17,8 +17,7 @@ from jshadow.ops.packing import ROW_BITS
 from jshadow.planner.machine import footprint, step_footprint
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Choice, Landmarks, landmarks, selection
-from jshadow.policies.shadowkv.landmark_levels import GROUP, mean_kind, store_levels
-from jshadow.policies.shadowkv.landmarks import prompt_spread, store_landmarks
+from jshadow.policies.shadowkv.landmarks import GROUP, mean_kind, prompt_spread, store_landmarks, store_levels
 
 STORED = ((2, "int4"), (8, "int8"), (4, "model"), (1, "int8"))  # tokens of a landmark, and its dtype
 

@@ -1,37 +1,29 @@
-"""ShadowKV's settings: bytes of packed codes, profiles of the transform code, shares of full attention, refusals."""
+"""ShadowKV's settings: bytes of packed codes, profiles, shares of full attention, refusals; and later keys."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
-from cases import PLUS, PROMPT, SMALL, STEPS, TINY, model, random_tokens, run_steps
+from cases import LENGTHS, PLUS, PROMPT, SMALL, STEPS, TINY, model, random_tokens, run_steps
 from few import one_of
 from small_state import SMALL as SMALL_MODEL
 from small_state import equal
 
 from jshadow import load_state, save_state
+from jshadow.cache.offload import FETCH_MODES
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, Infeasible, StateMismatch
+from jshadow.evaluation import metrics
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.planner.machine import abstract_state, footprint
-from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
+from jshadow.policies import Full, Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
-from jshadow.policies.shadowkv import (
-    Choice,
-    ExactKeys,
-    Landmarks,
-    LowRank,
-    Quirks,
-    TransformCode,
-    Values,
-    records,
-)
-from jshadow.policies.shadowkv.costs import landmark_bytes
+from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
+from jshadow.policies.shadowkv import settings as records
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, usual_profile, usual_rank
-from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.sizes import shadow_candidates
+from jshadow.policies.shadowkv.key_codecs.transform import packed_width, profile_of
 from jshadow.policies.sizing import at_share, device_share
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
@@ -47,21 +39,25 @@ def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("policy", "row"),
+    ("policy", "row", "marks"),
     [
-        (ShadowKV(), 8 * 128 * 2),
-        (ShadowKV(keys=TransformCode(), **PACKED), 544),
-        (ShadowKV(landmarks=Landmarks(dtype="int8")), 8 * 128 * 2),
-        (ShadowKV(keys=ExactKeys(), landmarks=Landmarks(tokens=4), values=Values("int8")), 1056),
+        (ShadowKV(), 8 * 128 * 2, 128 * 2),
+        (ShadowKV(keys=TransformCode(), **PACKED), 544, 4 * (64 + 2)),
+        (ShadowKV(landmarks=Landmarks(dtype="int8")), 8 * 128 * 2, 128 + 2),
+        (ShadowKV(keys=ExactKeys(), landmarks=Landmarks(tokens=4), values=Values("int8")), 1056, 2 * 128 * 2),
+        (ShadowKV.packed(), 544, 128 + 2 + 3 * (64 + 2)),
     ],
 )
-def test_planned_bytes_are_the_state_s(policy, row):
-    """A chunk's codes and scales of 1,040 or 528 bytes are filled up to sectors of 32 bytes in a host row."""
+def test_planned_bytes_are_the_state_s(policy, row, marks):
+    """A chunk's codes and scales of 1,040 or 528 bytes are filled up to sectors of 32 bytes in a host row.
+
+    `marks` is the bytes of a chunk's landmarks in one head. With two levels, the means have 8 bits.
+    """
     planned = footprint(LLAMA, policy, capacity=32768, prompt=32768, fetch="device_put")
     resolved, parts, sizes = policy.resolve(LLAMA, 32768), planned["parts"], Sizes(8, 128, "bfloat16")
     chunks, code = resolved.max_chunks(32768), parts["left"][0] + parts.get("right", (0, 0))[0]
     assert code == 32 * resolved.codec.nbytes(chunks, resolved.chunk_size, sizes)
-    assert parts["landmarks"][0] == 32 * landmark_bytes(resolved, chunks, sizes)
+    assert parts["landmarks"][0] == 32 * 8 * chunks * marks
     assert planned["host_bytes"] == 32 * 8 * chunks * row
     assert device_share(resolved, 32768, LLAMA) == planned["device_bytes"] / planned["full_bytes"]
 
@@ -202,6 +198,13 @@ def test_a_policy_keeps_its_code_at_a_share(name):
     assert feasible >= 4
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunksOfNine(ShadowKV):
+    """The number of tokens of a landmark divides the chunk."""
+
+    chunk_size: int = 9
+
+
 def test_the_bits_follow_the_share():
     """No larger profile fits, coarser keys have coarser landmarks, and the result ignores settings of size."""
     policy = CODES["transform"]
@@ -211,7 +214,7 @@ def test_the_bits_follow_the_share():
     for found, fraction in ((rich, 0.25), (poor, 0.05)):
         more = with_settings(found, {"keys.profile": profile_of(1024, 8 * (packed_width(found.keys.profile) + 16))})
         assert share_of(found, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
-    nines = shadow_candidates(dataclasses.replace(policy, chunk_size=9), LLAMA)
+    nines = ChunksOfNine(keys=TransformCode()).candidates(122_880, LLAMA)
     assert {one.landmarks.tokens for group in nines for one in group} == {1, 3, None}
     assert packed_width(rich.keys.profile) >= 2 * usual_rank(1024) > packed_width(middle.keys.profile)
     for paper in (ShadowKV(), ShadowKV(budget=512), ShadowKVPlus()):
@@ -340,3 +343,75 @@ def test_settings_next_to_refused_ones_are_taken():
     message = r"pool must make at most 2,048 places for each KV head, got 2,270 places with pool=9\.5"
     with pytest.raises(ConfigError, match=message):
         ShadowKV(pool=9.5).resolve(dataclasses.replace(TINY, context=131_072), 122_880)
+
+
+POLICY = ShadowKVPlus(rank=4, budget=160, **PLUS)
+PROJECTED = dataclasses.replace(POLICY, later_keys="projected")
+
+
+@functools.cache
+def divergence(policy, prompt: int = 24, new: int = 60) -> np.ndarray:
+    """KL from full attention after each of `new` random tokens, of which all may be selected, [B, new]."""
+    tokens, logits = random_tokens(2, prompt + new, seed=3), []
+    for one in (Full(), policy):
+        _, state = decode.prefill(model(), tokens[:, :prompt], [prompt] * 2, one, capacity=160, fetch="resident")
+        out, _ = decode.extend(model(), tokens[:, prompt:], [new] * 2, state, logits="all")
+        logits.append(np.asarray(out))
+    return np.stack([metrics.kl(*pair) for pair in zip(*logits, strict=True)])
+
+
+@pytest.mark.slow
+def test_later_keys_lose_what_their_code_loses():
+    """Of a prompt with 4 of 32 columns, projected keys lose most, as long as they are read: own keys need no basis.
+
+    With exact keys of the prompt, projected keys are exact, keys of 6 bits nearly so, and keys of 4 bits less so.
+    """
+    assert divergence(POLICY)[:, 30:].mean() < 0.5 * divergence(PROJECTED)[:, 30:].mean()
+    exact = dataclasses.replace(PROJECTED, rank=None, keys=ExactKeys())
+    assert divergence(exact).max() < 1e-6
+    four, six = (divergence(dataclasses.replace(exact, later_keys=code))[:, 30:].mean() for code in ("int4", "int6"))
+    assert 1e-7 < 4 * six < four < 0.02
+
+
+def live_bytes(config, policy, capacity, dtype, names=(), **sizes):
+    """The bytes of the arrays of all layers that grow with the tokens after a prompt."""
+    state = abstract_state(config, policy, batch=1, capacity=capacity, dtype=dtype, fetch="device_put", **sizes)
+    lives = [layer.live for layer in state.layers]
+    parts = [[getattr(live, name) for name in names] if names else live for live in lives]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts))
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_the_bytes_of_a_later_token(dtype, item):
+    """A later token has 6 bits for each number and a scale for each head, and its share of the landmark."""
+    less, more = (live_bytes(TINY, POLICY, n, dtype, ("left", "landmarks"), prompt=60) for n in (96, 160))
+    each = TINY.kv_heads * (TINY.head_dim * 6 // 8 + item + TINY.head_dim * item // PLUS["chunk_size"])
+    assert more - less == 64 * each * TINY.num_layers
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_later_token_of_packed_takes_less_than_a_quarter(head_dim):
+    """Its key and its share of the landmarks, compared with key and value in bfloat16."""
+    config = dataclasses.replace(TINY, head_dim=head_dim, rope=RopeConfig())
+    less, more = (live_bytes(config, ShadowKVPlus.packed(), n, "bfloat16", prompt=1024) for n in (2048, 3072))
+    full = 1024 * config.num_layers * config.kv_heads * 2 * head_dim * 2
+    assert 0.2 < (more - less) / full < 0.25
+
+
+LATER = dataclasses.replace(POLICY, budget=16, pool=2.0)
+MODES = {
+    "later": LATER,
+    "later_levels": dataclasses.replace(LATER, landmarks=Landmarks(tokens=2, levels=2, order=2, dtype="int4")),
+    "int8": ShadowKV(rank=12, budget=24, **SMALL, landmarks=Landmarks(dtype="int8"), values=Values("int8")),
+    "int4": ShadowKV(rank=12, budget=24, **SMALL, values=Values(dtype="int4")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
+def test_codes_beside_those_of_the_laws_come_alike_in_every_fetch_mode(name):
+    policies, modes = [MODES[name]] * len(FETCH_MODES), list(FETCH_MODES)
+    prefilled = decode.prefill_many(model(), PROMPT, LENGTHS, policies, capacity=96, fetch=modes)
+    logits = [run_steps(model(), state, STEPS)[0] for _, state in prefilled]
+    for one in logits[1:]:
+        np.testing.assert_allclose(one, logits[0], atol=1e-5)

@@ -1,4 +1,4 @@
-"""The interface of codes of a prompt's keys before RoPE (`KeyCodec`), and how chunks are rebuilt from them.
+"""Codes of a prompt's keys before RoPE (`KeyCodec`), how chunks are rebuilt from them, and codes split over devices.
 
 A code has two parts, like the two factors of low-rank keys. `left` has a row of w numbers for every token; the rows of
 a chunk are side by side. `right` is shared by all tokens. Some codecs code all heads of a token together: their left is
@@ -11,6 +11,7 @@ Example: B = 1, 2 KV heads of width 64, 3 chunks of 8 tokens. With low rank 16, 
 """
 
 import abc
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -22,9 +23,52 @@ from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
 from jshadow.cache.records import Rebuild
-from jshadow.ops.layout import token_slice
+from jshadow.cache.shards import Shards
+from jshadow.cache.spec import CacheSpec
+from jshadow.ops.layout import fit_tokens, token_slice
 from jshadow.ops.rope import cos_sin, rotate
-from jshadow.policies.shadowkv.key_codecs.left_rows import chosen_rows, squared_error
+
+
+def squared_error(
+    keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
+) -> Float[Array, "B h_kv *n"]:
+    """Return the squared distance of rebuilt keys from the real keys, both times weights.
+
+    The result is the same before and after RoPE, because RoPE rotates pairs of numbers that have equal weights.
+    """
+    off = keys.astype(jnp.float32) - real.astype(jnp.float32)
+    if weights is not None:
+        off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
+    return (off**2).sum(axis=-1)
+
+
+def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
+    """Return left rows with an axis of heads. Its size is 1 if the heads of a token are coded together."""
+    return left if left.ndim == 4 else left[:, None]
+
+
+def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
+    """Reshape the left rows of chunks to one row for each token [B, 1 or h_kv, n * chunk, w]."""
+    left = by_head(left)
+    return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
+
+
+def chosen_rows(
+    left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
+) -> Shaped[Array, "B h_kv k w"]:
+    """Gather the rows of the chunks `ids`. If `left` has n chunks, an id of n + j is chunk j of the tail."""
+    first = by_head(left)
+    units = first.shape[2]
+    if tail is None:
+        return rows_at(first, ids)
+    later = rows_at(by_head(tail), ids - units)
+    return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
+
+
+def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -> Shaped[Array, "B h_kv k w"]:
+    """Gather rows of `source` [B, 1 or h_kv, n, w]. Ids out of range are clipped."""
+    return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")
+
 
 BLOCK = 16_384  # number of tokens that have a float32 copy at once; a GPU takes about 40 launches a block
 PASS_LAUNCHES = 6  # about how many kernels a GPU launches for a block of a pass over the prompt
@@ -56,6 +100,11 @@ class Sizes(NamedTuple):
     dim: int
     dtype: str
 
+    @classmethod
+    def of(cls, spec: CacheSpec) -> "Sizes":
+        """Return the sizes of a layer; on a mesh, those of one device."""
+        return cls(spec.kv_heads, spec.head_dim, spec.dtype)
+
     @property
     def columns(self) -> int:
         """Number of key columns: the numbers in a token's key, h_kv * d."""
@@ -63,7 +112,7 @@ class Sizes(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The devices over which the tokens of a prompt are spread while they are coded; see `split.py`.
+    """The devices over which the tokens of a prompt are spread while they are coded; see `Parts`.
 
     Attributes:
         axis: the axis of the mesh. Sums over it are sums over all tokens.
@@ -105,12 +154,12 @@ class KeyCodec(abc.ABC):
         """Code the first `units` chunks of a prompt. Statistics are computed over all tokens of the prompt.
 
         Args:
-            k_pre: keys before RoPE, padded on the right [B, S, h_kv, d].
-            lengths: real tokens of each row, int32 [B].
+            k_pre: keys before RoPE, padded on the right.
+            lengths: real tokens of each row.
             units: number of chunks to code. Those after the end of the prompt are zero.
             chunk: tokens in a chunk.
-            weights: weights on the errors of a key's numbers, float32 [B, h_kv, d]. A lossy codec minimizes the error
-                of keys times these weights. None: all errors count equally.
+            weights: weights on the errors of a key's numbers. A lossy codec minimizes the error of keys times these
+                weights. None: all errors count equally.
             spread: None, or the devices that have the other tokens of the prompt. `k_pre`, `lengths` and `left` are
                 then those of this device, and `right` is the same on all. Inside shard_map only.
         """
@@ -123,36 +172,29 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         axis: str | None = None,
     ) -> Shaped[Array, "B T heads w"]:
-        """Return the left rows of later tokens [B, T, 1 or h_kv, w] (section 7.1).
+        """Return the left rows of later tokens (section 7.1), with the shared part of the prompt's code.
 
-        Args:
-            k_pre: keys before RoPE of the tokens [B, T, h_kv, d].
-            right: the shared part of the prompt's code.
-            weights: the weights that `encode` had, or None.
-            axis: the axis of a mesh that splits the heads, inside shard_map, or None.
+        `weights` are those that `encode` had. `axis` is the axis of a mesh that splits the heads, inside shard_map.
         """
 
     @abc.abstractmethod
     def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
         """Rebuild keys before RoPE, float32 [B, h_kv, t, d], from left rows [B, 1 or h_kv, t, w]."""
 
-    @abc.abstractmethod
     def products(self, sizes: Sizes) -> int:
         """Return the number of multiplications for each number of a rebuilt key."""
+        return 0
 
     @abc.abstractmethod
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Return the bytes of the temporaries of `encode` for one row.
+        """Return the bytes of the temporaries of `encode` for one row of `tokens` tokens.
 
-        Args:
-            sizes: the sizes of the layer's keys.
-            tokens: number of tokens in the row.
-            block: number of tokens that have a float32 copy at once.
+        `block` is the number of tokens that have a float32 copy at once.
         """
 
-    @abc.abstractmethod
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
         """Return the operations of the matrix products of `encode` on a GPU, for one row of `tokens` tokens."""
+        return 0
 
     @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
@@ -167,16 +209,10 @@ class KeyCodec(abc.ABC):
     def decode(
         self, code: KeyCode, ids: Int[Array, "B h_kv k"], chunk: int, tail: Array | None = None
     ) -> Float[Array, "B h_kv tokens d"]:
-        """Rebuild the keys before RoPE of chosen chunks.
+        """Rebuild the keys before RoPE of chosen chunks, float32.
 
-        Args:
-            code: the code of n chunks, from `encode`.
-            ids: chosen chunks, int32 [B, h_kv, k]. An id of n + j is chunk j of the tail. Ids out of range are clipped.
-            chunk: tokens in a chunk.
-            tail: left rows of later chunks, in the form of `KeyCode.left`, or None.
-
-        Returns:
-            float32 [B, h_kv, k * chunk, d].
+        `tail` has the left rows of later chunks. If the code has n chunks, an id of n + j is chunk j of the tail. Ids
+        out of range are clipped.
         """
         batch, heads, count = ids.shape
         rows = chosen_rows(code.left, tail, ids)
@@ -190,17 +226,10 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         block: int = BLOCK,
     ) -> Float[Array, "B h_kv n"]:
-        """Measure the largest squared error of a rebuilt key in each chunk.
+        """Measure the largest squared error of a rebuilt key in each chunk, with `block` tokens at once.
 
-        Args:
-            code: the code of n chunks, from `encode`.
-            k_pre: the keys before RoPE that were coded [B, S, h_kv, d].
-            chunk: tokens in a chunk.
-            weights: the weights that `encode` had. Errors are those of keys times these.
-            block: number of tokens that are rebuilt at once, but at least one chunk.
-
-        Returns:
-            float32 [B, h_kv, n]; 0 for chunks after position S, and arbitrary for chunks with padding.
+        `code`, `k_pre` and `weights` are those of `encode`. The result is 0 for chunks after position S, and arbitrary
+        for chunks with padding.
         """
         batch, length, heads = k_pre.shape[:3]
         units = code.left.shape[-2]
@@ -221,16 +250,9 @@ class KeyCodec(abc.ABC):
         return lax.fori_loop(0, -(-there // count), rebuild, lost)
 
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
-        """Rebuild the keys after RoPE of selected units, each at its position in the sequence.
+        """Rebuild the keys after RoPE of selected units, each at its position, in float32 or in the model's dtype.
 
         If the code has a GPU kernel (`compiled`), `pallas_kernels` rebuilds them.
-
-        Args:
-            rebuild: the code of the keys.
-            ids: the selected units, int32 [B, h_kv, k].
-
-        Returns:
-            [B, h_kv, k * unit, d], in float32 or in the model's dtype.
         """
         if self.compiled:
             chosen = pallas_kernels.ChosenKeys(
@@ -278,3 +300,117 @@ class KeyCodec(abc.ABC):
 def pass_launches(passes: int, tokens: int) -> int:
     """Return about how many kernels a GPU launches for `passes` passes over a prompt of `tokens` tokens."""
     return PASS_LAUNCHES * passes * -(-tokens // BLOCK)
+
+
+def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
+    """Return one block of a prompt's keys, with all heads side by side [B, block, h_kv * d], and its first position.
+
+    All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
+    are zero, and so is padding. So every token is counted once.
+    """
+    batch, length, heads, dim = k_pre.shape
+    start = jnp.minimum(index * block, length - block)
+    rows = token_slice(k_pre, start, block).reshape(batch, block, heads * dim)
+    new = new_tokens(lengths, index, start, block)
+    return jnp.where(new[..., None], rows, jnp.zeros((), rows.dtype)), start
+
+
+def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
+    """Return which tokens of a block are real and are not in the previous block, bool [B, block]."""
+    token = start + jnp.arange(block)
+    return (token >= index * block) & (token < lengths[:, None])
+
+
+def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
+    """Write one block's rows into a buffer [B, S, ...]. Tokens that the previous block has written are not changed."""
+    block = new.shape[1]
+    old = lax.dynamic_slice_in_dim(buffer, start, block, axis=1)
+    written = (start + jnp.arange(block) < index * block).reshape(block, *[1] * (buffer.ndim - 2))
+    return lax.dynamic_update_slice_in_dim(buffer, jnp.where(written, old, new), start, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The sizes of a code whose parts lie on several devices. It is static under jit.
+
+    A joint code has one left row for all heads of a token. If the heads are split, each device has the left rows of
+    some chunks. While a prompt is coded, the devices exchange its keys once: each gives away the tokens of its heads
+    and gets all heads of its tokens. The Gram matrix is the sum of those of the devices. In a step, each device names
+    the chunks that its heads select, and one reduce-scatter of rows and zeros brings every head its rows. The sum of
+    a row and zeros is that row, so no number changes. All of this runs inside `jax.shard_map`.
+
+    Attributes:
+        shards: the mesh.
+        units: number of chunks of the prompt.
+        own: number of chunks whose left rows a device has.
+        chunk: tokens in a chunk.
+    """
+
+    shards: Shards
+    units: int
+    own: int
+    chunk: int
+
+    def keys(self, rebuild: Rebuild, ids: Array) -> Array:
+        """Rebuild the keys after RoPE of selected units, as `KeyCodec.reconstruct` does.
+
+        `ids` is int32 [B, heads, k]. An id of `units` + j is unit j of the tail.
+        """
+        chunk, tail = self.chunk, rebuild.tail
+        ids = jnp.clip(ids, 0, self.units + (0 if tail is None else tail.shape[-2]) - 1)
+        rows = self.rows(rebuild, ids)
+        batch, heads, count = ids.shape
+        keys = rebuild.codec.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), rebuild.right)
+        place = ids
+        if rebuild.tail_unit is not None:
+            place = jnp.where(ids < self.units, place, ids - self.units + rebuild.tail_unit[:, None, None])
+        positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
+        rotated: Array = rotate(keys, *cos_sin(positions, rebuild.inverse))
+        return rotated
+
+    def rows(self, rebuild: Rebuild, ids: Array) -> Array:
+        """Return the left rows of the units `ids` [B, heads, k, w], which other devices of `tp` may have."""
+        left = by_head(rebuild.left)
+        if self.shards.splits_left and rebuild.codec.joint:
+            asked = lax.all_gather(ids, "tp", axis=1, tiled=True)
+            own = asked - lax.axis_index("tp") * self.own
+            here = (own >= 0) & (own < self.own) & (asked < self.units)
+            rows: Any = jnp.where(here[..., None], rows_at(left, own), 0)
+            with jax.named_scope("left_rows"):
+                rows = lax.psum_scatter(rows, "tp", scatter_dimension=1, tiled=True)
+        else:
+            rows = rows_at(left, ids)
+        if rebuild.tail is None:
+            return rows
+        return jnp.where((ids >= self.units)[..., None], rows_at(by_head(rebuild.tail), ids - self.units), rows)
+
+
+def encode_parts(
+    codec: KeyCodec, k_pre: Array, lengths: Array, weights: Array | None, parts: Parts, losses: bool
+) -> tuple[KeyCode, Array | None]:
+    """Code a prompt whose heads are split over `tp`, with a joint codec. Each device codes the tokens of some chunks.
+
+    `k_pre` and `weights` are those of this device's heads. In the code, left has this device's chunks, and right has
+    this device's heads. With `losses`, also return `KeyCodec.losses` of all chunks for this device's heads.
+    """
+    shards, own = parts.shards, parts.own * parts.chunk
+    place, part = lax.axis_index("tp"), fit_tokens(k_pre, shards.tp * own)
+    keys = lax.all_to_all(part, "tp", split_axis=1, concat_axis=2, tiled=True)
+    every = None if weights is None else lax.all_gather(weights, "tp", axis=1, tiled=True)
+    mine = jnp.clip(lengths - place * own, 0, own)
+    code = codec.encode(keys, mine, parts.own, parts.chunk, every, Spread("tp", lengths))
+    lost = None
+    if losses:
+        lost = codec.losses(code, keys, parts.chunk, every)
+        lost = lax.all_to_all(lost, "tp", split_axis=1, concat_axis=2, tiled=True)
+    left = code.left
+    if not shards.splits_left:
+        left = lax.all_gather(left, "tp", axis=1, tiled=True)
+    heads = k_pre.shape[2]
+    first = place * heads
+
+    def own_heads(x: Array) -> Array:
+        has_heads = x.ndim > 2 and x.shape[1] == heads * shards.tp
+        return lax.dynamic_slice_in_dim(x, first, heads, axis=1) if has_heads else x
+
+    return KeyCode(left, jax.tree.map(own_heads, code.right)), lost

@@ -1,8 +1,8 @@
-"""Keys of 4 or 6 bits with a scale for each token and head, relative to the mean and the spread of the prompt's keys.
+"""Codes of single heads: exact keys, the baseline of all other codes, and keys of 4 or 6 bits for later tokens.
 
-The code needs no basis, so it represents keys that differ from those of the prompt equally well. ShadowKV+ stores the
-keys of generated tokens in it. Rows of low precision with a scale of their own are common (KIVI, arXiv 2402.02750, has
-them for values).
+`TokenCodec` needs no basis, so it represents keys that differ from those of the prompt equally well. ShadowKV+ stores
+the keys of generated tokens in it. Rows of low precision with a scale of their own are common (KIVI, arXiv 2402.02750,
+has them for values). Here they are relative to the mean and the spread of the prompt's keys.
 
 Keys have a few large numbers that are about the same in every token. They would decide the scale, so their mean is
 subtracted. On SmolLM2-135M this leaves a tenth of the squared error. Other numbers vary more from token to token than
@@ -20,11 +20,51 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float
 
-from jshadow.ops.layout import fit_tokens
+from jshadow.ops.layout import fit_tokens, to_chunks
 from jshadow.ops.packing import rounded_rows, scale_dtype
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, KeyCode, KeyCodec, Sizes, Spread
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
+from jshadow.policies.shadowkv.key_codecs.lowrank import PromptKeys
 from pallas_kernels.bits import pack_codes, signed, unpack_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactCodec(KeyCodec):
+    """Store the keys themselves. left is [B, h_kv, n, c * d] in the model's dtype, and right is None."""
+
+    name = "exact"
+    joint = False
+
+    def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        shape = (batch, sizes.heads, units, chunk * sizes.dim)
+        left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
+        return KeyCode(left, None)
+
+    def encode(
+        self,
+        k_pre: Array,
+        lengths: Array,
+        units: int,
+        chunk: int,
+        weights: Array | None = None,
+        spread: Spread | None = None,
+    ) -> KeyCode:
+        real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
+        chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
+        return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
+
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
+        return k_pre
+
+    def expand(self, rows: Array, right: Any) -> Array:
+        return rows.astype(jnp.float32)
+
+    def expand_bytes(self, sizes: Sizes) -> int:
+        return sizes.dim * jnp.dtype(sizes.dtype).itemsize
+
+    def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
+        """Count a copy of the keys with zeros for padding, and a copy in chunks."""
+        return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize
+
 
 LEAST_VARIANCE = 0.1  # share of a head's mean variance that is added to each variance: short prompts estimate it badly
 TOKEN_BITS = {4: (4,), 6: (4, 2)}  # bits of a number -> the parts into which its bits are split, the lowest first
@@ -65,7 +105,6 @@ class TokenCodec(KeyCodec):
     joint = False
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """Return the shapes of the rows, the mean key and the units."""
         left: Any = jax.ShapeDtypeStruct((batch, sizes.heads, units, chunk * self.row_bytes(sizes)), jnp.uint8)
         each: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), jnp.dtype(sizes.dtype))
         return KeyCode(left, Units(each, each))
@@ -79,7 +118,6 @@ class TokenCodec(KeyCodec):
         weights: Array | None = None,
         spread: Spread | None = None,
     ) -> KeyCode:
-        """Compute the mean key and the units, and round the keys of all chunks. Weights change nothing."""
         batch, length, heads, _ = k_pre.shape
         prompt = PromptKeys(k_pre, lengths, min(BLOCK, length), spread=spread)
         mean = prompt.mean_key()
@@ -90,7 +128,6 @@ class TokenCodec(KeyCodec):
         return KeyCode(rows.reshape(batch, heads, units, chunk * rows.shape[3]), right)
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None, axis: str | None = None) -> Array:
-        """Round the keys, minus the prompt's mean key, in its units."""
         mean, unit = (x.astype(jnp.float32)[:, None] for x in (right.mean, right.unit))
         off = (k_pre.astype(jnp.float32) - mean) / jnp.where(unit > 0, unit, 1)  # 0: a row without a prompt
         numbers, scale = rounded_rows(off, self.bits, k_pre.dtype)
@@ -103,7 +140,6 @@ class TokenCodec(KeyCodec):
         return jnp.concatenate([*parts, packed.reshape(*codes.shape[:-1], packed.shape[-1])], axis=-1)
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Multiply the codes by their scales and units, and add the mean key."""
         dim, first, byte, codes = right.mean.shape[2], 0, 0, jnp.uint8(0)
         for bits in TOKEN_BITS[self.bits]:
             end = byte + dim * bits // 8
@@ -115,17 +151,8 @@ class TokenCodec(KeyCodec):
         mean, unit = (x.astype(jnp.float32)[:, :, None] for x in (right.mean, right.unit))
         return signed(codes, self.bits).astype(jnp.float32) * scale * unit + mean
 
-    def products(self, sizes: Sizes) -> int:
-        """Return 0, since keys are not products of matrices."""
-        return 0
-
     def expand_bytes(self, sizes: Sizes) -> int:
-        """Count the row, and the codes in 8 bits."""
         return self.row_bytes(sizes) + sizes.dim
-
-    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
-        """Return 0, since there is no matrix product."""
-        return 0
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count the keys minus their mean in float32, their codes in 8 bits, and two copies of the rows."""

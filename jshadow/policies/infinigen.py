@@ -11,13 +11,13 @@ because shapes are static. The first layers have full attention.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.prompt_walk import directions, prompts_of
+from jshadow.cache.prompt_walk import directions
 from jshadow.cache.records import LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
@@ -80,7 +80,6 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace None by a fifth of the capacity or of the head width, and check the settings."""
         budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
         columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
@@ -95,20 +94,17 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return super(InfiniGen, resolved).resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Return full attention for the first layers, and this object for the others."""
         return Full() if layer < self.dense_layers else self
 
     def no_basis(self, spec: CacheSpec) -> Array:
-        """Return a basis of zeros, float32 [B, h_kv, d, columns]."""
         assert self.columns is not None
         return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
-        """Return the chosen columns of the skewing basis, float32 [B, h_kv, d, columns]."""
         assert self.columns is not None
         assert prompt.q_post is not None
         if self.calibration == "online":
-            skew, known = query_basis(prompt)
+            skew, known = self.basis_of(prompt)
             skew = jnp.where(known[:, :, None], skew, 0)
         else:
             skew = self.fitted_basis(spec, fitted)
@@ -122,23 +118,18 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
         return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
 
-    def fit(
-        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, Array]:
-        """Compute the skewing basis of each layer and KV head from a text: {"skew": float32 [L, h_kv, d, d]}.
-
-        If `tokens` has several rows, only the first one is used.
-        """
-        return {
-            self.basis_name: jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])
-        }
+    def basis_of(self, prompt: PromptKV) -> tuple[Array, Array]:
+        """Return the principal directions of each KV head's queries after RoPE, the strongest first."""
+        assert prompt.q_post is not None
+        queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)
+        real = (jnp.arange(queries.shape[3]) < prompt.lengths[:, None])[:, None, None, :, None]
+        queries = jnp.where(real, queries, 0)
+        return directions(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """Return the keys in the chosen columns [B, h_kv, n, columns]."""
         return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Return the scores of the predicted queries, the largest in each group of query heads."""
         short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
         scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
         return scores.max(axis=2) * spec.scale
@@ -148,7 +139,6 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return 1.0
 
     def query(self, step: StepKV) -> Array:
-        """Return the queries that were predicted during the previous layer."""
         assert step.q_foreseen is not None
         return step.q_foreseen
 
@@ -164,7 +154,6 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the recent tokens, and the tokens that the last query selected."""
         first = self.first_recent(lengths - 1)
         chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
         return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
@@ -181,17 +170,3 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
             return Falling(lambda columns: cls(columns=columns, dense_layers=dense), 1, config.head_dim)
 
         return [group(layers) for layers in dict.fromkeys((dense, 1))]
-
-
-def query_basis(prompt: PromptKV) -> tuple[Array, Array]:
-    """Compute the principal directions of each KV head's queries after RoPE, the strongest first.
-
-    Returns:
-        Orthonormal columns, float32 [B, h_kv, d, d], and a mask, bool [B, h_kv, d]. The mask is False for a column
-        along which the queries have no component, as happens in a short prompt. Such a column is arbitrary.
-    """
-    assert prompt.q_post is not None
-    queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)
-    real = (jnp.arange(queries.shape[3]) < prompt.lengths[:, None])[:, None, None, :, None]
-    queries = jnp.where(real, queries, 0)
-    return directions(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))

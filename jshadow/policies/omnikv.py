@@ -10,27 +10,43 @@ softmax. Each query of the observation window keeps its own position.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Self
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 from jax import Array
 
-from jshadow.cache.accounting import layer_nbytes
+from jshadow.cache.prompt_walk import check_text, prompts_of
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k
-from jshadow.policies.base import HookInputs, LayerCache, full_layers
+from jshadow.policies.base import Bytes, HookInputs, LayerCache, fetched_bytes, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
-from jshadow.policies.costs import Costs
+from jshadow.policies.eviction import KeepsLaterTokens, LaterTokens, PromptLengths
 from jshadow.policies.full import Full
-from jshadow.policies.omnikv.state import FilterFrozen, FilterLive, SparseLive
 from jshadow.policies.registry import register
+
+
+class FilterLive(struct.PyTreeNode):
+    """The live part of a filter layer.
+
+    Attributes:
+        cache: keys after RoPE and values of all tokens [B, h_kv, capacity, d].
+        queries: the last w queries after RoPE [B, w, h_q, d], or None with selector="last". The query at position p is
+            in slot p % w.
+    """
+
+    cache: KeyValues
+    queries: Array | None
+
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix). For other numbers of
 # layers, those for 32 layers are scaled.
@@ -62,7 +78,6 @@ class OmniKV(CouplesLayers, Sized):
     source = "OmniKV (ICLR 2025), sections 3 and 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Replace `filter_layers` if it is None, and check the settings."""
         check_range(self.name, "budget", self.budget, 1)
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_choice(self.name, "selector", self.selector, ("last", "uniform", "exp"))
@@ -131,16 +146,14 @@ class OmniKVFilter(Full, PlansAhead):
         return 0 if self.selector == "last" else self.observation_window
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a cache of zeros, without queries."""
         live = super().init(spec, fitted).live
         window = (spec.batch, self.summed_queries, spec.q_heads, spec.head_dim)
         queries = jnp.zeros(window, spec.dtype) if self.summed_queries else None
-        return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), FilterLive(live.cache, queries))
+        return LayerState(PromptLengths(jnp.zeros(spec.batch, jnp.int32)), FilterLive(live.cache, queries))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Store all keys and values, and the last queries."""
         cache, queries = super().compress(spec, state, prompt, fitted)[0].live.cache, None
         if self.summed_queries:
             assert prompt.q_tail is not None
@@ -148,10 +161,9 @@ class OmniKVFilter(Full, PlansAhead):
                 prompt.lengths[:, None] - self.summed_queries + jnp.arange(self.summed_queries)
             ) % self.summed_queries
             queries = jnp.zeros_like(prompt.q_tail).at[jnp.arange(spec.batch)[:, None], slots].set(prompt.q_tail)
-        return state.replace(frozen=FilterFrozen(prompt.lengths), live=FilterLive(cache, queries)), None
+        return state.replace(frozen=PromptLengths(prompt.lengths), live=FilterLive(cache, queries)), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Store the token's key and value, and write its query over the oldest one."""
         cache, queries = super().append(spec, state, step)[0].live.cache, state.live.queries
         if queries is not None:
             here = (jnp.arange(self.summed_queries) == step.positions % self.summed_queries) & step.valid
@@ -159,12 +171,10 @@ class OmniKVFilter(Full, PlansAhead):
         return state.replace(live=FilterLive(cache, queries)), None
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt, of which tokens are chosen. None if older queries were overwritten."""
         lengths: Array = state.frozen.lengths
         return None if self.summed_queries else lengths
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
-        """Select one set of prompt tokens for all heads of all layers that this filter serves."""
         if not self.serves:
             return ()
         scores = self.prompt_scores(spec, state, step)
@@ -199,7 +209,7 @@ class OmniKVFilter(Full, PlansAhead):
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniKVSparse(LayerCache, Costs):
+class OmniKVSparse(KeepsLaterTokens):
     """A layer that attends to the prompt tokens that its filter chose, and to all tokens after the prompt.
 
     Attributes:
@@ -211,36 +221,27 @@ class OmniKVSparse(LayerCache, Costs):
 
     budget: int = 2048
 
-    def window_slots(self, capacity: int, shortest: int) -> int:
-        """Return the number of slots for all tokens after the shortest prompt."""
-        return max(capacity - shortest, 1)
-
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Return the layout of the prompt's keys and values, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Return a window of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.window, spec.head_dim), spec.dtype)
-        return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), SparseLive(KeyValues(zeros, zeros)))
+        return LayerState(PromptLengths(jnp.zeros(spec.batch, jnp.int32)), LaterTokens(KeyValues(zeros, zeros)))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Write the whole prompt to the host tier."""
         planes = [to_chunks(x, spec.capacity, 1) for x in (prompt.k_post, prompt.v)]
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, spec.capacity, -1)
-        return state.replace(frozen=FilterFrozen(prompt.lengths)), HostWrite(data)
+        return state.replace(frozen=PromptLengths(prompt.lengths)), HostWrite(data)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new token to the window."""
         window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.lengths)
-        return state.replace(live=SparseLive(window), q_post=q_post), None
+        return state.replace(live=LaterTokens(window), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Compute exact attention over the fetched prompt tokens and the window."""
         assert fetched is not None
         assert fetched.k is not None
         window = state.live.window
@@ -248,30 +249,143 @@ class OmniKVSparse(LayerCache, Costs):
         chosen = Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
         return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
-    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        """Return the length of the prompt: each later token has a slot of its own."""
-        lengths: Array = state.frozen.lengths
-        return lengths
-
-    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Return how many more tokens fit into both the capacity and the window."""
-        return jnp.minimum(spec.capacity - lengths, spec.window - (lengths - state.frozen.lengths))
-
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Count the chosen prompt tokens, and all tokens after the prompt."""
         chosen = jnp.minimum(state.frozen.lengths, min(self.budget, spec.capacity))
         parts = {"selected": chosen, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
-    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Count the window as read, and the chosen rows as moved from the host and read."""
-        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
-        numbers = 2 * spec.batch * spec.kv_heads * min(self.budget, spec.capacity) * spec.head_dim
-        size = numbers * jnp.dtype(spec.dtype).itemsize
-        return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
+        return fetched_bytes(spec, state, "selected", min(self.budget, spec.capacity))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the fetched rows and the window twice, and once in float32; and their scores."""
         rows = min(self.budget, spec.capacity) + spec.window
         wide = spec.kv_heads * spec.head_dim * (4 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
         return spec.batch * rows * (wide + 3 * 4 * spec.q_heads)
+
+
+QUERIES = 64  # number of evenly spaced queries that are measured in each row of a text
+
+
+class FilterMasses(NamedTuple):
+    """The result of the measurement.
+
+    Attributes:
+        layers: the n layers that attend to all tokens, in order.
+        masses: float64 [n, n]. Entry [i, j] is the share of the attention of layers[j] that falls on the top tokens of
+            layers[i]; NaN for j <= i.
+        budget: number of top tokens.
+    """
+
+    layers: tuple[int, ...]
+    masses: np.ndarray
+    budget: int
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The mean of each layer's masses over all later layers, float64 [n]. It is NaN for the last layer."""
+        count = np.arange(len(self.layers))[::-1]
+        return np.nansum(self.masses, axis=1) / np.where(count > 0, count, np.nan)
+
+
+def filter_masses(
+    params: Any,
+    tokens: Any,
+    *,
+    budget: int,
+    queries: int = QUERIES,
+    progress: Callable[[int, int], None] | None = None,
+) -> FilterMasses:
+    """Measure how well each layer chooses tokens for the layers after it (section 3 and appendix).
+
+    A layer is a good filter if later layers attend to the tokens that its own attention ranks highest. A layer scores a
+    token by the largest attention that any head gives it, as OmniKV's filters do. It chooses among all tokens up to the
+    query's own. Layers with the model's own window are left out. Most heads attend strongly to the first token (a
+    sink),
+    and nearly every layer ranks it high. So all shares are large and differ little. Only their order matters.
+
+    Args:
+        params: the model's Params.
+        tokens: int32 [S] or [B, S], without padding.
+        budget: number of tokens that a layer chooses. It must be less than S.
+        queries: maximum number of queries that are measured in each row. They are evenly spaced among those that can
+            attend to more tokens than the budget.
+        progress: called with (layers done, number of layers).
+
+    Raises:
+        PromptError: tokens have a wrong shape, are out of range, or are not more than the budget.
+        ConfigError: budget or queries is below 1.
+    """
+    check_range("filter_masses", "budget", budget, 1)
+    check_range("filter_masses", "queries", queries, 1)
+    text, config = check_text(params.config, tokens), params.config
+    count = text.shape[1]
+    if count <= budget:
+        raise PromptError(f"tokens must be more than budget={budget}, got {count}: nothing would be left out")
+    at = np.unique(np.linspace(budget, count - 1, min(queries, count - budget)).round().astype(np.int32))
+    layers = full_layers(config)
+    chosen: list[Array] = []
+    masses = np.full((len(layers), len(layers)), np.nan)
+    for layer, prompt in enumerate(prompts_of(params, text, progress)):
+        if layer not in layers:
+            continue
+        best, given = layer_attention(
+            prompt.q_post, prompt.k_post, jnp.asarray(at), scale=config.attention_scale, budget=budget
+        )
+        for rank, one in enumerate(chosen):
+            masses[rank, len(chosen)] = float(jnp.take_along_axis(given, one, axis=2).sum(axis=2).mean())
+        chosen.append(best)
+    return FilterMasses(layers, masses, budget)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "budget"))
+def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int) -> tuple[Array, Array]:
+    """Return the `budget` top tokens of the queries at positions `at`, int32 [B, n, budget], and their attention.
+
+    The attention is a mean over heads, float32 [B, n, S]. q [B, S, h_q, d] and k [B, S, h_kv, d] are after RoPE.
+    """
+
+    def one(position: Array) -> tuple[Array, Array]:
+        query = group_queries(jnp.take(q, position[None], axis=1), k.shape[2]).astype(jnp.float32)
+        logits = jnp.einsum("bhgtd,bshd->bhgs", query, k.astype(jnp.float32)) * scale
+        seen = jnp.arange(k.shape[1]) <= position
+        probs = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+        ranked = jnp.where(seen, probs.max(axis=(1, 2)), -1.0)
+        return jax.lax.top_k(ranked, budget)[1], probs.mean(axis=(1, 2))
+
+    best, given = jax.lax.map(one, at)
+    return best.swapaxes(0, 1), given.swapaxes(0, 1)
+
+
+def choose_filters(found: FilterMasses, count: int) -> tuple[int, ...]:
+    """Choose filter layers: the best layer in each of `count` equal stretches of the model, in rising order.
+
+    The stretches keep the filters apart and the first filter early, since all layers before it are dense. A filter must
+    have a sparse layer to serve. Therefore the last two layers are not chosen, and there are at least two layers
+    between two filters. A model that is too shallow for `count` filters gets fewer, at least one.
+
+    Raises:
+        ConfigError: count is below 1, or no layer attends to all tokens.
+    """
+    check_range("choose_filters", "count", count, 1)
+    if not found.layers:
+        raise ConfigError("filter layers must see all tokens, got a model whose layers all see a window only")
+    usable = max(len(found.layers) - 2, 1)
+    scores = np.nan_to_num(found.scores, nan=-1.0)
+    ranks: list[int] = []
+    for part in np.array_split(np.arange(usable), min(count, -(-usable // 3))):
+        free = [int(rank) for rank in part if not ranks or rank >= ranks[-1] + 3]
+        if free:
+            ranks.append(max(free, key=lambda rank: (scores[rank], -rank)))
+    return tuple(found.layers[rank] for rank in ranks)
+
+
+def dense_share(filters: tuple[int, ...], config: ModelConfig) -> float:
+    """Return the share of layers with full attention, among those that do not have the model's own window.
+
+    These are the layers before the first filter, the filters, and the layer after each filter.
+    """
+    full = full_layers(config)
+    ranks = [full.index(layer) for layer in filters]
+    dense = set(range(ranks[0])) | set(ranks) | {rank + 1 for rank in ranks}
+    return len([rank for rank in dense if rank < len(full)]) / len(full)
