@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.cache.shards import everywhere
+from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import step_state, step_writes

@@ -6,7 +6,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.cache.state import KVState
 from jshadow.weights.params import Params
 

@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
-from jshadow.cache.shared_rows import each_row
 from jshadow.cache.state import Counters, KVState
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies.settings import policy_settings
@@ -185,7 +184,7 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
         generated: number of generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
-    for attended in each_row(parts_of_rows, state) if state.shares_prompt else parts_of_rows(state):
+    for attended in state.each_row(parts_of_rows) if state.shares_prompt else parts_of_rows(state):
         parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
         if "window" in parts:  # its newest tokens are the generated ones
             parts["generated"] = np.minimum(generated, parts["window"])

@@ -14,9 +14,7 @@ from jax import Array, lax
 
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
-from jshadow.cache.shards import everywhere, gathered
-from jshadow.cache.shared_rows import each_row
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, everywhere, gathered
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.mesh.layer import joined, on_devices
@@ -135,7 +133,7 @@ def step_state(
             options: Any = {"every": every, "run_layer": run_layer}
             return step_writes(weights, config, tokens, new, *one.split(), **options)
 
-        out, writes = each_row(step, state, tokens, new)
+        out, writes = state.each_row(step, tokens, new)
         return out, state.join(writes)
     reads, writes = state.split()
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths

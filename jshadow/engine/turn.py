@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState, Writes
+from jshadow.cache.state import Counters, KVState, Writes
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step

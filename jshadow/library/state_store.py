@@ -8,8 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from jshadow.cache.shared_rows import same_arrays
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, same_arrays
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.saved.read import ReadState

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import Counters, KVState, of_layer
+from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
-from jshadow.cache.shards import local_spec
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, local_spec
+from jshadow.cache.state import with_room
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend

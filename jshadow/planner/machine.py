@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jshadow.cache import host_memory, offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, prefill_peak
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jshadow.cache.shards import local_spec
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, local_spec
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.placement import shards_of
 from jshadow.engine.rows.sampling import row_of

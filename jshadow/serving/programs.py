@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.row_room import with_windows
 from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine import decode
 from jshadow.engine.placement import commit
@@ -84,7 +83,7 @@ class Programs:
     def begin_on(self, plan: PlannedClass, base: KVState) -> KVState:
         """Return the state of one row that begins as a stored document does. It shares the prompt half."""
         assert plan.specs is not None
-        return commit(with_windows(base, plan.specs))
+        return commit(base.with_windows(plan.specs))
 
     def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
         """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""

@@ -15,7 +15,7 @@ from small_state import small
 from jshadow import load_state, save_state
 from jshadow.cache import host_memory, offload
 from jshadow.cache.host_memory import GIB, POOL_VARIABLE, PREALLOCATE_VARIABLE, Pool, check_host_memory, pinned_bytes
-from jshadow.cache.place import place
+from jshadow.cache.offload import place
 from jshadow.cache.records import HostTier
 from jshadow.engine import decode
 from jshadow.errors import HostMemoryError

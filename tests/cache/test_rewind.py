@@ -5,7 +5,6 @@ import pytest
 from cases import BATCH, CAPACITY, LENGTHS, PROMPT, STEPS, mode_of, model, prefilled, run_steps, setting
 
 from jshadow import KIVI, Full, StreamingLLM
-from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, StateMismatch
 
@@ -50,7 +49,7 @@ def test_while_nothing_was_dropped_a_row_can_go_back(policy, most):
     _, start = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY)
     reached = np.asarray(start.lengths) + 7
     _, state = decode.extend(model(), STEPS[:, 2:9], [7] * BATCH, start.fork(), logits="all")
-    limit = np.asarray(earliest(state, reached_tokens(state)))
+    limit = np.asarray(state.earliest(state.reached()))
     assert (limit < reached).tolist() == (reached <= most).tolist() == [True] * BATCH
     got = run_steps(model(), state.rewind(np.array(LENGTHS)), STEPS[:, :3])[0]
     np.testing.assert_allclose(got, run_steps(model(), start, STEPS[:, :3])[0], atol=1e-4)
@@ -60,10 +59,10 @@ def test_a_ring_buffer_remembers_how_far_it_was_written():
     """Two rewinds in a row go back no further than one."""
     state = run_steps(model(), held("quest"), STEPS[:, 7:8])[1]
     top = np.asarray(state.lengths)
-    limit = np.asarray(earliest(state, reached_tokens(state)))
+    limit = np.asarray(state.earliest(state.reached()))
     assert (top - limit)[:2].tolist() == [8, 8]
     back = state.rewind(top - 5)
-    assert np.asarray(earliest(back, reached_tokens(back))).tolist() == limit.tolist()
+    assert np.asarray(back.earliest(back.reached())).tolist() == limit.tolist()
     with pytest.raises(StateMismatch, match=r"lengths of row 0 must lie in \[61, 64\] for quest, got 60"):
         back.rewind(np.maximum(top - 9, 5))
 

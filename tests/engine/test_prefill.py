@@ -22,7 +22,7 @@ import jshadow
 from jshadow import VerticalSlash, begin_prefill
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.engine import decode
 from jshadow.engine.blas_threads import LIMITING
 from jshadow.engine.prefill import job as prefill_job

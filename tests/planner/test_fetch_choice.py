@@ -11,7 +11,7 @@ from real_shapes import LLAMA_31_8B
 
 import jshadow
 from jshadow.cache import host_memory
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import batch_of

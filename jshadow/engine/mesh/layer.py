@@ -13,11 +13,10 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostArray, HostTier, HostWrite, LayerState, PromptKV, StepKV
-from jshadow.cache.shards import Shards, everywhere
-from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state_splits import layer_splits
+from jshadow.cache.rows import layer_splits
+from jshadow.cache.spec import CacheSpec, Shards, everywhere
+from jshadow.cache.state import Counters
 from jshadow.engine.step_work import LayerWork, count_step
 
 RunLayer = Callable[..., tuple[Array, LayerState, LayerWork]]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import LayerState
-from jshadow.cache.shards import Shards, gathered
+from jshadow.cache.spec import Shards, gathered
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit

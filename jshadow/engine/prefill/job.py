@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache import host_memory
-from jshadow.cache.row_room import check_room_size, with_room
-from jshadow.cache.shards import Shards, local_spec
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, Shards, local_spec
+from jshadow.cache.state import check_room_size, with_room
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.mesh.checks import check_shards

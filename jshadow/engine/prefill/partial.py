@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache import host_memory, place
+from jshadow.cache import host_memory, offload
 from jshadow.cache.records import LayerState, PromptKV
 from jshadow.cache.state import KVState, is_deleted, of_layer
 from jshadow.engine.blas_threads import one_blas_thread
@@ -133,7 +133,7 @@ def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> tuple[LayerSt
             compress_layer, needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None)
         )
         with host_memory.placing(job.plans):
-            states.append(state.replace(host=place.place(spec.policy.host_layout(spec), spec, write)))
+            states.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
     return tuple(states)
 
 

@@ -10,10 +10,9 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from jshadow.cache.records import HostArray, LayerState
-from jshadow.cache.shards import Shards, local_spec, whole_shape
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.rows import layer_shapes, layer_splits
+from jshadow.cache.spec import CacheSpec, Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
-from jshadow.cache.state_splits import layer_shapes, layer_splits
 from jshadow.engine.mesh.checks import check_shards
 from jshadow.engine.saved.leaves import is_place
 from jshadow.engine.saved.slices import Place, cut, padded, place_of, sizes, whole, within

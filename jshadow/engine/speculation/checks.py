@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import shards_of
@@ -46,7 +45,7 @@ def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequenc
         )
     drafter.check_target(config, state)
     is_abstract = isinstance(state.lengths, jax.ShapeDtypeStruct)
-    held, reached = (np.zeros((2, len(prompts)), np.int64)) if is_abstract else (state.lengths, reached_tokens(state))
+    held, reached = (np.zeros((2, len(prompts)), np.int64)) if is_abstract else (state.lengths, state.reached())
     first = np.asarray(held) + np.asarray(prompts)
     for start in (first, np.minimum(first + max(new - 2, 0), state.capacity - 1)):
         fed = np.minimum(start + 1 + drafter.tokens, state.capacity)
@@ -83,7 +82,7 @@ def check_gives_back(drafter: Drafter, specs: tuple[CacheSpec, ...], policy: Pol
 def limits(state: KVState, reached: Array) -> Array:
     """Return `earliest` of a state, or of an abstract state as if all its arrays were zero, int32 [B]."""
     if not isinstance(state.lengths, jax.ShapeDtypeStruct):
-        return earliest(state, reached)
+        return state.earliest(reached)
 
     leaves, tree = jax.tree.flatten(state)
     return _limits_of_zeros((tree, tuple(leaves)), reached)
@@ -94,14 +93,14 @@ def _limits_of_zeros(abstract: tuple[Any, tuple[Any, ...]], reached: Array) -> A
     """Return `earliest` of a state of zeros. `abstract` is the tree of the state and its ShapeDtypeStructs."""
     tree, leaves = abstract
     # The compiler removes the arrays that `earliest` does not read, so the caches are not allocated.
-    zeros = jax.tree.unflatten(tree, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
-    return earliest(zeros, reached)
+    zeros: KVState = jax.tree.unflatten(tree, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
+    return zeros.earliest(reached)
 
 
 def can_rewind(state: KVState) -> bool:
     """Return whether the policy of a state, which may be abstract, can give tokens back."""
     try:
-        jax.eval_shape(earliest, state, state.lengths)
+        jax.eval_shape(KVState.earliest, state, state.lengths)
     except ConfigError:
         return False
     return True

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache import host_memory, place
-from jshadow.cache.counters import Counters
+from jshadow.cache import host_memory, offload
 from jshadow.cache.records import HostWrite, LayerState, PromptKV
-from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState
+from jshadow.cache.state import Counters, KVState, with_room
 from jshadow.engine.checks import check_policy
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.speculation.checks import check_gives_back
@@ -127,7 +125,7 @@ def compressed_layers(specs: tuple[CacheSpec, ...], state: KVState) -> Iterator[
         prompt = as_prompt(layer, state.lengths, spec=dataclasses.replace(spec, layer=None))
         made, write = compress_layer(prompt, None, spec=dataclasses.replace(own, layer=None))
         with host_memory.placing([specs]):
-            yield made.replace(host=place.place(own.policy.host_layout(own), own, write))
+            yield made.replace(host=offload.place(own.policy.host_layout(own), own, write))
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.rewind import rewound
-from jshadow.cache.shards import everywhere
+from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.sampling import Sampler, sample_numbered
@@ -100,7 +99,7 @@ def cycle(
     counts = jnp.where(active, accepted + 1, 0)
     fed = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
     after = state.join(writes)
-    after = rewound(after, lengths + counts, jnp.where(active, fed, after.last))
+    after = after.rewound(lengths + counts, jnp.where(active, fed, after.last))
     live = plan.drafter.heard(memory._replace(live=live), drawn, counts, after)
     found = Drawn(drawn, counts, proposed, plan.drafter.ready(memory._replace(live=live)))
     found, live = everywhere((found, live), state.specs[0].shards)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.rewind import rewound
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_policy
 from jshadow.engine.prefill.whole import prefill
@@ -64,7 +63,7 @@ class ModelSteps(Drafter):
     def heard(self, memory: Memory, tokens: Array, counts: Array, state: KVState) -> Any:
         """Give back the tokens that were not accepted. The draft model then has read what the target has read."""
         own = KVState.of(memory.fixed[1], memory.live)
-        return rewound(own, jnp.minimum(own.lengths, state.lengths), state.last).split()[1]
+        return own.rewound(jnp.minimum(own.lengths, state.lengths), state.last).split()[1]
 
 
 @dataclasses.dataclass(frozen=True)

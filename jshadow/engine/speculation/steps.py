@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.shards import everywhere
+from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.checks import check_ids
 from jshadow.engine.host_notes import consuming

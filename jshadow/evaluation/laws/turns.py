@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
@@ -120,7 +119,7 @@ def cannot_rewind(subject: Subject) -> str | None:
     """Return why a policy is left out of the law of rewinds, or None."""
     state = abstract(Case(subject), "resident")
     try:
-        jax.eval_shape(earliest, state, state.lengths)
+        jax.eval_shape(KVState.earliest, state, state.lengths)
     except ConfigError:
         return "it cannot give tokens back"
     return None
@@ -134,7 +133,7 @@ def tokens_given_back_leave_nothing(case: Case) -> None:
     for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
         _, state = turn(wrong, TURN[::-1], state)
         held = np.asarray(state.lengths)
-        back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
+        back = np.maximum(np.asarray(state.earliest(state.reached())), start)
         kept = np.minimum(back, held) - start
         state = state.rewind(start + kept)
         _, plain = turn(wrong, kept, plain)

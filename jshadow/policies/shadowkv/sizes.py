@@ -14,11 +14,11 @@ class Codes(Protocol):
     """The settings of ShadowKV that decide the size of its codes."""
 
     @property
-    def chunk_size(self) -> int: ...  # noqa: D102
+    def chunk_size(self) -> int: ...
     @property
-    def keys(self) -> Keys: ...  # noqa: D102
+    def keys(self) -> Keys: ...
     @property
-    def landmarks(self) -> Landmarks: ...  # noqa: D102
+    def landmarks(self) -> Landmarks: ...
 
 
 OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.cache.records import Rebuild
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Spread
