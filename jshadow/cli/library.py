@@ -252,7 +252,7 @@ def found_in(place: str, *, missing: bool = True) -> list[Found]:
     Raises:
         CheckpointError: DIR is not a directory.
     """
-    from jshadow.engine.saved.read import read_state_info
+    from jshadow.engine.saved.state import read_state_info
     from jshadow.library import Stored
 
     if is_url(place):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jshadow.engine.saved.read import ReadState
+from jshadow.engine.saved.state import ReadState
 from jshadow.errors import CheckpointError, DocumentError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored

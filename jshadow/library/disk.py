@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshadow.engine.saved.read import read_state_info
-from jshadow.engine.saved.state import StateContent
+from jshadow.engine.saved.state import StateContent, read_state_info
 from jshadow.errors import CapacityError, CheckpointError, StateMismatch
 from jshadow.library.identity import Identity
 from jshadow.library.shelf import Entry

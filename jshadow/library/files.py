@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache.state import KVState
-from jshadow.engine.saved.read import ReadState, Stamp, read_state, stamp_of
-from jshadow.engine.saved.state import StateContent
+from jshadow.engine.saved.state import ReadState, Stamp, StateContent, read_state, stamp_of
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library.disk import SUFFIX, Directory
 from jshadow.library.identity import Identity

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import CancelledError
 
 from jshadow.cache.state import KVState, is_deleted
-from jshadow.engine.saved.read import ReadState, place_state
+from jshadow.engine.saved.state import ReadState, place_state
 from jshadow.errors import CheckpointError, JshadowError
 from jshadow.library.catalog import Catalog
 from jshadow.library.memory import size_of, to_device
