@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jshadow.engine.prefill.progress import PrefillProgress
+    from jshadow.engine.types import PrefillProgress
 
 SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal
 LINE_SECONDS = 10.0  # between two lines in a file or a pipe

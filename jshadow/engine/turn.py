@@ -24,9 +24,8 @@ from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState, Writes
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
-from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
-from jshadow.engine.types import Logits, Progress
+from jshadow.engine.types import Logits, PrefillProgress, Progress
 from jshadow.ops.prefix_attention import add_rows, attend_prefixes
 from jshadow.planner.turn_pieces import EXTEND_CHUNK, block_tokens, split_of
 from jshadow.policies.capabilities import SplitsTurns

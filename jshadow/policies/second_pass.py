@@ -3,7 +3,7 @@
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416, section 3). The model is asked to repeat the prompt, chunk by chunk,
 and is then given the chunk. The queries of the given tokens attend to the prompt. The largest attention that a token
 receives while its own chunk is repeated is its score. A policy asks for a second pass with `HookInputs.second_pass`,
-and reads the scores in `PromptKV.second_pass`. The prefill computes them (`engine/prefill/second_pass.py`).
+and reads the scores in `PromptKV.second_pass`. The prefill computes them (`engine/prefill/layer.py`).
 """
 
 import dataclasses

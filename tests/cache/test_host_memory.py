@@ -100,7 +100,7 @@ def test_states_count_together_and_resident_ones_ask_for_nothing(monkeypatch):
 
 def test_a_prefill_is_refused_before_it_begins(monkeypatch):
     system_has(monkeypatch, 100)
-    begun = sys.modules["jshadow.engine.prefill.partial"]
+    begun = sys.modules["jshadow.engine.prefill.whole"]
     monkeypatch.setattr(begun, "embed_prompt", lambda *_, **__: pytest.fail("began"))
     with pytest.raises(HostMemoryError, match=r"got \d+ bytes for 3 rows at capacity=96"):
         run()

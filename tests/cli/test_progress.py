@@ -14,7 +14,7 @@ from jshadow.cli.chat import Conversation
 from jshadow.cli.generate import write_answer
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.engine import generation, options
-from jshadow.engine.prefill.progress import PrefillProgress
+from jshadow.engine.types import PrefillProgress
 from jshadow.errors import ConfigError
 
 
