@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Unpack, overload
 
 from jshadow.cache.state import KVState
+from jshadow.engine.generation import Generation as Generation
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
-from jshadow.engine.result import Generation as Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Batch, Fitted, OnePrompt, Prompt

@@ -78,7 +78,7 @@ def resolve_fetch(fetch: str) -> str:
     return "resident" if fetch == "auto" and jax.default_backend() == "cpu" else fetch
 
 
-def memory_of(fetch: str) -> str:
+def _memory_of(fetch: str) -> str:
     """Return the memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
     return "device" if fetch == "resident" else "pinned_host"
 
@@ -115,7 +115,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         if units == 0:
             return None
         array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
-        return HostArray(array, memory_of(spec.fetch))
+        return HostArray(array, _memory_of(spec.fetch))
 
     # The tail has one extra unit at its end. In host memory, `write` writes the units that are not valid there.
     return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
@@ -251,9 +251,7 @@ def _gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
     """Gather units of a tier and copy them to the device.
 
     Args:
-        tier: the host tier of a layer.
         ids: numbers of units, int32 [B, heads, n], as in `Selection`. Ids out of range are clipped.
-        units: the number of units of the prompt and of the tail; 0 for a part that is absent.
 
     Returns:
         [B, heads, n, width], where width is the last axis of the tier's arrays.
@@ -301,7 +299,7 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
     shapes = tier_shapes(layout, spec)
     if spec.shards is not None:
         return _place_on_devices(spec.shards, shapes, prompt)
-    sharding = SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory_of(spec.fetch))
+    sharding = SingleDeviceSharding(jax.local_devices()[0], memory_kind=_memory_of(spec.fetch))
 
     def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
         if shape is None:

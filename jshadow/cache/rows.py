@@ -87,11 +87,7 @@ class Moves(NamedTuple):
 
 
 def row_numbers(rows: Any, batch: int) -> list[int]:
-    """Return numbers of rows as a list.
-
-    Raises:
-        StateMismatch: there is none, or one is not an integer in [0, batch).
-    """
+    """Return numbers of rows as a list."""
     try:
         numbers = [operator.index(row) for row in rows]
     except TypeError as error:
@@ -149,7 +145,6 @@ def insert_row(tree: Any, row: int, other: Any, moves: Moves | None) -> Any:
 
     Args:
         tree: the arrays, [B, ...] each.
-        row: the number of the row.
         other: a pytree of the same structure, with arrays [1, ...].
         moves: how the arrays of `tree` are split on a mesh, or None.
     """
@@ -210,8 +205,6 @@ def resized(tree: Any, shapes: Any, moves: Moves | None = None) -> Any:
     """Return new arrays [B, ...] whose rows are cut or zero-padded. None shares memory with `tree`.
 
     Args:
-        tree: the arrays.
-        shapes: a pytree of that structure with shapes on one device. Only the axes after the first one count.
         moves: how the arrays are split on a mesh, or None.
     """
     leaves, structure = jax.tree.flatten(tree)

@@ -26,7 +26,7 @@ from jshadow.cli.report_table import why_larger
 from jshadow.errors import CapacityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
-    from jshadow.engine.result import Generation
+    from jshadow.engine.generation import Generation
 
 ABOUT = """Ask about a document. The document is prefilled once, and each question and answer extends its KV state. A
 gauge below each answer shows the bytes of the state. Lines of standard input are the questions. /quit, the end of the

@@ -29,7 +29,7 @@ from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.texts import mended
 
 if TYPE_CHECKING:
-    from jshadow.engine.result import Generation
+    from jshadow.engine.generation import Generation
 
 SPECULATE_HELP = (
     "propose tokens, and check several of them at once; no token changes. prompt_lookup: what followed the newest "

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from jshadow.engine.generation import Generation
     from jshadow.engine.report import Report
-    from jshadow.engine.result import Generation
 
 
 def is_right(generation: "Generation", expected: str) -> bool:

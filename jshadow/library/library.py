@@ -10,9 +10,9 @@ from jax import Array
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity
 from jshadow.engine.decode import extend
+from jshadow.engine.generation import Generation
 from jshadow.engine.options import batch_of
 from jshadow.engine.prefill.whole import prefill_many
-from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import OnePrompt, Progress
 from jshadow.errors import CheckpointError, NumericalError, StateMismatch

@@ -10,7 +10,7 @@ import numpy as np
 
 from jshadow.cache.state import KVState, same_arrays
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
-from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.placement import fetch_for
 from jshadow.engine.saved.state import ReadState
 from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, JshadowError, StateMismatch

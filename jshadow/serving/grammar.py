@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.engine.rows.sampling import WORD, pack_mask
+from jshadow.engine.rows import WORD, pack_mask
 from jshadow.errors import ConfigError, JshadowError
 
 # Maps the new tokens so far to those that may follow: bool [V], or the bit mask of `pack_mask`, uint32 [W].

@@ -12,9 +12,16 @@ from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine import decode
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.whole import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
-from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
-from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.rows.step import draw_rows, likely_tokens, row_logits
+from jshadow.engine.rows import (
+    RowSampling,
+    RowSettings,
+    draw_rows,
+    idle_rows,
+    likely_tokens,
+    row_logits,
+    row_of,
+    set_row,
+)
 from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.rows.step import MOST_LIKELY
+from jshadow.engine.rows import MOST_LIKELY, RowSettings
 from jshadow.engine.types import OnePrompt
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy

@@ -12,7 +12,7 @@ from byte_models import PARAMS, SHADOW
 
 import jshadow
 from jshadow.cache import offload
-from jshadow.engine import token_steps
+from jshadow.engine import generation
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
 from jshadow.errors import CapacityError, HostMemoryError, JshadowError, VerificationError
@@ -134,7 +134,7 @@ def in_trace():
     generate(policy=dataclasses.replace(SHADOW, budget=72))
 
 
-STEP = (token_steps, "step_and_sample", JshadowError("broken"), 4)
+STEP = (generation, "step_and_sample", JshadowError("broken"), 4)
 KINDS = {
     "answered": answered,
     "read to the end": ended("".join),

@@ -24,12 +24,12 @@ from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import Shards
 from jshadow.engine import decode
-from jshadow.engine.blas_threads import LIMITING
 from jshadow.engine.prefill import job as prefill_job
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill import whole as partial_prefill
 from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, Unit, check_job, units_of
 from jshadow.engine.prefill.layer import Given, LayerPlan, compress_layer
+from jshadow.engine.prefill.whole import LIMITING
 from jshadow.engine.sparse_prefill import AShape
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import turns

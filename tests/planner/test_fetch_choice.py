@@ -13,7 +13,7 @@ import jshadow
 from jshadow.cache import host_memory
 from jshadow.cache.spec import Shards
 from jshadow.cli.report_table import notes
-from jshadow.engine import fetch_mode
+from jshadow.engine import placement
 from jshadow.engine.options import batch_of
 from jshadow.evaluation.speed.model import mode_of
 from jshadow.evaluation.speed.request import Request
@@ -206,9 +206,9 @@ def test_several_devices_share_a_call(monkeypatch):
         assert four["device_put"].rows == BATCH.rows
         assert four["resident"].device_bytes < one["resident"].device_bytes
         assert 1 <= four["device_put"].host_bytes / (2 * one["device_put"].host_bytes) < 1.01
-    monkeypatch.setattr(fetch_mode, "shards_of", lambda params, rows: shards["split"])
-    monkeypatch.setattr(fetch_mode, "fetch_here", lambda *given: given[3].shards)
-    assert fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
+    monkeypatch.setattr(placement, "shards_of", lambda params, rows: shards["split"])
+    monkeypatch.setattr(placement, "fetch_here", lambda *given: given[3].shards)
+    assert placement.fetch_for("auto", model(), ShadowKV(), BATCH) == shards["split"]
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch)
         return jshadow.generate(model(), list(prompt), max_new_tokens=2, **sizes, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch_mode, "fetch_here", choose)
+        patch.setattr(placement, "fetch_here", choose)
         report = generated().report
     assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
     resolved = Full().resolve(TINY, 128)

@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.mesh.layer import compress_on_devices
+from jshadow.engine.step import compress_on_devices
 from jshadow.errors import PromptError
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import Heads, apply_block

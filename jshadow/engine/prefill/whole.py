@@ -1,36 +1,31 @@
-"""Prefill: a ragged batch of prompts runs through the model, layer by layer, in bounded device memory.
+"""A limit on the number of threads that LAPACK uses while a prompt is compressed."""
 
-The prompts pass through a layer piece by piece. Then the policy compresses the layer's keys and values, and these are
-freed. The layer's host rows are copied while the next layer computes. Layers with equal plans share one program.
-
-A prefill is a value that advances by one unit a call, so that a server can decode between two units. `begin_prefill`
-makes the value, `advance_prefill` returns the next value, and `finish_prefill` runs the rest. `prefill` runs the same
-programs, so a paused prefill gives the same state, bit for bit.
-"""
-
+import contextlib
 import dataclasses
 import functools
+import importlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import threadpoolctl
 from jax import Array
 
 from jshadow.cache import host_memory, offload
 from jshadow.cache.records import LayerState, PromptKV
 from jshadow.cache.spec import Shards, gathered
 from jshadow.cache.state import Counters, KVState, Reads, Writes, is_deleted, of_layer
-from jshadow.engine.blas_threads import one_blas_thread
 from jshadow.engine.checks import check_policy
+from jshadow.engine.cores import LOGITS_PIECE
 from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.job import LayerWork, PrefillJob, PrefillOptions, Schedule, check_job, prompt_read, run_unit
 from jshadow.engine.prefill.layer import Given, SecondWork, compress_layer, needed
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
-from jshadow.engine.turn import LOGITS_PIECE
 from jshadow.engine.types import (
     Fitted,
     Joined,
@@ -54,6 +49,37 @@ from jshadow.policies.checks import reads_fitted
 from jshadow.policies.costs import costs_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
+
+LIMITING = threading.Lock()  # held by the prefill that has set the limit
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[list[Any]]:
+    """A context manager that limits LAPACK to one thread. On other backends than the CPU, it does nothing.
+
+    It yields an empty list. At the end of the block, it waits for the arrays that the caller has put into the list, and
+    then lifts the limit. OpenBLAS computes the eigenvectors of the compression. Its threads spin between calls and take
+    the cores from XLA's threads. The limit holds for the whole process. When several prefills run at once, only the
+    first sets and lifts it, so another prefill may run for a while without it.
+    """
+    results: list[Any] = []
+    if jax.default_backend() != "cpu" or not LIMITING.acquire(blocking=False):
+        yield results
+        return
+    try:
+        with libraries().limit(limits=1, user_api="blas"):
+            yield results
+            jax.block_until_ready(results)
+    finally:
+        LIMITING.release()
+
+
+@functools.cache
+def libraries() -> threadpoolctl.ThreadpoolController:
+    """Return what controls the threads of the libraries that are loaded. The search takes milliseconds."""
+    # JAX would load this library later.
+    importlib.import_module("scipy.linalg.cython_lapack")
+    return threadpoolctl.ThreadpoolController()
 
 
 def _end_prefill(job: PrefillJob, x: Array, layers: Sequence[Sequence[LayerState]]) -> list[tuple[Any, KVState]]:

@@ -66,9 +66,6 @@ def padded(place: Place, shape: Sequence[int], dtype: Any, read: Callable[[Place
     """Return a slice of an array that is longer than the one that is read. Zeros follow the end of that one.
 
     Args:
-        place: the slice.
-        shape: the shape of the array that is read.
-        dtype: its dtype.
         read: returns a slice of it.
     """
     inside = cut(place, shape)
@@ -86,7 +83,6 @@ def runs(place: Place, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     The runs follow each other in the slice in C order.
 
     Args:
-        place: a slice that lies inside the array.
         shape: the shape of the array.
     """
     counts = sizes(place)
@@ -118,14 +114,7 @@ def read_slice(
     """Read a slice of a tensor, and only the bytes or blocks of the file in which it lies.
 
     Args:
-        file: the file.
-        name: the tensor.
-        place: the slice. It lies inside the tensor.
         digests: the SHA-256 of each block, which is compared. None: only the bytes of the slice are read.
-        block: bytes of a block.
-
-    Raises:
-        CheckpointError: the file cannot be read, or a block is damaged.
     """
     dtype, shape = DTYPES_OF_TAGS[file.tags[name]], file.shapes[name]
     out = np.empty(sizes(place), dtype)
@@ -171,19 +160,7 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 def open_described(
     path: Path, kind: str, versions: Mapping[str, int]
 ) -> tuple[TensorFile, dict[str, str], dict[str, Any]]:
-    """Open a file that jshadow wrote, and check its header.
-
-    Args:
-        path: the file.
-        kind: description of the kind of file, for error messages.
-        versions: the format names that the metadata may have, each with its required format version.
-
-    Returns:
-        The file, its metadata texts, and the SHA-256 of each tensor, or a list of one for each block of it.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, not of this kind, or of another format version.
-    """
+    """Open a file that jshadow wrote, and check its header."""
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
     version = versions.get(texts.get("format", ""))
@@ -217,12 +194,7 @@ def read_checked(file: TensorFile, name: str, digests: Mapping[str, str] | None)
     """Read a tensor of the file, and compare its SHA-256 with that of the header.
 
     Args:
-        file: the file.
-        name: the tensor.
         digests: SHA-256 of each tensor. None: it is not compared.
-
-    Raises:
-        CheckpointError: the tensor cannot be read or is damaged.
     """
     value = file.read(name)
     if digests is not None and sha256(raw_bytes(value)) != digests[name]:
@@ -236,17 +208,11 @@ def read_all(
     """Read every tensor of a file, in a few threads, and check it. Return those that fit into memory.
 
     Args:
-        file: the file.
         digests: SHA-256 of each tensor. None: the tensors are not checked.
-        spare: maximum number of bytes of all returned tensors together.
-        always: names of tensors that are returned in any case.
 
     Returns:
         Tensors by name. In the order of the file, each tensor that still fits into `spare` bytes is returned. The other
         tensors are only read and checked.
-
-    Raises:
-        CheckpointError: a tensor cannot be read or is damaged. The message names the first such tensor in the file.
     """
     kept: dict[str, np.ndarray] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()
@@ -277,15 +243,8 @@ def write_hashed(
     """Write a file, reading one tensor at a time.
 
     Args:
-        path: the file.
-        layout: the dtype and shape of each tensor, in the order of the file.
-        texts: the metadata. "sha256" and "header_sha256" are added.
-        read: returns the tensor of a name, in C order.
         block: None: "sha256" has one digest for each tensor. Otherwise it has a list with one for each block of so
             many bytes.
-
-    Returns:
-        The bytes of the file, and the SHA-256 of its header.
     """
     digests: dict[str, Any] = {}
     for name, (dtype, shape) in layout.items():

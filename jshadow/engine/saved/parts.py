@@ -52,11 +52,7 @@ PARTS = ".parts-"  # between the name of an index and its run id in the name of 
 
 
 def part_paths(index: TensorFile) -> list[Path]:
-    """Return the files of the parts of a state, or [] if it is stored in one file.
-
-    Raises:
-        CheckpointError: the index does not name them as jshadow does.
-    """
+    """Return the files of the parts of a state, or [] if it is stored in one file."""
     if index.metadata.get("format") != INDEX_FORMAT:
         return []
     with described(index.path, "an index of parts"):
@@ -214,11 +210,7 @@ class Parts:
                 self.slices[name].append((place, _Slice(file, piece, digests[piece], block)))
 
     def read(self, name: str, place: Place) -> np.ndarray:
-        """Read a slice of a tensor of the state, and check the blocks in which it lies.
-
-        Raises:
-            CheckpointError: a part cannot be read, or a block is damaged.
-        """
+        """Read a slice of a tensor of the state, and check the blocks in which it lies."""
         parts = [(common(place, outer), outer, held) for outer, held in self.slices[name]]
         parts = [(inside, outer, held) for inside, outer, held in parts if all(sizes(inside))]
         if len(parts) == 1 and parts[0][0] == place:
@@ -233,20 +225,7 @@ SECONDS = 3600.0  # a process may write or read its part for so long
 
 
 def together(name: str, work: Callable[[], Any]) -> list[Any]:
-    """Do some work in every process, and wait for the others.
-
-    Args:
-        name: what is done, for error messages and for the exchange. All processes must give the same name.
-        work: it returns a value that JSON can express, and runs no program on several devices.
-
-    Returns:
-        The value of each process.
-
-    Raises:
-        CheckpointError: the work of another process failed. The message has its error.
-        DistributedError: another process did not come.
-        Exception: the error of this process, after the others know it.
-    """
+    """Do some work in every process, and wait for the others."""
     failure: Exception | None = None
     answer: dict[str, Any] = {}
     try:
@@ -263,22 +242,7 @@ def together(name: str, work: Callable[[], Any]) -> list[Any]:
 
 
 def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
-    """Write the part of this process, and as process 0 the index. All processes must call this.
-
-    Args:
-        target: the index, in a directory that all processes share.
-        texts: metadata of the index.
-        leaves: tensors by name, in the order of the files: a `Split`, or an array that all processes have.
-        named: names of tensors that the index holds.
-
-    Returns:
-        The bytes of the index and of all parts.
-
-    Raises:
-        CheckpointError: a file cannot be written, in this process or in another. No file is left, and an old state at
-            the target stays as it was.
-        DistributedError: another process did not come.
-    """
+    """Write the part of this process, and as process 0 the index. All processes must call this."""
     doing, first = f"saving {target.name}", jax.process_index() == 0
 
     def all_do(work: Callable[[], Any]) -> list[Any]:
@@ -344,11 +308,7 @@ def _write_index(
 
 
 def write_part(path: Path, run: str, leaves: Mapping[str, Any], named: frozenset[str]) -> dict[str, Any]:
-    """Write the slices of this process to a file, and return the entry of the index for it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the slices of this process to a file, and return the entry of the index for it."""
     pieces = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, Split):

@@ -231,9 +231,6 @@ def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
     """Return a line for each difference between two values of a field.
 
     Args:
-        field: name of the field.
-        theirs: the value in the file. Dictionaries are compared key by key.
-        ours: the value of the object that the file is loaded for.
         owner: name of that object in the lines, "params" or "policy".
     """
     if isinstance(theirs, dict) and isinstance(ours, dict):

@@ -26,8 +26,7 @@ from jshadow.cache.rows import layer_shapes, layer_splits
 from jshadow.cache.spec import CacheSpec, Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
-from jshadow.engine.mesh.checks import check_shards
-from jshadow.engine.placement import shards_of
+from jshadow.engine.placement import check_shards, shards_of
 from jshadow.engine.saved.file import (
     Place,
     described,

@@ -2,7 +2,7 @@
 
 import secrets
 
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.schemas import Drawing

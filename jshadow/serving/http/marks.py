@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jshadow.engine.rows.sampling import pack_mask
+from jshadow.engine.rows import pack_mask
 from jshadow.engine.text import TextStream, overlap
 from jshadow.serving.grammar import Allowed
 from jshadow.serving.http.calls import Call, Format, calls_of
