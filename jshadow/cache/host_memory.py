@@ -42,7 +42,7 @@ class Sharing:
     """The processes that share the memory of this host.
 
     Attributes:
-        processes: how many of a joined run's processes are on this host. `jshadow.engine.mesh.processes.join` sets it.
+        processes: how many of a joined run's processes are on this host. `jshadow.engine.processes.join` sets it.
     """
 
     processes = 1

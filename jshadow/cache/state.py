@@ -208,7 +208,7 @@ class KVState(struct.PyTreeNode):
         if self.shares_prompt:
             return self._take_shared(numbers)
         specs, trees = tuple(with_rows(spec, len(numbers)) for spec in self.specs), self.row_trees()
-        return self._with_row_trees(take_rows(trees, numbers, self._moves(trees, specs))).replace(specs=specs)
+        return self.with_row_trees(take_rows(trees, numbers, self._moves(trees, specs))).replace(specs=specs)
 
     def _take_shared(self, rows: list[int]) -> "KVState":
         """Return a state with the prompt half of this one, and rows of its changing half."""
@@ -240,7 +240,7 @@ class KVState(struct.PyTreeNode):
                 writes = (self if consume else self.fork()).split()[1]
                 return self.join(insert_row(writes, int(row), other.split()[1], self._moves(writes)))
             trees = (self if consume else self.take(range(self.batch))).row_trees()
-            return self._with_row_trees(insert_row(trees, int(row), other.row_trees(), self._moves(trees)))
+            return self.with_row_trees(insert_row(trees, int(row), other.row_trees(), self._moves(trees)))
         except RuntimeError:
             self.check_alive()  # another thread may have consumed it meanwhile
             raise
@@ -445,7 +445,7 @@ class KVState(struct.PyTreeNode):
         """Return the parts of the state in which axis 0 of every array is the row."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
 
-    def _with_row_trees(self, trees: tuple[Any, ...]) -> "KVState":
+    def with_row_trees(self, trees: tuple[Any, ...]) -> "KVState":
         """Return the state with these arrays in place of those of `row_trees`."""
         return self.replace(**dict(zip(("layers", "shared", "lengths", "last", "counters"), trees, strict=True)))
 

@@ -14,7 +14,7 @@ from jshadow.cli.mesh import parse_mesh
 from jshadow.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jshadow.engine.mesh.processes import Processes
+    from jshadow.engine.processes import Processes
 
 JOIN_SECONDS = 300.0
 # Options that may differ between processes. Of files, the contents are compared instead of the paths.
@@ -49,9 +49,9 @@ def joined(args: argparse.Namespace) -> Iterator["Processes"]:
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
-        DistributedError: as `jshadow.engine.mesh.processes.join`.
+        DistributedError: as `jshadow.engine.processes.join`.
     """
-    from jshadow.engine.mesh.processes import Processes, ProcessOptions, join
+    from jshadow.engine.processes import Processes, ProcessOptions, join
 
     search = getattr(args, "mesh", None) is not None
     if search:
@@ -123,7 +123,7 @@ def check_same(args: argparse.Namespace, params: Any, files: Mapping[str, Any]) 
 
     if not jax.distributed.is_initialized():
         return
-    from jshadow.engine.mesh.agree import agree, run_facts
+    from jshadow.engine.agree import agree, run_facts
     from jshadow.weights.digest import sha256
 
     options = {name: value for name, value in vars(args).items() if name not in OWN}

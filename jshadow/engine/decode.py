@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import (
     check_ids,
     check_logits,
@@ -31,7 +32,6 @@ from jshadow.engine.cores import Turn, chunk_for, in_pieces, scan_tokens
 from jshadow.engine.cores import extend_steps as extend_steps
 from jshadow.engine.cores import generate_steps as generate_steps
 from jshadow.engine.cores import step as step
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, seed_key

@@ -18,8 +18,8 @@ from jax import Array
 
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import check_policy, check_room, check_state, consuming
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.options import GenerateOptions, batch_of
 from jshadow.engine.placement import commit_arrays, fetch_for
 from jshadow.engine.prefill.job import own_attention, prepared_attention

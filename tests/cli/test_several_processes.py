@@ -13,7 +13,7 @@ from several_processes import ended, no_survivors, start_all  # noqa: F401
 
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import joined
-from jshadow.engine.mesh import agree, processes
+from jshadow.engine import agree, processes
 from jshadow.errors import ConfigError
 
 LENGTH = ("--max-new-tokens", "3", "--dtype", "float32")

@@ -14,8 +14,8 @@ from mesh_cases import text_of
 
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import add_process_options, joined
-from jshadow.engine.mesh import agree as agreement
-from jshadow.engine.mesh.processes import ProcessOptions, join
+from jshadow.engine import agree as agreement
+from jshadow.engine.processes import ProcessOptions, join
 
 
 def digests(mesh):

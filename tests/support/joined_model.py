@@ -10,7 +10,7 @@ from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, TURN, model
 from jshadow.cli.mesh import mesh_of, parse_mesh
 from jshadow.cli.processes import add_process_options
 from jshadow.engine import decode
-from jshadow.engine.mesh.processes import ProcessOptions, join
+from jshadow.engine.processes import ProcessOptions, join
 from jshadow.weights.params import spread
 
 STEPS = 4

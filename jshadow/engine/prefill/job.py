@@ -13,8 +13,8 @@ from jshadow.cache import host_memory
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import check_room_size, with_room
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import check_shards, fetch_for, shards_of
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Begun, Given, LayerPlan, Requests, SecondWork, read_request, requests_of

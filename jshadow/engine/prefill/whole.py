@@ -19,9 +19,9 @@ from jshadow.cache import host_memory, offload
 from jshadow.cache.records import LayerState, PromptKV
 from jshadow.cache.spec import Shards, gathered
 from jshadow.cache.state import Counters, KVState, Reads, Writes, is_deleted, of_layer
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import check_policy
 from jshadow.engine.cores import LOGITS_PIECE
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.job import LayerWork, PrefillJob, PrefillOptions, Schedule, check_job, prompt_read, run_unit
 from jshadow.engine.prefill.layer import Given, SecondWork, compress_layer, needed

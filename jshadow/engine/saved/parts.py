@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jshadow.engine.mesh.agree import exchange
+from jshadow.engine.agree import exchange
 from jshadow.engine.saved.file import (
     BLOCK,
     Place,

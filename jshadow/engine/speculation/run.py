@@ -23,9 +23,9 @@ from jax import Array, lax
 
 from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import check_ids, consuming
 from jshadow.engine.cores import Turn, scan_tokens
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.placement import commit_arrays
 from jshadow.engine.sampling import Sampler, sample_numbered
 from jshadow.engine.speculation.drafter import Drafter, Memory, Pace, Progress, Target, Text, check_drafter

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.engine.mesh.roll_call import numbers
 from jshadow.engine.saved.record import plain, policy_record
 from jshadow.errors import DistributedError
 from jshadow.policies import Policy
@@ -225,3 +224,9 @@ def signature(arguments: Any) -> Any:
         return leaf if hasattr(leaf, "__hash__") and leaf.__hash__ else id(leaf)
 
     return tree, tuple(map(of, leaves))
+
+
+def numbers(values: list[int]) -> str:
+    """Return process numbers in words: "1", "1 and 2", "1, 2 and 5"."""
+    *most, last = list(map(str, values)) or ["none"]
+    return f"{', '.join(most)} and {last}" if most else last
