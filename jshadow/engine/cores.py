@@ -107,13 +107,7 @@ def extend_steps(
 
 
 def scan_tokens(
-    weights: dict,
-    config: ModelConfig,
-    tokens: Array,
-    lengths: Array,
-    reads: Reads,
-    writes: Writes,
-    turn: Turn,
+    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, reads: Reads, writes: Writes, turn: Turn
 ) -> tuple[Any, Writes]:
     """Feed tokens [B, T] in pieces of `turn.size` tokens, in one scan.
 

@@ -37,10 +37,7 @@ BITS = 2  # bits of the cut that each round of the search finds
 
 
 def keep_likely(
-    logits: Float[Array, "B V"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-    min_p: Float[Array, " B"],
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
 ) -> Bool[Array, "B V"]:
     """Return which tokens the filters of each row keep. They apply in the order top_k, top_p, min_p, as in `Sampler`.
 

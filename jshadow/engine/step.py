@@ -297,18 +297,9 @@ def _layer_on_devices(
 
     where = layer_splits(spec)
     inputs = LayerState(where.frozen, where.live, where.host)
-    outputs = (
-        shards.spec("data", None, "tp"),
-        where.live,
-        where.host.tail,
-        PartitionSpec("tp", *shards.spec("data")),
-    )
+    outputs = (shards.spec("data", None, "tp"), where.live, where.host.tail, PartitionSpec("tp", *shards.spec("data")))
     run = jax.shard_map(
-        one,
-        mesh=shards.mesh,
-        in_specs=(inputs, _step_splits(shards, step)),
-        out_specs=outputs,
-        check_vma=False,
+        one, mesh=shards.mesh, in_specs=(inputs, _step_splits(shards, step)), out_specs=outputs, check_vma=False
     )
     out, live, tail, counters = run(state, step)
     return out, state.replace(live=live, host=state.host.replace(tail=tail)), LayerWork(counted=counters)
@@ -327,10 +318,7 @@ def _joined_counters(shards: Shards, counters: Counters) -> Counters:
 
 
 def compress_on_devices(
-    compress: Callable[..., tuple[LayerState, HostWrite | None]],
-    prompt: PromptKV,
-    fitted: Any,
-    spec: CacheSpec,
+    compress: Callable[..., tuple[LayerState, HostWrite | None]], prompt: PromptKV, fitted: Any, spec: CacheSpec
 ) -> tuple[LayerState, HostWrite | None]:
     """Compress the prompt of one layer on every device of the mesh.
 
@@ -421,13 +409,7 @@ def step_layer(
 
 
 def step_writes(
-    weights: dict,
-    config: ModelConfig,
-    tokens: Array,
-    new: Array,
-    reads: Reads,
-    writes: Writes,
-    **options: Any,
+    weights: dict, config: ModelConfig, tokens: Array, new: Array, reads: Reads, writes: Writes, **options: Any
 ) -> tuple[Array, Writes]:
     """Run `step_state` on the two halves of a state, with its options. Return the logits and the new `writes`."""
     out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), **options)
