@@ -30,7 +30,6 @@ class Limit:
     """A limit of host memory.
 
     Attributes:
-        free: bytes that can still be allocated.
         owner: text that follows the number of bytes in an error message, such as "that the system has available".
     """
 

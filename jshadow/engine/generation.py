@@ -69,7 +69,6 @@ class _Rule(NamedTuple):
     """The inputs that all steps of a generation share.
 
     Attributes:
-        key: a PRNG key.
         stop: the token ids that end a row, int32 [S].
     """
 

@@ -258,11 +258,7 @@ class Hub:
     """The side of process 0: a thread that listens until all have come, and then watches their connections."""
 
     def __init__(self, address: str, processes: int, timeout: float) -> None:
-        """Listen at "HOST:PORT", and name those that are missing after `timeout` seconds.
-
-        Raises:
-            DistributedError: the port cannot be opened.
-        """
+        """Listen at "HOST:PORT", and name those that are missing after `timeout` seconds."""
         self.processes, self.timeout = processes, timeout
         self.peers: dict[socket.socket, _Peer] = {}
         try:
@@ -404,12 +400,7 @@ class Membership:
     """
 
     def __init__(self, host: str, port: int, process: int, processes: int, timeout: float) -> None:
-        """Connect to process 0, and wait until all processes have come, both for `timeout` seconds at most.
-
-        Raises:
-            DistributedError: process 0 cannot be reached, or it says that a process is missing, is there twice, or has
-                another number of processes.
-        """
+        """Connect to process 0, and wait until all processes have come, both for `timeout` seconds at most."""
         self.place, self.process, self.processes = join_address(host, port), process, processes
         self.timeout, self.end = timeout, time.monotonic() + timeout
         self.noted, self.goodbye = threading.Event(), threading.Event()
@@ -460,12 +451,7 @@ class Membership:
         )
 
     def _messages(self, end: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the messages of process 0 until the connection ends, or until the time `end` of `time.monotonic`.
-
-        Raises:
-            TimeoutError: the time is over.
-            ValueError: there are other bytes on the connection.
-        """
+        """Yield the messages of process 0 until the connection ends, or until the time `end` of `time.monotonic`."""
         while True:
             self.connection.settimeout(None if end is None else max(end - time.monotonic(), 0.001))
             try:
@@ -531,11 +517,7 @@ def _gone(process: int | None, processes: int) -> str:
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Return the host and the port of "HOST:PORT". An IPv6 address stands in brackets. `field` names it in an error.
-
-    Raises:
-        ConfigError: the text is not of this form, or the port is not from 1 to 65,535.
-    """
+    """Return the host and the port of "HOST:PORT". An IPv6 address stands in brackets. `field` names it in an error."""
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
     if found is None or not 1 <= int(found[2]) <= 65_535:
         raise ConfigError(f"{field} must be HOST:PORT with a port from 1 to 65535, got {address!r:.80}")
@@ -586,11 +568,7 @@ class _Lines:
         self.rest = b""
 
     def take(self, content: bytes) -> list[dict[str, Any]]:
-        """Return the messages that end in these bytes.
-
-        Raises:
-            ValueError: a line is not a JSON object, is nested too deeply, or is longer than MOST_BYTES.
-        """
+        """Return the messages that end in these bytes."""
         *lines, self.rest = (self.rest + content).split(b"\n")
         if len(self.rest) > MOST_BYTES or self.rest[:1] not in (b"", b"{"):
             raise ValueError(f"a message begins with {self.rest[:8]!r}, or has more than {MOST_BYTES} bytes")

@@ -39,7 +39,6 @@ class PhaseClock:
     """Seconds of the phases of a generation, without those of compilation.
 
     Attributes:
-        seconds: seconds of each phase.
         compile_seconds: seconds of tracing, lowering and compiling in all phases.
     """
 

@@ -44,11 +44,8 @@ class LayerWork:
     """The units that one layer fetched in a step.
 
     Attributes:
-        moved: bytes that every row moved from the host, the same for all rows.
         missed: (bytes of a unit, number of units in each head, int32 [B, heads]) of each fetch that skips units on the
             device. These units were moved in addition, and rows differ.
-        fetches: the fetched units, in the order of the fetches.
-        followed: the selections whose hits are counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
         counted: the layer's own counters of these tokens if it took them in several blocks, else None.
     """

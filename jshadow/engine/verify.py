@@ -99,7 +99,6 @@ class _WatchedWrites(NamedTuple):
     """The changing halves of the three states that take a step together.
 
     Attributes:
-        offloaded: the half of the state that is verified.
         twin: the half of a resident state. Its layers get the same inputs as the layers of the offloaded state.
         free: the half of another resident state. Its layers get the outputs of its own layers.
     """

@@ -45,7 +45,6 @@ class Unit(NamedTuple):
             and if it needs all keys first, "project" for each piece before that. Attention in one call over the whole
             prompt has "project" for each piece, "attend", and "finish" for each piece. A second pass has "repeat" for
             each chunk. The last unit of a layer is "compress".
-        piece: number of the piece, or of the chunk.
         row: first of the rows.
     """
 
@@ -136,10 +135,6 @@ class Schedule:
     """The units of all layers of a prefill.
 
     Attributes:
-        plans: the static arguments of each layer.
-        compressions: operations of the compression of each layer.
-        batch: number of rows.
-        pieces: number of pieces that have real tokens.
         requests: number of requests of the second pass, and number of tokens of each. (0, 0): there is none.
     """
 
@@ -207,15 +202,11 @@ class PrefillJob:
     """A prefill that can run: its arguments are checked.
 
     Attributes:
-        params: the model.
         tokens: token ids, int32 [B, S], with zeros after each row's real tokens.
         lengths: number of real tokens of each row, int32 [B].
-        policies: the resolved policies.
-        plans: for each policy, the CacheSpec of every layer.
         shards: how the states are split over the devices of the weights. None: one device has all.
         attention: the attention that replaces exact attention, or None.
         learned: the settings of `attention` as arrays [L, ...], from `PrefillAttention.prepared`, or None.
-        options: the settings that all policies share.
         requests: the tokens of the second pass, or None.
     """
 

@@ -50,11 +50,7 @@ class LayerPlan:
     """The static arguments of `prefill_layer`. Layers with equal plans share one compiled program.
 
     Attributes:
-        config: the model.
-        kind: the rotation and the window of this layer's attention.
         needs_all: whether a policy reads all queries and the log-sum-exps of their scores.
-        q_tail: number of last queries of each row that the policies read.
-        size: number of tokens in a piece. It divides the width of the padded prompt.
         attention: the attention that replaces exact attention, or None.
         whole: None, or what computes exact attention in one call over the whole prompt, after the projections of all
             pieces. It must be None with `attention` or `needs_all`.
@@ -112,10 +108,7 @@ class _LayerRun:
     """The arguments of `prefill_layer` that are the same for all pieces of some rows.
 
     Attributes:
-        plan: the static arguments.
-        weights: the weights of the layer.
         lengths: number of real tokens of each of the R rows, int32 [R].
-        inverse: angle per position of each rotated pair.
         row: index of the first of these rows in the batch.
     """
 
@@ -224,7 +217,6 @@ class Given(NamedTuple):
     """The arrays of a layer that no program changes.
 
     Attributes:
-        weights: the weights of this layer.
         inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
         learned: this layer's slice of the arrays of `PrefillAttention.prepared`, or None.
     """
@@ -360,7 +352,6 @@ class Requests(NamedTuple):
     """The tokens of the second pass, on the host.
 
     Attributes:
-        settings: the settings of the second pass.
         tokens: int32 [B, C, R], each request padded on the right.
         counts: number of real tokens of each request, int32 [B, C]. It is 0 for a chunk after the end of a prompt.
             Chunks after the end of all prompts are not read.

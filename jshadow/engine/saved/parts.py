@@ -96,8 +96,6 @@ class Split:
     """An array that is split over devices, as a file has it.
 
     Attributes:
-        shape: its shape on one device.
-        dtype: its dtype.
         parts: the slices that this process writes, each with its array. Together, the processes have every number once.
     """
 
@@ -140,9 +138,6 @@ class _Slice(NamedTuple):
     """A slice of a tensor of a state, as a part has it.
 
     Attributes:
-        file: the part.
-        name: its tensor.
-        digests: the SHA-256 of each of its blocks.
         block: bytes of a block.
     """
 
@@ -158,15 +153,7 @@ class _Slice(NamedTuple):
 
 
 class Parts:
-    """The tensors of a state in parts. The headers of all parts are read and checked.
-
-    Attributes:
-        shapes: tensor name -> shape, with those of the index.
-        tags: tensor name -> the format's name of its dtype, such as "BF16".
-
-    Raises:
-        CheckpointError: a part is missing, damaged, or of another run.
-    """
+    """The tensors of a state in parts. The headers of all parts are read and checked."""
 
     def __init__(self, index: TensorFile) -> None:
         """Open the parts of a state. The header of its index was checked."""

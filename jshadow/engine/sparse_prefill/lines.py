@@ -29,8 +29,6 @@ class HeadSizes(struct.PyTreeNode):
     They are arrays, so that all layers can share one compiled program.
 
     Attributes:
-        columns: number of columns.
-        diagonals: number of diagonals.
         by_position: 1: the head takes the first columns and the nearest diagonals (A-shape). 0: it takes those with the
             largest attention sums.
     """
@@ -129,7 +127,6 @@ class HeadPattern:
     """The sparse attention of one query head.
 
     Attributes:
-        kind: "vertical_slash" or "a_shape".
         sizes: the settings of the attention of that name: (vertical, slash) or (initial, local).
     """
 

@@ -43,9 +43,7 @@ class CyclePlan:
     """The static arguments of a cycle.
 
     Attributes:
-        drafter: the drafter.
         width: number of proposed tokens w. 0: a plain step.
-        sampler: how tokens are drawn.
         stop: token ids that end a row. No token is kept after one of them.
     """
 
@@ -137,8 +135,6 @@ class _Tally:
     """Counts of a run, one number for each row, int64 [B].
 
     Attributes:
-        cycles: cycles in which the row was active.
-        proposed: proposed tokens.
         accepted: proposed tokens that were accepted.
     """
 
@@ -348,7 +344,6 @@ class VerifiedRun(SpeculativeRun):
     """Draws tokens in cycles, and feeds them one by one to a copy of the state, in steps that are verified.
 
     Attributes:
-        verifier: verifies the single steps.
         steps: the copy, which has read all tokens but the newest of each row.
     """
 
