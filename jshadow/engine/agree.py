@@ -30,7 +30,10 @@ seen: set[Any] = set()  # programs that all processes have compiled
 
 
 def exchange(name: str, value: str, seconds: float) -> list[str]:
-    """Return the values of all processes, by their numbers. No process returns before all have called it."""
+    """Return the values of all processes, by their numbers. No process returns before all have called it.
+
+    All processes must give the same name. DistributedError names those that did not come within `seconds`.
+    """
     from jax._src import distributed
 
     own = distributed.global_state

@@ -113,8 +113,7 @@ def read_slice(
 ) -> np.ndarray:
     """Read a slice of a tensor, and only the bytes or blocks of the file in which it lies.
 
-    Args:
-        digests: the SHA-256 of each block, which is compared. None: only the bytes of the slice are read.
+    The SHA-256 of each block is compared. With `digests` of None, only the bytes of the slice are read.
     """
     dtype, shape = DTYPES_OF_TAGS[file.tags[name]], file.shapes[name]
     out = np.empty(sizes(place), dtype)
@@ -160,7 +159,11 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 def open_described(
     path: Path, kind: str, versions: Mapping[str, int]
 ) -> tuple[TensorFile, dict[str, str], dict[str, Any]]:
-    """Open a file that jshadow wrote, and check its header."""
+    """Open a file that jshadow wrote, and check its header. `versions` has the version of each allowed format.
+
+    Return the file, its metadata texts, and the SHA-256 of each tensor, or a list of one for each block of it. An error
+    names the file as `kind`.
+    """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
     version = versions.get(texts.get("format", ""))
@@ -191,11 +194,7 @@ def described(path: Path, kind: str) -> Iterator[None]:
 
 
 def read_checked(file: TensorFile, name: str, digests: Mapping[str, str] | None) -> np.ndarray:
-    """Read a tensor of the file, and compare its SHA-256 with that of the header.
-
-    Args:
-        digests: SHA-256 of each tensor. None: it is not compared.
-    """
+    """Read a tensor of the file, and compare its SHA-256 with that in `digests`, unless these are None."""
     value = file.read(name)
     if digests is not None and sha256(raw_bytes(value)) != digests[name]:
         raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header gives")
@@ -207,12 +206,8 @@ def read_all(
 ) -> dict[str, np.ndarray]:
     """Read every tensor of a file, in a few threads, and check it. Return those that fit into memory.
 
-    Args:
-        digests: SHA-256 of each tensor. None: the tensors are not checked.
-
-    Returns:
-        Tensors by name. In the order of the file, each tensor that still fits into `spare` bytes is returned. The other
-        tensors are only read and checked.
+    In the order of the file, each tensor that still fits into `spare` bytes is returned, and those in `always`. The
+    others are only read and checked. With `digests` of None, nothing is checked.
     """
     kept: dict[str, np.ndarray] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()
@@ -240,11 +235,10 @@ UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 def write_hashed(
     path: Path, layout: Layout, texts: Mapping[str, str], read: Callable[[str], np.ndarray], block: int | None = None
 ) -> tuple[int, str]:
-    """Write a file, reading one tensor at a time.
+    """Write a file, reading one tensor at a time in C order. Return its bytes, and the SHA-256 of its header.
 
-    Args:
-        block: None: "sha256" has one digest for each tensor. Otherwise it has a list with one for each block of so
-            many bytes.
+    "sha256" and "header_sha256" are added to the metadata `texts`. Without `block`, "sha256" has one digest for each
+    tensor. Otherwise it has a list with one for each block of so many bytes.
     """
     digests: dict[str, Any] = {}
     for name, (dtype, shape) in layout.items():

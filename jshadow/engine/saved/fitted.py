@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshadow.engine.saved.file import described, header_digest, open_described, read_checked
+from jshadow.engine.saved.file import described, open_described, read_checked, write_hashed
 from jshadow.engine.saved.record import compare, plain, policy_record, read_json_text
 from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, StateMismatch
@@ -24,14 +24,11 @@ from jshadow.policies.capabilities import Learns, capability, with_fitted
 from jshadow.policies.checks import check_fitted
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import (
-    TAGS,
     TensorFile,
-    encode_header,
     not_finite,
     raise_all,
-    write_payload,
 )
-from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
@@ -70,13 +67,10 @@ def save_fitted(
     raise_all(str(path), bad)
     record = _identity(params) | {"policy": policy_record(innermost(policy)), "about": _plain_values(about or {})}
     texts = {name: canonical(record[name]).decode() for name in FIELDS}
-    digests = {name: sha256(raw_bytes(value)) for name, value in arrays.items()}
-    texts |= {"format": FORMAT, "version": str(VERSION), "sha256": canonical(digests).decode()}
+    texts |= {"format": FORMAT, "version": str(VERSION)}
     layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
-    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
-    with staged_file(Path(path).expanduser()) as fresh, fresh.open("wb") as file:
-        file.write(encode_header(layout, texts | {"header_sha256": header_digest(texts, table)}))
-        write_payload(file, layout, lambda name: arrays[name])
+    with staged_file(Path(path).expanduser()) as fresh:
+        write_hashed(fresh, layout, texts, arrays.__getitem__)
 
 
 def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) -> Fitted:

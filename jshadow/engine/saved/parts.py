@@ -19,7 +19,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,24 +134,6 @@ class Split:
         return dataclasses.replace(self, parts=tuple((place, copy(data)) for place, data in self.parts))
 
 
-class _Slice(NamedTuple):
-    """A slice of a tensor of a state, as a part has it.
-
-    Attributes:
-        block: bytes of a block.
-    """
-
-    file: TensorFile
-    name: str
-    digests: list[str]
-    block: int
-
-    def read(self, place: Place, outer: Place) -> np.ndarray:
-        """Read a slice of the state's tensor, which lies in this slice `outer` of it."""
-        inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(place, outer, strict=True))
-        return read_slice(self.file, self.name, inside, self.digests, self.block)
-
-
 class Parts:
     """The tensors of a state in parts. The headers of all parts are read and checked."""
 
@@ -163,7 +145,7 @@ class Parts:
             leaves = _read_leaves(index)
         self.shapes = {name: shape for name, (_, shape) in leaves.items()}
         self.tags = {name: tag for name, (tag, _) in leaves.items()}
-        self.slices: dict[str, list[tuple[Place, _Slice]]] = {name: [] for name in leaves}
+        self.slices: dict[str, list[tuple[Place, Callable[[Place], np.ndarray]]]] = {name: [] for name in leaves}
         for number, entry in enumerate(entries):
             self._open(index.path.parent / entry["file"], entry, run, f"{index.path}: part {number} of {len(entries)}")
         for name, shape in self.shapes.items():
@@ -194,17 +176,22 @@ class Parts:
                     raise ValueError(f"{piece} must be a slice of a tensor of the state")
                 if not isinstance(digests[piece], list) or len(digests[piece]) != -(-nbytes // block):
                     raise ValueError(f"sha256 must have a digest for each block of {piece}")
-                self.slices[name].append((place, _Slice(file, piece, digests[piece], block)))
+                read = functools.partial(read_slice, file, piece, digests=digests[piece], block=block)
+                self.slices[name].append((place, read))
 
     def read(self, name: str, place: Place) -> np.ndarray:
         """Read a slice of a tensor of the state, and check the blocks in which it lies."""
-        parts = [(common(place, outer), outer, held) for outer, held in self.slices[name]]
-        parts = [(inside, outer, held) for inside, outer, held in parts if all(sizes(inside))]
+        found = [(common(place, outer), outer, read) for outer, read in self.slices[name]]
+        parts = [
+            (inside, read(tuple((a - c, b - c) for (a, b), (c, _) in zip(inside, outer, strict=True))))
+            for inside, outer, read in found
+            if all(sizes(inside))
+        ]
         if len(parts) == 1 and parts[0][0] == place:
-            return parts[0][2].read(place, parts[0][1])
+            return parts[0][1]
         out = np.empty(sizes(place), DTYPES_OF_TAGS[self.tags[name]])
-        for inside, outer, held in parts:
-            out[within(inside, place)] = held.read(inside, outer)
+        for inside, value in parts:
+            out[within(inside, place)] = value
         return out
 
 
@@ -212,7 +199,10 @@ SECONDS = 3600.0  # a process may write or read its part for so long
 
 
 def together(name: str, work: Callable[[], Any]) -> list[Any]:
-    """Do some work in every process, and wait for the others."""
+    """Do some work in every process, and return the value of each, which JSON can express.
+
+    The work runs no program on several devices. If it fails in one process, it fails in all of them.
+    """
     failure: Exception | None = None
     answer: dict[str, Any] = {}
     try:
@@ -229,7 +219,11 @@ def together(name: str, work: Callable[[], Any]) -> list[Any]:
 
 
 def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any], named: frozenset[str]) -> int:
-    """Write the part of this process, and as process 0 the index. All processes must call this."""
+    """Write the part of this process, and as process 0 the index. All processes must call this. Return all bytes.
+
+    `leaves` has a `Split`, or an array that all processes have, for each tensor. `named` has the names of those in the
+    index. If a process fails, all of them do, no file is left, and an old state at the target stays as it was.
+    """
     doing, first = f"saving {target.name}", jax.process_index() == 0
 
     def all_do(work: Callable[[], Any]) -> list[Any]:
