@@ -187,7 +187,7 @@ def _fetch_by_gather(
     """
     shape = ids.shape
     with jax.named_scope("fetch"):
-        rows = _gather(tier, ids, (layout.units, layout.tail_units))
+        rows = gather(tier, ids, (layout.units, layout.tail_units))
     keys = None
     if selection.rebuild is not None:
         with jax.named_scope("rebuild"):
@@ -247,7 +247,7 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
-def _gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
+def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
     """Gather units of a tier and copy them to the device.
 
     Args:

@@ -202,8 +202,8 @@ def test_verified_speculation_is_compared_with_single_steps(monkeypatch):
     out = generate("shadowkv", verify=True, fetch="device_put", speculate=LOOKUP, max_new_tokens=12)
     assert tokens_of(out) == [one.tokens[:12] for one in plain("shadowkv")]
     assert out[0].report.verified_steps >= 11  # rows get unequal numbers of tokens in a cycle
-    real = run.sample_numbered
-    monkeypatch.setattr(run, "sample_numbered", lambda *args: (real(*args) + 1) % TINY.vocab_size)
+    real = run.VerifiedRun.draw
+    monkeypatch.setattr(run.VerifiedRun, "draw", lambda *args: (real(*args) + 1) % TINY.vocab_size)
     with pytest.raises(VerificationError, match="speculation drew token"):
         # another number of tokens, so that the program is traced anew
         generate("shadowkv", verify=True, fetch="device_put", speculate=PromptLookup(tokens=5, ngram=1))
