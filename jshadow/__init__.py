@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from jshadow.engine.decode import decode_step as decode_step
     from jshadow.engine.decode import decode_steps as decode_steps
     from jshadow.engine.decode import extend as extend
-    from jshadow.engine.prefill.partial import PartialPrefill as PartialPrefill
-    from jshadow.engine.prefill.partial import advance_prefill as advance_prefill
-    from jshadow.engine.prefill.partial import begin_prefill as begin_prefill
-    from jshadow.engine.prefill.partial import finish_prefill as finish_prefill
+    from jshadow.engine.prefill.whole import PartialPrefill as PartialPrefill
+    from jshadow.engine.prefill.whole import advance_prefill as advance_prefill
+    from jshadow.engine.prefill.whole import begin_prefill as begin_prefill
+    from jshadow.engine.prefill.whole import finish_prefill as finish_prefill
     from jshadow.engine.prefill.whole import prefill as prefill
     from jshadow.engine.prefill.whole import prefill_many as prefill_many
     from jshadow.engine.report import Report as Report
@@ -87,13 +87,11 @@ FACE = {
         "load_fitted",
         "save_fitted",
     ),
-    "engine.prefill.partial": (
+    "engine.prefill.whole": (
         "PartialPrefill",
         "advance_prefill",
         "begin_prefill",
         "finish_prefill",
-    ),
-    "engine.prefill.whole": (
         "prefill",
         "prefill_many",
     ),

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Unpack, overload
 
+from jshadow.engine.generation import Generation as Generation
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
-from jshadow.engine.result import Generation as Generation
 from jshadow.engine.types import Batch, OnePrompt, Prompt
 from jshadow.errors import PromptError
 from jshadow.policies import Policy

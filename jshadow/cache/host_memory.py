@@ -30,7 +30,6 @@ class Limit:
     """A limit of host memory.
 
     Attributes:
-        free: bytes that can still be allocated.
         owner: text that follows the number of bytes in an error message, such as "that the system has available".
     """
 
@@ -42,7 +41,7 @@ class Sharing:
     """The processes that share the memory of this host.
 
     Attributes:
-        processes: how many of a joined run's processes are on this host. `jshadow.engine.mesh.processes.join` sets it.
+        processes: how many of a joined run's processes are on this host. `jshadow.engine.processes.join` sets it.
     """
 
     processes = 1
@@ -58,11 +57,11 @@ def check_host_memory(plans: Plans) -> None:
     least = least_limit()
     if not plans or least is None:
         return  # if no limit is known, `placing` reports a failed allocation
-    needed = planned_bytes(plans)
+    needed = _planned_bytes(plans)
     if needed > least.free:
         raise HostMemoryError(
-            f"host_bytes must be at most {amount(least.free)} {least.owner}; got {amount(needed)} for "
-            f"{describe(plans)}; {what_fits(plans, least.free)}"
+            f"host_bytes must be at most {_amount(least.free)} {least.owner}; got {_amount(needed)} for "
+            f"{_describe(plans)}; {_what_fits(plans, least.free)}"
         )
 
 
@@ -83,18 +82,14 @@ def placing(plans: Plans) -> Iterator[None]:
             raise
         advice = f", or make XLA's pinned-host pool larger: {POOL_ADVICE}" if jax.default_backend() == "gpu" else ""
         raise HostMemoryError(
-            f"host_bytes={planned_bytes(plans)} for {describe(plans)} were being placed, and the runtime could not "
-            f"allocate more than the {amount(pinned_bytes())} that pinned_host arrays take; use fewer rows or a "
+            f"host_bytes={_planned_bytes(plans)} for {_describe(plans)} were being placed, and the runtime could not "
+            f"allocate more than the {_amount(pinned_bytes())} that pinned_host arrays take; use fewer rows or a "
             f"smaller capacity{advice}"
         ) from error
 
 
 def settle(layers: Sequence[LayerState], plans: Plans) -> None:
-    """Wait until the host rows of these layers have been copied to host memory.
-
-    Raises:
-        HostMemoryError: the runtime could not allocate the host memory.
-    """
+    """Wait until the host rows of these layers have been copied to host memory."""
     # Wait for the layers' other arrays first, so that a failure on the device is not reported as lack of host memory.
     jax.block_until_ready([(layer.frozen, layer.live) for layer in layers])
     with placing(plans):
@@ -126,10 +121,10 @@ def pinned_bytes() -> int:
     pinned = [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
     parts = [shard.data for array in pinned for shard in array.addressable_shards]
     # Reading a shard makes a second array of the same memory, which must not be counted again.
-    return sum({address(part): part.nbytes for part in parts}.values())
+    return sum({_address(part): part.nbytes for part in parts}.values())
 
 
-def address(array: jax.Array) -> int:
+def _address(array: jax.Array) -> int:
     """Return a number that arrays on one device share if they lie in the same memory."""
     try:
         return array.unsafe_buffer_pointer()
@@ -140,17 +135,14 @@ def address(array: jax.Array) -> int:
 def least_limit() -> Limit | None:
     """Return the limit of host memory that leaves the fewest bytes, or None if none is known."""
     taken = Pool.note() if jax.default_backend() == "gpu" else 0
-    limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
+    limits = [limit for limit in (_system_limit(taken), _pool_limit(taken)) if limit is not None]
     return min(limits, key=lambda limit: limit.free, default=None)
 
 
-def system_limit(taken: int) -> Limit | None:
+def _system_limit(taken: int) -> Limit | None:
     """Return the limit of the system, or None if it is not known.
 
     It is the available memory, and on a GPU also the unused part of XLA's pool.
-
-    Args:
-        taken: bytes of all arrays in pinned host memory.
     """
     free = available_memory()
     if free is None:
@@ -172,16 +164,12 @@ def available_memory() -> int | None:
         return None
 
 
-def pool_limit(taken: int) -> Limit | None:
-    """Return the limit of XLA's pool of pinned memory, or None if the backend is not a GPU.
-
-    Args:
-        taken: bytes of all arrays in pinned host memory.
-    """
+def _pool_limit(taken: int) -> Limit | None:
+    """Return the limit of XLA's pool of pinned memory, or None if the backend is not a GPU."""
     if jax.default_backend() != "gpu":
         return None
     size = pool_gib() * GIB
-    pool = f"XLA's pinned-host pool (xla_gpu_host_bfc) of {amount(size)}, of which live arrays take {amount(taken)}"
+    pool = f"XLA's pinned-host pool (xla_gpu_host_bfc) of {_amount(size)}, of which live arrays take {_amount(taken)}"
     return Limit(max(0, size - taken), f"left in {pool}; {POOL_ADVICE}")
 
 
@@ -200,43 +188,43 @@ def pool_gib() -> int:
 # Sizes that would fit
 
 
-def planned_bytes(plans: Plans) -> int:
+def _planned_bytes(plans: Plans) -> int:
     """Return the bytes that all planned states need in host memory."""
-    return sum(host_bytes(specs) * devices_here(specs[0]) for specs in plans)
+    return sum(host_bytes(specs) * _devices_here(specs[0]) for specs in plans)
 
 
-def devices_here(spec: CacheSpec) -> int:
+def _devices_here(spec: CacheSpec) -> int:
     """Return how many devices of the mesh are of this process. A spec describes one device."""
     mesh = spec.shards.mesh if spec.shards is not None else None
     return len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
 
 
-def describe(plans: Plans) -> str:
+def _describe(plans: Plans) -> str:
     """Return the number of rows and the capacity of the planned states as text. All states have the same sizes."""
     spec = plans[0][0]
     states = f" in each of {len(plans)} states" if len(plans) > 1 else ""
-    return f"{count_rows(spec.batch)} at capacity={spec.capacity}{states}"
+    return f"{_count_rows(spec.batch)} at capacity={spec.capacity}{states}"
 
 
-def what_fits(plans: Plans, free: int) -> str:
+def _what_fits(plans: Plans, free: int) -> str:
     """Return the number of rows that fit at this capacity, and the capacity at which all rows fit, as text."""
     batch = plans[0][0].batch
-    rows, capacity = free * batch // planned_bytes(plans), largest_capacity(plans, free)
+    rows, capacity = free * batch // _planned_bytes(plans), _largest_capacity(plans, free)
     if rows == 0 and capacity == 0:
         return "not even a shorter row would fit"
-    fitting = [f"{count_rows(rows)} at this capacity"] if rows else []
-    fitting += [f"{count_rows(batch)} at capacity={capacity}"] if capacity else []
+    fitting = [f"{_count_rows(rows)} at this capacity"] if rows else []
+    fitting += [f"{_count_rows(batch)} at capacity={capacity}"] if capacity else []
     return " or ".join(fitting) + " would fit"
 
 
-def largest_capacity(plans: Plans, free: int) -> int:
+def _largest_capacity(plans: Plans, free: int) -> int:
     """Return the largest capacity at which all rows fit, or 0 if there is none.
 
     It is rounded down by less than 1/32 of its value.
     """
 
     def size(capacity: int) -> int:
-        return planned_bytes([tuple(at_capacity(spec, capacity) for spec in specs) for specs in plans])
+        return _planned_bytes([tuple(_at_capacity(spec, capacity) for spec in specs) for specs in plans])
 
     low, high = 0, plans[0][0].capacity
     while low + 1 < high:
@@ -246,17 +234,17 @@ def largest_capacity(plans: Plans, free: int) -> int:
     return low if low and size(low) else 0  # a capacity so small that nothing is offloaded is not proposed
 
 
-def at_capacity(spec: CacheSpec, capacity: int) -> CacheSpec:
+def _at_capacity(spec: CacheSpec, capacity: int) -> CacheSpec:
     """Return the spec with a smaller capacity. The window shrinks by the same number of tokens."""
     return dataclasses.replace(spec, capacity=capacity, window=max(0, spec.window - (spec.capacity - capacity)))
 
 
-def count_rows(rows: int) -> str:
+def _count_rows(rows: int) -> str:
     """Return the number of rows as text: "1 row", "2 rows"."""
     return f"{rows} row" if rows == 1 else f"{rows} rows"
 
 
-def amount(size: int) -> str:
+def _amount(size: int) -> str:
     """Return a number of bytes as text, with the size in GiB or MiB: "3221225472 bytes (3.0 GiB)"."""
     for factor, unit in ((GIB, "GiB"), (2**20, "MiB")):
         if size >= factor:

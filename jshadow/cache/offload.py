@@ -2,7 +2,7 @@
 
 Only this module and `jshadow.cache.rows`, which moves rows from state to state, move these rows.
 
-There are three fetch modes:
+B is the number of rows. There are three fetch modes:
 
 - "resident" keeps the rows on the device. It is the reference: the other modes must give equal results. On an NVIDIA
   GPU, one kernel unpacks rows of few bits while it rebuilds keys.
@@ -19,18 +19,41 @@ does not index, reshape or scatter host arrays.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
-from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.cache.write_units import write_units
+from jshadow.cache.spec import CacheSpec, HostLayout, Shards, whole_shape
 from jshadow.errors import ConfigError
 from jshadow.ops.layout import write_rows
 from jshadow.ops.packing import dequantize_chunks, row_words
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
+
+
+@jax.custom_batching.custom_vmap
+def _write_units(array: Array, data: Array, start: Array) -> Array:
+    """Write units [B, heads, n, width] into an array [B, heads, U, width], at the places `start`, int32 [B, n]."""
+    for row, unit in itertools.product(range(array.shape[0]), range(data.shape[2])):
+        one = lax.dynamic_slice(data, (row, 0, unit, 0), (1, data.shape[1], 1, data.shape[3]))
+        array = lax.dynamic_update_slice(array, one, (row, 0, start[row, unit], 0))
+    return array
+
+
+@_write_units.def_vmap
+def _write_units_of_many(size: int, batched: list[bool], array: Array, data: Array, start: Array) -> tuple[Array, bool]:
+    """Run `_write_units` on arrays with one more axis at the front. By itself, vmap would scatter to a host array."""
+    assert all(batched), "the tail, the new units and their places belong to a row"
+    rows = itertools.product(range(size), range(array.shape[1]), range(data.shape[3]))
+    for many, row, unit in rows:
+        one = lax.dynamic_slice(data, (many, row, 0, unit, 0), (1, 1, data.shape[2], 1, data.shape[4]))
+        array = lax.dynamic_update_slice(array, one, (many, row, 0, start[many, row, unit], 0))
+    return array, True
+
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -55,7 +78,7 @@ def resolve_fetch(fetch: str) -> str:
     return "resident" if fetch == "auto" and jax.default_backend() == "cpu" else fetch
 
 
-def memory_of(fetch: str) -> str:
+def _memory_of(fetch: str) -> str:
     """Return the memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
     return "device" if fetch == "resident" else "pinned_host"
 
@@ -92,7 +115,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         if units == 0:
             return None
         array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
-        return HostArray(array, memory_of(spec.fetch))
+        return HostArray(array, _memory_of(spec.fetch))
 
     # The tail has one extra unit at its end. In host memory, `write` writes the units that are not valid there.
     return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
@@ -121,7 +144,7 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
         return tier.replace(tail=HostArray(write_rows(tail.array, data.swapaxes(1, 2), rows.start, valid), tail.memory))
     # If a slice reaches past the end, XLA shifts it back, and it would overwrite earlier units. So a slice is one unit.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
-    return tier.replace(tail=HostArray(write_units(tail.array, to_host(data), start), tail.memory))
+    return tier.replace(tail=HostArray(_write_units(tail.array, to_host(data), start), tail.memory))
 
 
 def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:
@@ -138,8 +161,8 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     """
     ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
 
-    by_kernel = functools.partial(fetch_by_kernel, spec, layout)
-    by_gather = functools.partial(fetch_by_gather, spec, layout)
+    by_kernel = functools.partial(_fetch_by_kernel, spec, layout)
+    by_gather = functools.partial(_fetch_by_gather, spec, layout)
     keys: Array | None
     rebuild = selection.rebuild
     kernel = rebuild is not None and rebuild.in_kernel and tier.prompt is not None
@@ -155,7 +178,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     return Fetched(keys, values, selection.valid, selection.ids, places, count)
 
 
-def fetch_by_gather(
+def _fetch_by_gather(
     spec: CacheSpec, layout: HostLayout, tier: HostTier, selection: Selection, ids: Array
 ) -> tuple[Array | None, Array]:
     """Return keys and values as `Fetched` has them. XLA gathers all units and rebuilds keys at the same time.
@@ -191,10 +214,10 @@ def fetch_by_gather(
     return keys, values
 
 
-def fetch_by_kernel(
+def _fetch_by_kernel(
     spec: CacheSpec, layout: HostLayout, tier: HostTier, selection: Selection, ids: Array
 ) -> tuple[Array, Array]:
-    """Return what `fetch_by_gather` returns, from the kernel that reads the rows where they are stored.
+    """Return what `_fetch_by_gather` returns, from the kernel that reads the rows where they are stored.
 
     The selection must have a `rebuild`.
     """
@@ -228,15 +251,13 @@ def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
     """Gather units of a tier and copy them to the device.
 
     Args:
-        tier: the host tier of a layer.
         ids: numbers of units, int32 [B, heads, n], as in `Selection`. Ids out of range are clipped.
-        units: the number of units of the prompt and of the tail; 0 for a part that is absent.
 
     Returns:
         [B, heads, n, width], where width is the last axis of the tier's arrays.
     """
     sources = [part for part in (tier.prompt, tier.tail) if part is not None]
-    pick = functools.partial(gather_units, units=tuple(filter(None, units)))
+    pick = functools.partial(_gather_units, units=tuple(filter(None, units)))
     arrays = [source.array for source in sources]
     if sources[0].memory == "device":
         return pick(ids, *arrays)
@@ -244,7 +265,7 @@ def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
     return jax.device_put(on_host(pick)(to_host(ids), *arrays), Space.Device)
 
 
-def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
+def _gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
     """Gather units from several arrays as if they were concatenated along the axis of units.
 
     Args:
@@ -265,3 +286,45 @@ def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
 def to_host(x: Array) -> Array:
     """Copy x to host memory, inside jit."""
     return jax.device_put(x, Space.Host)
+
+
+def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) -> HostTier:
+    """Start to copy a layer's prompt rows to the host tier, and return without waiting. The tail is filled with zeros.
+
+    Args:
+        layout: the layer's layout, or None if the layer offloads nothing.
+        spec: the layer.
+        prompt: the rows of the prompt. None: zeros.
+    """
+    shapes = tier_shapes(layout, spec)
+    if spec.shards is not None:
+        return _place_on_devices(spec.shards, shapes, prompt)
+    sharding = SingleDeviceSharding(jax.local_devices()[0], memory_kind=_memory_of(spec.fetch))
+
+    def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
+        if shape is None:
+            return None
+        if shape.memory == "device" and isinstance(data, Array):
+            return HostArray(data, shape.memory)
+        if data is None:
+            data = np.zeros(shape.array.shape, shape.array.dtype)  # NumPy, so that no device memory is used
+        return HostArray(jax.device_put(data, sharding), shape.memory)
+
+    return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
+
+
+def _place_on_devices(shards: Shards, shapes: HostTier, prompt: HostWrite | None) -> HostTier:
+    """Do what `place` does on a mesh. `shapes` is the tier of one device, with ShapeDtypeStructs."""
+
+    def put(shape: HostArray | None, data: Array | None, split: PartitionSpec) -> HostArray | None:
+        if shape is None:
+            return None
+        sharding = shards.sharding(split, shape.memory)
+        if data is not None:
+            return HostArray(jax.device_put(data, sharding), shape.memory)
+        whole, one = whole_shape(shards, split, shape.array.shape), shape.array
+        zeros = jax.make_array_from_callback(whole, sharding, lambda _: np.zeros(one.shape, one.dtype))
+        return HostArray(zeros, shape.memory)
+
+    rows = shards.spec("data", "tp")
+    return HostTier(put(shapes.prompt, prompt.data if prompt else None, rows), put(shapes.tail, None, rows))

@@ -27,7 +27,7 @@ from jshadow.cli.options import (
 from jshadow.errors import CapacityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
-    from jshadow.engine.result import Generation
+    from jshadow.engine.generation import Generation
 
 QUIT = "/quit"
 ROOM = 4096  # tokens for questions and answers, unless --room says otherwise

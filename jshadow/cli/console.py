@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from jshadow.engine.prefill.progress import PrefillProgress
+    from jshadow.engine.types import PrefillProgress
 
 PADDING = 3  # columns that a border and two blanks take, for each column of a table
 SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal

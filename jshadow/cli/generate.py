@@ -26,8 +26,8 @@ from jshadow.errors import ConfigError, PromptError
 from jshadow.weights.tokenizer import mended
 
 if TYPE_CHECKING:
+    from jshadow.engine.generation import Generation
     from jshadow.engine.report import Report
-    from jshadow.engine.result import Generation
 
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 

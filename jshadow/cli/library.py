@@ -234,7 +234,7 @@ def _found_in(place: str, *, missing: bool = True) -> list[_Found]:
 
     Raises CheckpointError if there is no such directory, unless it may be `missing`, or if it is a file.
     """
-    from jshadow.engine.saved.read import read_state_info
+    from jshadow.engine.saved.state import read_state_info
     from jshadow.library import Stored
 
     if _is_url(place):

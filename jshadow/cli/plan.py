@@ -24,7 +24,7 @@ from jshadow.planner.gpu_specs import (
 )
 
 if TYPE_CHECKING:
-    from jshadow.cache.shards import Shards
+    from jshadow.cache.spec import Shards
     from jshadow.models.config import ModelConfig
     from jshadow.planner.bytes import Workload
     from jshadow.planner.gpu import CapacityPlan, PolicyPlan

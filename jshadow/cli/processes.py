@@ -18,7 +18,7 @@ from jshadow.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jshadow.engine.mesh.processes import Processes
+    from jshadow.engine.processes import Processes
 
 # Options that may differ between processes. Of files, the contents are compared instead of the paths.
 OWN = {"run", "command_line", "coordinator", "process", "join_timeout", "json", "compile_cache", "settings"}
@@ -133,9 +133,9 @@ def joined(args: Any) -> Iterator["Processes"]:
 
     Raises:
         ConfigError: an option is malformed, or one of three is missing.
-        DistributedError: as `jshadow.engine.mesh.processes.join`.
+        DistributedError: as `jshadow.engine.processes.join`.
     """
-    from jshadow.engine.mesh import processes as engine
+    from jshadow.engine import processes as engine
 
     search = getattr(args, "mesh", None) is not None
     if search:
@@ -203,7 +203,7 @@ def check_same(args: Any, params: Any, files: Mapping[str, Any]) -> None:
 
     if not jax.distributed.is_initialized():
         return
-    from jshadow.engine.mesh.agree import agree, run_facts
+    from jshadow.engine.agree import agree, run_facts
     from jshadow.weights.digest import sha256
 
     options = {name: value for name, value in vars(args).items() if name not in OWN}

@@ -1,14 +1,18 @@
-"""Checks of the arguments of public functions, before anything is traced.
+"""Checks of the arguments of public functions, before anything is traced, and notes on a state that only the host has.
 
-They are needed because JAX clamps an index that is out of range without an error.
+The checks are needed because JAX clamps an index that is out of range without an error. The notes are entries in the
+`__dict__` of the state and not fields: a lower bound on the room of its rows, and whether a thread consumes it. So they
+are not part of the pytree, and cause no compilation. A fork, a taken row, a loaded state and the result of a user's own
+jit begin without notes.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from jshadow.cache.state import KVState
-from jshadow.engine.host_notes import known_room, read_room
+from jshadow.cache.state import CONSUMED, KVState, is_deleted
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import Tokens
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
@@ -17,13 +21,47 @@ from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.params import Params
 
+ROOM, USER = "_known_room", "_user"  # keys in the `__dict__` of a state
+
+
+def known_room(state: KVState) -> np.ndarray | None:
+    """Return the noted lower bound on the tokens that each row can still take, int64 [B], or None without a note."""
+    room: np.ndarray | None = vars(state).get(ROOM)
+    return room
+
+
+def note_room(state: KVState, room: np.ndarray | None) -> KVState:
+    """Note a lower bound on the tokens that each row can still take, int64 [B]. Return the same state."""
+    vars(state)[ROOM] = room
+    return state
+
+
+def read_room(state: KVState) -> np.ndarray:
+    """Return the number of tokens that each row can still take, int64 [B]. This waits for the device."""
+    return np.asarray(state.room()).astype(np.int64)
+
+
+@contextlib.contextmanager
+def consuming(state: KVState) -> Iterator[None]:
+    """A context manager in which one thread consumes a state. If the step fails, the state can be used again."""
+    user = object()
+    # setdefault is atomic, so only one of two threads finds its own object there.
+    if vars(state).setdefault(USER, user) is not user:
+        raise StateMismatch("state is being consumed by another thread; give each thread a fork() of its own")
+    try:
+        if is_deleted(vars(state)["lengths"]):
+            raise StateMismatch(CONSUMED)
+        yield
+    finally:
+        del vars(state)[USER]
+
 
 def as_array(values: Any, name: str) -> np.ndarray:
     """Return token ids or lengths as a NumPy array. Raises PromptError for ragged lists, and for True and False.
 
     Without this check, NumPy would turn True in a list of integers into 1.
     """
-    if (truth := first_bool(values)) is not None:
+    if (truth := _first_bool(values)) is not None:
         raise PromptError(f"{name} must be integers, got {truth}")
     try:
         return np.asarray(values)
@@ -31,11 +69,11 @@ def as_array(values: Any, name: str) -> np.ndarray:
         raise PromptError(f"{name} must be an array of integers, got {values!r:.80}: {error}") from error
 
 
-def first_bool(values: Any) -> bool | None:
+def _first_bool(values: Any) -> bool | None:
     """Return the first bool in lists of any depth, or None if there is none."""
     if isinstance(values, bool):
         return values
-    found = map(first_bool, values) if isinstance(values, list | tuple) else ()
+    found = map(_first_bool, values) if isinstance(values, list | tuple) else ()
     return next((one for one in found if one is not None), None)
 
 
@@ -63,14 +101,9 @@ def check_tokens(
     """Check right-padded tokens and their lengths. Return int32 [B, T], with padding set to 0, and int32 [B].
 
     Args:
-        config: the model.
         tokens: token ids, int [B, T].
         lengths: number of real tokens of each row, int [B].
-        least: the smallest length that is allowed.
         batch: the required number of rows. None: any number.
-
-    Raises:
-        PromptError: wrong shapes, a length out of range, or a token id out of range.
     """
     array, counts = as_array(tokens, "tokens"), as_array(lengths, "lengths")
     if array.ndim != 2 or array.size == 0:

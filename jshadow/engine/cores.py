@@ -1,25 +1,78 @@
-"""The public steps as traceable functions, for a user's own jit, scan or vmap. They check nothing and compile nothing.
+"""The public steps as traceable functions, for a user's own jit, scan or vmap, and the pieces of a long turn.
 
-Such a core cannot raise an error that depends on a value. Instead, a row gets NaN logits if its token id is out of
-range or if it has no room left. B rows, T tokens of each row, V tokens in the vocabulary.
+The cores check nothing and compile nothing. Such a core cannot raise an error that depends on a value. Instead, a row
+gets NaN logits if its token id is out of range or if it has no room left. B rows, T tokens of each row, V tokens in the
+vocabulary.
 """
 
 import functools
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.shards import everywhere
+from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import step_state, step_writes
-from jshadow.engine.turn import Turn, chunk_for
-from jshadow.engine.types import Logits
+from jshadow.engine.types import Logits, PrefillProgress, Progress
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
-from jshadow.planner.pieces import turn_tokens
+from jshadow.planner.pieces import EXTEND_CHUNK, turn_tokens
+
+LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
+
+
+class Turn(NamedTuple):
+    """How a turn is fed: the tokens of a piece in each row, the logits to return, and a callback for each piece."""
+
+    size: int
+    want: Logits[Any]
+    progress: Progress | None = None
+
+
+def chunk_for(want: Logits[Any], state: KVState, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return `extend_chunk` for `turn_tokens`, or less for a callable.
+
+    A callable is called with the logits of at most LOGITS_PIECE tokens. If rows share a prompt half, their specs
+    describe one row, so each row takes its part of the chunk.
+    """
+    most = min(extend_chunk, state.batch * LOGITS_PIECE) if callable(want) else extend_chunk
+    return most * state.specs[0].batch // state.batch
+
+
+def in_pieces(
+    run: Callable[..., tuple[Any, Writes]], tokens: np.ndarray, lengths: np.ndarray, writes: Writes, turn: Turn
+) -> tuple[Any, Writes]:
+    """Feed tokens int32 [B, T] piece by piece, and return the logits of all pieces, joined, and the new `writes`.
+
+    `run` feeds one piece: it maps (tokens, lengths), `writes` and `want` to logits and the new `writes`.
+    """
+    count, size = tokens.shape[1], turn.size
+    outs: list[Any] = []
+    start = time.monotonic()
+    pieces = -(-count // size)
+    padded = np.pad(tokens, ((0, 0), (0, pieces * size - count)))
+    for index in range(pieces):
+        new = np.clip(lengths - index * size, 0, size).astype(np.int32)
+        piece = padded[:, index * size : (index + 1) * size]
+        out, writes = run(jnp.asarray(piece), jnp.asarray(new), writes=writes, want=turn.want)
+        if turn.want == "last" and outs:
+            out = jnp.where((new > 0)[:, None], out, outs.pop())
+        outs.append(out)
+        if turn.progress is not None:
+            jax.block_until_ready(out)
+            told = PrefillProgress(0, 0, index + 1, pieces, (index + 1) / pieces, int(lengths.sum()))
+            turn.progress(told.timed(0.0, time.monotonic() - start))
+    if turn.want == "last":
+        return outs[0], writes
+    if pieces == 1 and size == count:
+        return outs[0], writes
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :count], *outs), writes
 
 
 def step(
@@ -54,25 +107,14 @@ def extend_steps(
 
 
 def scan_tokens(
-    weights: dict,
-    config: ModelConfig,
-    tokens: Array,
-    lengths: Array,
-    reads: Reads,
-    writes: Writes,
-    turn: Turn,
+    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, reads: Reads, writes: Writes, turn: Turn
 ) -> tuple[Any, Writes]:
     """Feed tokens [B, T] in pieces of `turn.size` tokens, in one scan.
 
     Args:
-        weights, config: the model.
         tokens: token ids, int32 [B, T], right padded with any values.
         lengths: number of real tokens of each row, int32 [B].
-        reads, writes: the two halves of the state.
         turn: the size of a piece, and which logits to return. `turn.progress` is not called.
-
-    Returns:
-        The logits, or the joined results of the callable, and the new `writes`.
     """
     (batch, count), size, want = tokens.shape, turn.size, turn.want
     pieces = -(-count // size)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.agree import run_together
 from jshadow.engine.checks import (
     check_ids,
     check_logits,
@@ -24,21 +25,19 @@ from jshadow.engine.checks import (
     check_state,
     check_stop,
     check_tokens,
+    consuming,
+    note_room,
 )
+from jshadow.engine.cores import Turn, chunk_for, in_pieces, scan_tokens
 from jshadow.engine.cores import extend_steps as extend_steps
 from jshadow.engine.cores import generate_steps as generate_steps
-from jshadow.engine.cores import scan_tokens
 from jshadow.engine.cores import step as step
-from jshadow.engine.host_notes import consuming, note_room
-from jshadow.engine.mesh.agree import run_together
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, seed_key
-from jshadow.engine.speculation.run import Drawing
-from jshadow.engine.speculation.steps import StepsKeywords, speculative_steps
+from jshadow.engine.speculation.run import Drawing, StepsKeywords, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.turn import Turn, chunk_for, in_pieces
 from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
@@ -187,7 +186,7 @@ def extend(
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanPlan:
+class _ScanPlan:
     """The static arguments of `_generate_steps`: the number of steps, the sampler and the stop tokens."""
 
     n: int
@@ -199,7 +198,7 @@ class ScanPlan:
     jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
 )
 def _generate_steps(
-    weights: dict, token: Array, reads: Reads, writes: Writes, key: Array, *, config: ModelConfig, plan: ScanPlan
+    weights: dict, token: Array, reads: Reads, writes: Writes, key: Array, *, config: ModelConfig, plan: _ScanPlan
 ) -> tuple[Array, Writes]:
     state = KVState.of(reads, writes)
     tokens, state = generate_steps(weights, config, token, state, plan.n, plan.sampler, key, plan.stop)
@@ -243,7 +242,7 @@ def decode_steps(
     check_state(params, state, None)
     check_piece("n", n)
     check_sampling(sampler, seed)
-    plan = ScanPlan(n, sampler or Sampler(), check_stop(stop))
+    plan = _ScanPlan(n, sampler or Sampler(), check_stop(stop))
     ids = check_ids(params.config, token, (state.batch,), "token")
     room = check_room(state, np.full(state.batch, n, np.int64))
     key = seed_key(seed)

@@ -1,36 +1,205 @@
-"""The loop that generates text for a batch of prompts. It runs the compiled steps and makes a report at the end."""
+"""The loop that generates text for a batch of prompts, its compiled steps, and what it returns.
 
+A step and the draw of its token are one program. Where nothing on the host decides what a step feeds, the device starts
+the next step before the host has read the token of this one. So the device does not wait for the host between two
+tokens.
+"""
+
+import collections
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.state import KVState
-from jshadow.engine import decode, token_steps
-from jshadow.engine.checks import check_policy, check_room, check_state
-from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.mesh.agree import run_together
+from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine import decode
+from jshadow.engine.agree import run_together
+from jshadow.engine.checks import check_policy, check_room, check_state, consuming
 from jshadow.engine.options import GenerateOptions, workload_of
+from jshadow.engine.placement import commit_arrays, fetch_for
 from jshadow.engine.prefill.job import own_attention, prepared_attention
-from jshadow.engine.report import PhaseClock, reports_of
-from jshadow.engine.result import FinalStates, Generation
-from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
-from jshadow.engine.speculation.checks import check_drafter, empty
-from jshadow.engine.speculation.run import Drawing, SpeculativeRun
-from jshadow.engine.speculation.verified import VerifiedRun
+from jshadow.engine.report import PhaseClock, Report, attended_parts, explain_large_cache, measured_bytes, row_figures
+from jshadow.engine.sampling import NO_TOKEN, Sampler, sample_checked, seed_key
+from jshadow.engine.speculation.drafter import check_drafter, empty
+from jshadow.engine.speculation.run import Drawing, SpeculativeRun, VerifiedRun
+from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
-from jshadow.engine.token_steps import Draw, TokenSteps
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, NumericalError, StateMismatch
+from jshadow.models.config import ModelConfig
 from jshadow.ops.buckets import round_up
+from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
 from jshadow.weights.params import Params
+
+STOPS = 8  # the number of stop ids is rounded up to a multiple of this, so that generations share compiled programs
+NO_STOP = -2  # fills up the stop ids; neither a token nor NO_TOKEN
+
+
+class _Draw(NamedTuple):
+    """The randomness of one step: a PRNG key, and the number of the step, int32 [], which is folded into the key."""
+
+    key: Array
+    step_number: Array
+
+
+class _Fed(NamedTuple):
+    """The inputs of one step.
+
+    Attributes:
+        token: the token of each row, int32 [B].
+        active: which rows have not ended before this token, bool [B].
+        step_number: the number of the step, int32 [].
+    """
+
+    token: Array
+    active: Array
+    step_number: Array
+
+
+class _Rule(NamedTuple):
+    """The inputs that all steps of a generation share.
+
+    Attributes:
+        stop: the token ids that end a row, int32 [S].
+    """
+
+    key: Array
+    stop: Array
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
+)
+def step_and_sample(
+    weights: dict, fed: _Fed, reads: Reads, writes: Writes, rule: _Rule, *, config: ModelConfig, sampler: Sampler
+) -> tuple[_Fed, Writes]:
+    """Feed a token to each active row, except a token that ends the row. Return what the next step feeds, and `writes`.
+
+    A row whose logits contain a NaN gets NO_TOKEN. `decode_step` and `sample_once` do the same in two programs.
+    """
+    active = fed.active & (fed.token[:, None] != rule.stop).all(axis=1)
+    logits, writes = step_writes(weights, config, fed.token[:, None], active.astype(jnp.int32), reads, writes)
+    token = sample_checked(sampler, logits, jax.random.fold_in(rule.key, fed.step_number))
+    return _Fed(token, active, fed.step_number + 1), writes
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def sample_once(logits: Array, draw: _Draw, *, sampler: Sampler) -> Array:
+    """Draw the next token of each row, int32 [B], from logits [B, V]. A row with a NaN gets NO_TOKEN."""
+    return sample_checked(sampler, logits, jax.random.fold_in(*draw))
+
+
+class TokenSteps:
+    """The steps of one generation, which are dispatched in order.
+
+    Attributes:
+        flight: the results of dispatched steps whose tokens the host has not read yet.
+    """
+
+    def __init__(self, params: Params, sampler: Sampler, key: Array, stop: Iterable[int]) -> None:
+        """Take the model, the sampler, the PRNG key and the token ids that end a row."""
+        self.params, self.sampler = params, sampler
+        ids = sorted(stop)
+        ids += [NO_STOP] * (round_up(max(1, len(ids)), STOPS) - len(ids))
+        self.rule = _Rule(key, jnp.array(ids, jnp.int32))
+        self.flight: collections.deque[_Fed] = collections.deque()
+
+    def next(
+        self, state: KVState, values: np.ndarray, active: np.ndarray, index: int, *, ahead: bool
+    ) -> tuple[Array, KVState]:
+        """Return the tokens that step `index` draws, int32 [B], and the state after all dispatched steps.
+
+        Args:
+            state: the state after all dispatched steps. It is consumed.
+            values: the tokens of the step before, int32 [B].
+            active: rows that have not ended, bool [B].
+            ahead: whether to dispatch the step after it, too.
+        """
+        if not self.flight:
+            fed = _Fed(jnp.asarray(values), jnp.asarray(active), jnp.int32(index))
+            # A step returns committed arrays. With uncommitted ones here, JAX would compile a second program.
+            state = self._dispatch(state, commit_arrays(fed, state.specs[0].shards))
+        if ahead:
+            state = self._dispatch(state, self.flight[-1])
+        return self.flight.popleft().token, state
+
+    def _dispatch(self, state: KVState, fed: _Fed) -> KVState:
+        with consuming(state):
+            reads, writes = state.split()
+            drawn, writes = run_together(
+                step_and_sample,
+                self.params.weights,
+                fed,
+                reads,
+                writes,
+                self.rule,
+                config=self.params.config,
+                sampler=self.sampler,
+            )
+        self.flight.append(drawn)
+        return state.join(writes)
+
+
+class _FinalStates:
+    """The final states of the rows of a batch. A row's last sampled token is fed when its state is first asked for.
+
+    A row that a stop string ended may have an older state than its neighbors. Rows with the same state share it.
+    """
+
+    def __init__(self, params: Params, rows: list[tuple[KVState, list[int]]]) -> None:
+        """Take for each row a state of the whole batch, and the tokens that are still to be fed to the row."""
+        self.params = params
+        self.states = {id(state): state for state, _ in rows}
+        self.keys = [id(state) for state, _ in rows]
+        self.unfed = [list(tokens) for _, tokens in rows]
+
+    def of_row(self, row: int) -> KVState:
+        """Return the state of the batch in which this row holds its prompt and all its tokens."""
+        key = self.keys[row]
+        sharing = [self.keys[other] == key for other in range(len(self.keys))]
+        while any(active := [mine and bool(unfed) for mine, unfed in zip(sharing, self.unfed, strict=True)]):
+            tokens = [unfed[0] if fed else 0 for fed, unfed in zip(active, self.unfed, strict=True)]
+            _, self.states[key] = decode.decode_step(
+                self.params, np.array(tokens, np.int32), self.states[key], active=active
+            )
+            self.unfed = [unfed[1:] if fed else unfed for fed, unfed in zip(active, self.unfed, strict=True)]
+        return self.states[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The answer to one prompt.
+
+    Attributes:
+        text: the new text without the stop token or the stop string; None without a tokenizer.
+        tokens: the new token ids that `state` holds. A stop token is included. The tokens of a stop string are left
+            out. If a stop string begins in the middle of a token, the whole token is left out.
+        report: bytes, counts and seconds of this generation.
+    """
+
+    text: str | None
+    tokens: list[int]
+    report: Report
+    _final: _FinalStates = dataclasses.field(repr=False)
+    _row: int | None = dataclasses.field(repr=False, default=None)
+
+    @property
+    def state(self) -> KVState:
+        """The KV state after the prompt and `tokens`. `generate(state=...)` continues it with the next turn.
+
+        The last token is fed when the state is first asked for.
+        """
+        state = self._final.of_row(self._row or 0)
+        return state if self._row is None else state.take([self._row])
 
 
 class GenerationLoop:
@@ -166,7 +335,7 @@ class GenerationLoop:
             logits = self._start()
             if self.options.max_new_tokens == 0:
                 return
-            tokens = run_together(token_steps.sample_once, logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
+            tokens = run_together(sample_once, logits, _Draw(key, jnp.int32(0)), sampler=self.sampler)
             values = self.read_tokens(tokens, 0, active)
             cycles = self._speculation(key, values)
             self.steps = TokenSteps(self.params, self.sampler, key, self.stop_ids)
@@ -236,8 +405,8 @@ class GenerationLoop:
         assert self.state is not None
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
-            draw = Draw(self.steps.rule.key, jnp.int32(index))
-            return run_together(token_steps.sample_once, logits, draw, sampler=self.sampler)
+            draw = _Draw(self.steps.rule.key, jnp.int32(index))
+            return run_together(sample_once, logits, draw, sampler=self.sampler)
         # The host alone finds stop strings. On a mesh, the processes take turns to compile.
         alone = not self.stops_at_text and self.state.specs[0].shards is None
         ahead = alone and index + 1 < self.options.max_new_tokens
@@ -291,9 +460,42 @@ class GenerationLoop:
             latest = self.state, fed[row]
             state, held = self.marks.get(row, latest) if stream.stopped else latest
             bases.append((state, stream.tokens[held : stream.kept()]))
-        final, generations = FinalStates(self.params, bases), []
-        for row, (stream, report) in enumerate(zip(self.streams, reports_of(self, self.state), strict=True)):
+        final, generations = _FinalStates(self.params, bases), []
+        for row, (stream, report) in enumerate(zip(self.streams, self._reports(self.state), strict=True)):
             text = stream.text if self.params.tokenizer is not None else None
             tokens = stream.tokens[: stream.kept()]
             generations.append(Generation(text, tokens, report, final, None if self.bare else row))
         return generations
+
+    def _reports(self, state: KVState) -> list[Report]:
+        """Return the report of each row, with its final state."""
+        config, batch = self.params.config, len(self.prompts)
+        counters, sizes = jax.tree.map(np.asarray, state.counters), measured_bytes(state)
+        dense = full_bytes(config, self.capacity, jnp.dtype(self.params.dtype).itemsize)
+        parts = attended_parts(state, np.array([max(0, len(stream.tokens) - 1) for stream in self.streams]))
+        return [
+            Report(
+                policy=self.policy,
+                fetch=state.fetch,
+                fetch_reason=self.fetch_reason,
+                prompt_tokens=len(self.prompts[row]),
+                generated_tokens=len(self.streams[row].tokens),
+                attended_parts=parts[row],
+                device_bytes=sizes["device"] // batch,
+                host_bytes=sizes["host"] // batch,
+                full_bytes=dense,
+                prefill_seconds=self.clock.seconds["prefill"],
+                decode_seconds=self.clock.seconds["decode"],
+                compile_seconds=self.clock.compile_seconds,
+                decode_tokens_per_second=self.clock.rate(self.decoded),
+                fallback=self.fallback,
+                verified_steps=self.verifier.steps if self.verifier else None,
+                prefill=self.prefill_label,
+                device_kind=next(iter(state.lengths.devices())).device_kind,
+                dtype=str(self.params.dtype),
+                large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
+                **({} if self.cycles is None else self.cycles.figures(row)),
+                **row_figures(self.before, counters, row, config.num_layers),
+            )
+            for row in range(batch)
+        ]

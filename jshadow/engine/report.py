@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
-from jshadow.cache.shared_rows import each_row
 from jshadow.cache.state import Counters, KVState
-from jshadow.planner.bytes import full_bytes
 from jshadow.policies.settings import policy_settings
 
 COMPILE_EVENTS = (
@@ -42,7 +39,6 @@ class PhaseClock:
     """Seconds of the phases of a generation, without those of compilation.
 
     Attributes:
-        seconds: seconds of each phase.
         compile_seconds: seconds of tracing, lowering and compiling in all phases.
     """
 
@@ -152,8 +148,6 @@ def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> 
     """Return a sentence about the largest parts of a state, or None if it is not larger than a dense cache.
 
     Args:
-        state: the state.
-        device_bytes: device bytes of one row of the state.
         dense_bytes: bytes of one row of full attention at the same capacity.
     """
     if device_bytes <= dense_bytes:
@@ -169,7 +163,7 @@ def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> 
     )
 
 
-def parts_of_rows(state: KVState) -> list[dict[str, Array]]:
+def _parts_of_rows(state: KVState) -> list[dict[str, Array]]:
     """Return the tokens that the last query of each row attended to, by part, float32 [B], for each layer."""
     layers = zip(state.specs, state.layers, strict=True)
     return [spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in layers]
@@ -181,11 +175,10 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
     A row that holds no generated token gets {}.
 
     Args:
-        state: the state after the step.
         generated: number of generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
-    for attended in each_row(parts_of_rows, state) if state.shares_prompt else parts_of_rows(state):
+    for attended in state.each_row(_parts_of_rows) if state.shares_prompt else _parts_of_rows(state):
         parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
         if "window" in parts:  # its newest tokens are the generated ones
             parts["generated"] = np.minimum(generated, parts["window"])
@@ -216,37 +209,3 @@ def row_figures(before: Counters, after: Counters, row: int, num_layers: int) ->
         "hit_rate": gained("hits") / selected if selected else None,
         "bytes_fetched": gained("fetched") * FETCH_QUANTUM,
     }
-
-
-def reports_of(loop: Any, state: KVState) -> list[Report]:
-    """Return the report of each row of a GenerationLoop, with its final state."""
-    config, batch = loop.params.config, len(loop.prompts)
-    counters, sizes = jax.tree.map(np.asarray, state.counters), measured_bytes(state)
-    dense = full_bytes(config, loop.capacity, jnp.dtype(loop.params.dtype).itemsize)
-    parts = attended_parts(state, np.array([max(0, len(stream.tokens) - 1) for stream in loop.streams]))
-    return [
-        Report(
-            policy=loop.policy,
-            fetch=state.fetch,
-            fetch_reason=loop.fetch_reason,
-            prompt_tokens=len(loop.prompts[row]),
-            generated_tokens=len(loop.streams[row].tokens),
-            attended_parts=parts[row],
-            device_bytes=sizes["device"] // batch,
-            host_bytes=sizes["host"] // batch,
-            full_bytes=dense,
-            prefill_seconds=loop.clock.seconds["prefill"],
-            decode_seconds=loop.clock.seconds["decode"],
-            compile_seconds=loop.clock.compile_seconds,
-            decode_tokens_per_second=loop.clock.rate(loop.decoded),
-            fallback=loop.fallback,
-            verified_steps=loop.verifier.steps if loop.verifier else None,
-            prefill=loop.prefill_label,
-            device_kind=next(iter(state.lengths.devices())).device_kind,
-            dtype=str(loop.params.dtype),
-            large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
-            **({} if loop.cycles is None else loop.cycles.figures(row)),
-            **row_figures(loop.before, counters, row, config.num_layers),
-        )
-        for row in range(batch)
-    ]

@@ -69,10 +69,10 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
         The drawn token ids, int32 [B].
     """
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return sample_rows(sampler, logits, keys)
+    return _sample_rows(sampler, logits, keys)
 
 
-def sample_rows(sampler: Sampler, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+def _sample_rows(sampler: Sampler, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
     """Draw a token for each row with a PRNG key for each row. Greedy sampling does not use the keys."""
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -106,7 +106,7 @@ def sample_numbered(
 
     keys = jax.vmap(jax.vmap(key_of, (0, None)))(numbers, rows)
     flat = logits.reshape(-1, logits.shape[2])
-    drawn = jnp.where(jnp.isnan(flat).any(axis=-1), NO_TOKEN, sample_rows(sampler, flat, keys.reshape(-1)))
+    drawn = jnp.where(jnp.isnan(flat).any(axis=-1), NO_TOKEN, _sample_rows(sampler, flat, keys.reshape(-1)))
     return drawn.reshape(-1, count)
 
 

@@ -24,25 +24,21 @@ from jshadow.weights.tokenizer import encode as encode_text
 UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
 
 
-def is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
+def _is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
     """Whether prompt is one sequence of token ids."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(x, int | np.integer) for x in prompt)
 
 
-def is_chat(prompt: object) -> TypeGuard[Chat]:
+def _is_chat(prompt: object) -> TypeGuard[Chat]:
     """Whether prompt is one chat: a list of messages."""
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(x, dict) for x in prompt)
 
 
 def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
-    """Return the prompts of a call, and whether the call passed one prompt and not a list.
-
-    Raises:
-        PromptError: the value is not a string, a chat, token ids, or a non-empty list of these.
-    """
-    if isinstance(prompt, str) or is_token_ids(prompt) or is_chat(prompt):
+    """Return the prompts of a call, and whether the call passed one prompt and not a list."""
+    if isinstance(prompt, str) or _is_token_ids(prompt) or _is_chat(prompt):
         return [prompt], True
     if isinstance(prompt, list | tuple) and prompt:
         return cast("list[OnePrompt]", list(prompt)), False
@@ -74,14 +70,14 @@ def encode(
         PromptError: the prompt is empty, it is text but there is no tokenizer, it is a chat but there is no chat
             template, or an id is out of range.
     """
-    if isinstance(prompt, str) or is_chat(prompt):
+    if isinstance(prompt, str) or _is_chat(prompt):
         if tokenizer is None:
             raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
             ids = _text_ids(tokenizer, prompt, begins=after is None, plain=plain, special=special)
         else:
-            ids = encode_chat(tokenizer, prompt, after)
-    elif is_token_ids(prompt):
+            ids = _encode_chat(tokenizer, prompt, after)
+    elif _is_token_ids(prompt):
         if truths := [token for token in prompt if isinstance(token, bool)]:
             raise PromptError(f"prompt token ids must be integers, got {truths[0]}")
         ids = [int(token) for token in prompt]
@@ -105,19 +101,10 @@ def _text_ids(tokenizer: Any, text: str, *, begins: bool, plain: bool, special: 
     return ids[1:] if begin and ids[:2] == begin * 2 else ids
 
 
-def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) -> list[int]:
+def _encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) -> list[int]:
     """Return the token ids of a chat, formatted by the tokenizer's chat template, with the generation prompt.
 
     The texts of special tokens in the messages are plain text. Only those of the template control the model.
-
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        messages: the messages of the chat, or its next messages if it continues a sequence.
-        after: the last token of the answer before the messages. If it is not the token with which the template ends an
-            answer, the result begins with that token. None: the chat begins a sequence.
-
-    Raises:
-        PromptError: there is no template, a message has no text, or the template refuses the order of roles.
     """
     mark, plain = placeholder(), []
     for message in messages:

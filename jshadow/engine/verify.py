@@ -33,7 +33,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
 BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
 
 
-class Finding(NamedTuple):
+class _Finding(NamedTuple):
     """The result of one comparison of a layer.
 
     Attributes:
@@ -45,13 +45,13 @@ class Finding(NamedTuple):
     unit: Array | None = None
 
 
-class LayerFindings(NamedTuple):
+class _LayerFindings(NamedTuple):
     """The comparisons of one layer, in the order in which they are reported. None means that nothing was compared."""
 
-    selected: Finding | None = None
-    values: Finding | None = None
-    keys: Finding | None = None
-    attention: Finding | None = None
+    selected: _Finding | None = None
+    values: _Finding | None = None
+    keys: _Finding | None = None
+    attention: _Finding | None = None
 
 
 NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
@@ -72,7 +72,7 @@ def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array
     return ~(jnp.abs(mine - theirs) <= limit).all(axis=axes)
 
 
-def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
+def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> _LayerFindings:
     """Compare two fetches of the same layer. Rows that no query attends to may hold any values."""
     units, mine, theirs = mine.ids.shape[2], mine.listed(spec.head_dim), theirs.listed(spec.head_dim)
     chosen = (_differs(mine.ids, theirs.ids) & mine.valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
@@ -83,23 +83,22 @@ def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFind
     if mine.k is not None and theirs.k is not None:
         seen = jnp.repeat(mine.valid, mine.k.shape[2] // units, axis=2)[..., None]
         one, other = (jnp.where(seen, x, 0) for x in (mine.k, theirs.k))
-        keys = Finding(_far(one, other, (2, 3), spec.dtype))
-    return LayerFindings(Finding(chosen), Finding(wrong.any(-1), first), keys)
+        keys = _Finding(_far(one, other, (2, 3), spec.dtype))
+    return _LayerFindings(_Finding(chosen), _Finding(wrong.any(-1), first), keys)
 
 
-def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
+def _worse(one: _Finding | None, other: _Finding | None) -> _Finding | None:
     """Merge two findings of the same comparison. The result is bad where either of them is."""
     if one is None or other is None:
         return one or other
     unit = None if one.unit is None or other.unit is None else jnp.where(one.bad, one.unit, other.unit)
-    return Finding(one.bad | other.bad, unit)
+    return _Finding(one.bad | other.bad, unit)
 
 
-class WatchedWrites(NamedTuple):
+class _WatchedWrites(NamedTuple):
     """The changing halves of the three states that take a step together.
 
     Attributes:
-        offloaded: the half of the state that is verified.
         twin: the half of a resident state. Its layers get the same inputs as the layers of the offloaded state.
         free: the half of another resident state. Its layers get the outputs of its own layers.
     """
@@ -116,19 +115,15 @@ def _watched_step(
     new: Array,
     reads: Reads,
     resident: Reads,
-    writes: WatchedWrites,
+    writes: _WatchedWrites,
     *,
     config: ModelConfig,
-) -> tuple[Array, WatchedWrites, list[LayerFindings], Finding]:
-    """Run one step of the three states. `resident` is the half that the twin and the free state only read.
-
-    Returns:
-        The logits of the offloaded state, the new halves, the findings of each layer, and the finding on the logits.
-    """
+) -> tuple[Array, _WatchedWrites, list[_LayerFindings], _Finding]:
+    """Run one step of the three states. `resident` is the half that the twin and the free state only read."""
     twin = KVState.of(resident, writes.twin)
     layers = list(twin.layers)
     twins = AllLayers(twin.specs, [layer.host for layer in layers])
-    findings: list[LayerFindings] = []
+    findings: list[_LayerFindings] = []
     later: list[Any] = []
 
     def both(
@@ -141,10 +136,10 @@ def _watched_step(
         twins.tiers[index] = layers[index].host
         later.extend(other.later)
         seen = step.valid[:, :, None, None]
-        attention = Finding(_far(jnp.where(seen, out, 0), jnp.where(seen, same, 0), (1, 3), spec.dtype))
-        layer_findings = LayerFindings(attention=attention)
+        attention = _Finding(_far(jnp.where(seen, out, 0), jnp.where(seen, same, 0), (1, 3), spec.dtype))
+        layer_findings = _LayerFindings(attention=attention)
         for fetched, twin_fetched in zip(work.fetches, other.fetches, strict=True):
-            layer_findings = LayerFindings(*map(_worse, layer_findings, _compare_fetch(spec, fetched, twin_fetched)))
+            layer_findings = _LayerFindings(*map(_worse, layer_findings, _compare_fetch(spec, fetched, twin_fetched)))
         findings.append(layer_findings)
         return out, state, work
 
@@ -157,7 +152,7 @@ def _watched_step(
     twin_after = Writes(changed, *jax.tree.map(jnp.copy, (after.shared, after.lengths, after.last, after.counters)))
     free_logits, free_after = step_writes(weights, config, tokens, new, resident, writes.free)
     apart = _far(logits, free_logits, (1,), reads.specs[0].dtype) & (new > 0)
-    return logits, WatchedWrites(after, twin_after, free_after), findings, Finding(apart[:, None])
+    return logits, _WatchedWrites(after, twin_after, free_after), findings, _Finding(apart[:, None])
 
 
 class Verifier:
@@ -171,19 +166,13 @@ class Verifier:
         """Compare the host rows of the two states.
 
         Args:
-            params: the model.
-            state: the offloaded state to verify.
             resident: a state with the same contents, whose host rows lie on the device. It is consumed.
-
-        Raises:
-            StateMismatch: `state` is not offloaded, or lies on a mesh.
-            VerificationError: rows in host memory already differ from those that were sent.
         """
         if state.fetch == "resident":
             raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
         if state.specs[0].shards is not None:
             raise StateMismatch("verify needs a state on one device, got one on a mesh")
-        resident = without_kept(resident)
+        resident = _without_kept(resident)
         self.params, self.twin, self.free = params, resident, resident.fork()
         self.steps = 0
         for index, (layer, twin) in enumerate(zip(state.layers, resident.layers, strict=True)):
@@ -204,10 +193,6 @@ class Verifier:
         Args:
             tokens: token ids, int32 [B, T], right padded.
             new: number of real tokens of each row, int32 [B].
-            state: the offloaded state.
-
-        Raises:
-            VerificationError: something differs. The message names the step, the layer and the head.
         """
         reads, writes = state.split()
         resident, twin_writes = self.twin.split()
@@ -217,7 +202,7 @@ class Verifier:
             jnp.asarray(new, jnp.int32),
             reads,
             resident,
-            WatchedWrites(writes, twin_writes, self.free.split()[1]),
+            _WatchedWrites(writes, twin_writes, self.free.split()[1]),
             config=self.params.config,
         )
         self.twin, self.free = self.twin.join(after.twin), self.free.join(after.free)
@@ -235,7 +220,6 @@ class Verifier:
         Args:
             tokens: token ids, int32 [B, T], right padded.
             lengths: number of real tokens of each row, int32 [B].
-            state: the offloaded state.
 
         Returns:
             The float32 logits [B, V] for each row's last new token, and the new state.
@@ -249,7 +233,7 @@ class Verifier:
             last = jnp.where((new > 0)[:, None], logits, last)
         return last, state
 
-    def _check(self, finding: Finding, where: str, name: str) -> None:
+    def _check(self, finding: _Finding, where: str, name: str) -> None:
         if not finding.bad.any():
             return
         row, head = (int(x) for x in np.argwhere(finding.bad)[0])
@@ -260,11 +244,7 @@ class Verifier:
 
 
 def resident_twin(state: KVState) -> KVState:
-    """Return a fork of an offloaded state, with its host rows on the device.
-
-    Raises:
-        StateMismatch: several rows share a prompt half. `Verifier` compares layers of ordinary states only.
-    """
+    """Return a fork of an offloaded state, with its host rows on the device."""
     if state.shares_prompt:
         raise StateMismatch(f"verify needs a prompt half for each row, got {state.batch} rows that share one")
 
@@ -278,21 +258,21 @@ def resident_twin(state: KVState) -> KVState:
         layer.replace(host=HostTier(bring(layer.host.prompt), bring(layer.host.tail))) for layer in fork.layers
     )
     specs = tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
-    return without_kept(fork.replace(layers=layers, specs=specs))
+    return _without_kept(fork.replace(layers=layers, specs=specs))
 
 
-def without_kept(state: KVState) -> KVState:
+def _without_kept(state: KVState) -> KVState:
     """Return a resident state that keeps no rows, so that every step fetches and rebuilds all selected units."""
     specs = tuple(dataclasses.replace(spec, keep=False) for spec in state.specs)
     abstract = abstract_of(specs, state.policy, state.fitted)
     layers = tuple(
-        layer.replace(live=without_extra(layer.live, like.live))
+        layer.replace(live=_without_extra(layer.live, like.live))
         for layer, like in zip(state.layers, abstract.layers, strict=True)
     )
     return state.replace(layers=layers, specs=specs)
 
 
-def without_extra(live: Any, like: Any) -> Any:
+def _without_extra(live: Any, like: Any) -> Any:
     """Return a layer's changing half without the fields that `like` lacks, the half of a state that keeps no rows."""
     extra = [field.name for field in dataclasses.fields(live) if getattr(like, field.name) is None]
     return live.replace(**dict.fromkeys(extra))

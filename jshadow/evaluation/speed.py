@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache import place
+from jshadow.cache import offload
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
@@ -242,7 +242,7 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
     workload = Workload(shape.context, LEFT, shape.batch, shape.dtype, fetch)
     spec = workload.with_fetch(fetch_here(config, policy, workload).fetch).specs(config, policy)[0]
     state, write = compress_layer(random_prompt(shape, spec.policy), None, spec=dataclasses.replace(spec, layer=None))
-    return spec, state.replace(host=place.place(spec.policy.host_layout(spec), spec, write))
+    return spec, state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write))
 
 
 def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:

@@ -10,8 +10,7 @@ import numpy as np
 
 from jshadow.cache.host_memory import available_memory
 from jshadow.cache.state import KVState
-from jshadow.engine.saved.read import ReadState
-from jshadow.engine.saved.state import StateContent
+from jshadow.engine.saved.state import ReadState, StateContent
 from jshadow.errors import CapacityError, CheckpointError, DocumentError, JshadowError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored

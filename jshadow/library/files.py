@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache.state import KVState
-from jshadow.engine.saved.read import ReadState, Stamp, read_state, read_state_info, stamp_of
-from jshadow.engine.saved.state import StateContent
+from jshadow.engine.saved.state import ReadState, Stamp, StateContent, read_state, read_state_info, stamp_of
 from jshadow.errors import CapacityError, CheckpointError, StateMismatch
 from jshadow.library.remote import Remote, is_url
 from jshadow.library.shelf import SUFFIX, Entry, Identity

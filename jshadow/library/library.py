@@ -13,10 +13,9 @@ from jax import Array
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity, check_ids
 from jshadow.engine.decode import extend
-from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.generation import Generation, GenerationLoop
 from jshadow.engine.options import GenerateOptions, workload_of
 from jshadow.engine.prefill.whole import prefill_many
-from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.engine.types import OnePrompt, Progress

@@ -10,11 +10,10 @@ from typing import Self
 
 import numpy as np
 
-from jshadow.cache.shared_rows import same_arrays
-from jshadow.cache.state import KVState, is_deleted
+from jshadow.cache.state import KVState, is_deleted, same_arrays
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
-from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.saved.read import ReadState, place_state
+from jshadow.engine.placement import fetch_for
+from jshadow.engine.saved.state import ReadState, place_state
 from jshadow.engine.types import Fitted
 from jshadow.errors import CheckpointError, ConfigError, JshadowError, StateMismatch
 from jshadow.library.catalog import Catalog, Writer

@@ -11,7 +11,7 @@ import jax
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import HostArray
 from jshadow.cache.state import KVState
-from jshadow.engine.saved.leaves import is_place
+from jshadow.engine.saved.state import is_place
 from jshadow.errors import ConfigError
 
 DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"

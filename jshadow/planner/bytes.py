@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
-from jshadow.cache.shards import Shards, local_spec
-from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import Counters, KVState, of_layer
+from jshadow.cache.spec import CacheSpec, Shards, local_spec
+from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from flax import traverse_util
 from jax.sharding import AbstractMesh
 
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, check_left, sharding_of

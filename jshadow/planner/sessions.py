@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jshadow.cache import offload
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.cache.records import HostTier
-from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, with_room
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries, weight_numbers

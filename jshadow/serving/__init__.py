@@ -1,6 +1,6 @@
 """A serving engine for many requests at once: `Engine`, `RowClass`, `Request` and what they return."""
 
-from jshadow.engine.rows.settings import RowSettings as RowSettings
+from jshadow.engine.rows import RowSettings as RowSettings
 from jshadow.serving.admission import EngineOptions as EngineOptions
 from jshadow.serving.admission import Limits as Limits
 from jshadow.serving.admission import RowClass as RowClass

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from jshadow.cache.host_memory import available_memory, least_limit
-from jshadow.cache.shards import local_spec
-from jshadow.cache.spec import CacheSpec
-from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.placement import shards_of
-from jshadow.engine.rows.sampling import row_of
-from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.cache.spec import CacheSpec, local_spec
+from jshadow.engine.placement import fetch_for, shards_of
+from jshadow.engine.rows import RowParts, RowSettings, row_of
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig

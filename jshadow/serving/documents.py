@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.cache.row_room import with_room
-from jshadow.cache.shared_rows import same_arrays
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, same_arrays, with_room
 from jshadow.engine.placement import commit
 from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.library.shelf import DOCUMENT

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jshadow.engine.report import CompileClock
-from jshadow.engine.rows.settings import RowSettings, check_row
+from jshadow.engine.rows import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import ConfigError, JshadowError, QueueFull, ServingError
 from jshadow.policies import Policy

@@ -8,14 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.row_room import with_windows
 from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine import decode
 from jshadow.engine.placement import commit
-from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
-from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
-from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.rows.step import draw_rows, likely_tokens, row_logits
+from jshadow.engine.prefill.whole import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
+from jshadow.engine.rows import (
+    RowSampling,
+    RowSettings,
+    draw_rows,
+    idle_rows,
+    likely_tokens,
+    row_logits,
+    row_of,
+    set_row,
+)
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.planner.pieces import pieces_of
 from jshadow.serving.admission import EngineOptions, PlannedClass
@@ -87,7 +93,7 @@ class Programs:
     def begin_on(self, plan: PlannedClass, base: KVState) -> KVState:
         """Return the state of one row that begins as a stored document does. It shares the prompt half."""
         assert plan.specs is not None
-        return commit(with_windows(base, plan.specs))
+        return commit(base.with_windows(plan.specs))
 
     def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
         """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""

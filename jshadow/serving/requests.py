@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from jshadow.engine.rows.sampling import WORD, pack_mask
-from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.rows.step import MOST_LIKELY
+from jshadow.engine.rows import MOST_LIKELY, WORD, RowSettings, pack_mask
 from jshadow.engine.types import OnePrompt
 from jshadow.errors import ConfigError, JshadowError
 from jshadow.policies import Policy

@@ -15,7 +15,7 @@ from small_state import small
 from jshadow import load_state, save_state
 from jshadow.cache import host_memory, offload
 from jshadow.cache.host_memory import GIB, POOL_VARIABLE, PREALLOCATE_VARIABLE, Pool, check_host_memory, pinned_bytes
-from jshadow.cache.place import place
+from jshadow.cache.offload import place
 from jshadow.cache.records import HostTier
 from jshadow.engine import decode
 from jshadow.errors import HostMemoryError
@@ -100,7 +100,7 @@ def test_states_count_together_and_resident_ones_ask_for_nothing(monkeypatch):
 
 def test_a_prefill_is_refused_before_it_begins(monkeypatch):
     system_has(monkeypatch, 100)
-    begun = sys.modules["jshadow.engine.prefill.partial"]
+    begun = sys.modules["jshadow.engine.prefill.whole"]
     monkeypatch.setattr(begun, "embed_prompt", lambda *_, **__: pytest.fail("began"))
     with pytest.raises(HostMemoryError, match=r"got \d+ bytes for 3 rows at capacity=96"):
         run()

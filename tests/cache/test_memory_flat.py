@@ -11,8 +11,8 @@ import pytest
 from byte_models import PARAMS, SHADOW
 
 import jshadow
-from jshadow.cache import place
-from jshadow.engine import token_steps
+from jshadow.cache import offload
+from jshadow.engine import generation
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
 from jshadow.errors import CapacityError, HostMemoryError, JshadowError, VerificationError
@@ -134,7 +134,7 @@ def in_trace():
     generate(policy=dataclasses.replace(SHADOW, budget=72))
 
 
-STEP = (token_steps, "step_and_sample", JshadowError("broken"), 4)
+STEP = (generation, "step_and_sample", JshadowError("broken"), 4)
 KINDS = {
     "answered": answered,
     "read to the end": ended("".join),
@@ -147,7 +147,7 @@ KINDS = {
     "failing stream": broken(*STEP, list, stream),
     "failing step": broken(*STEP, generate, lambda: TEXTS),
     "interrupted": broken(GenerationLoop, "_next", KeyboardInterrupt(), 3, generate),
-    "lacking host memory": broken(place, "place", HostMemoryError("full"), 2, generate, lambda: TEXTS),
+    "lacking host memory": broken(offload, "place", HostMemoryError("full"), 2, generate, lambda: TEXTS),
     "failing trace": broken(jshadow.ShadowKV, "attend", JshadowError("broken"), 2, in_trace),
     "verified in vain": broken(Verifier, "_check", VerificationError("no"), 9, lambda: generate(verify=True)),
 }

@@ -25,7 +25,7 @@ from jshadow.cli.console import SlowProgress, print_table, read_text, waiting
 from jshadow.cli.generate import read_prompt, write_answer
 from jshadow.cli.main import main
 from jshadow.engine import generation, options
-from jshadow.engine.prefill.progress import PrefillProgress
+from jshadow.engine.types import PrefillProgress
 from jshadow.errors import ConfigError, PromptError
 from jshadow.library.library import question_ids
 from jshadow.library.shelf import ANSWER, DOCUMENT

@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_is_told(tmp_path, monkeypatch):
 
     (policy, fitted), before, path = learned("less"), written(tmp_path / "a"), tmp_path / "a"
     nan = fitted | {"psi": fitted["psi"] | {"scale": fitted["psi"]["scale"] * np.float32("nan")}}
-    monkeypatch.setattr("jshadow.engine.saved.fitted.write_payload", full)
+    monkeypatch.setattr("jshadow.engine.saved.file.write_payload", full)
     for place, arrays, own, error, told in (
         (path, nan, policy, CheckpointError, r"psi\.scale: 24 of 24 values are NaN"),
         (path, None, jshadow.Full(), ConfigError, "may learn nothing"),

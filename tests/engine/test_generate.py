@@ -15,11 +15,10 @@ from few import slow
 from tokenizers_by_kind import sentencepiece
 
 import jshadow
-from jshadow.engine import token_steps
-from jshadow.engine.generation import GenerationLoop
+from jshadow.engine import generation
+from jshadow.engine.generation import GenerationLoop, TokenSteps
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
 from jshadow.engine.report import CompileClock
-from jshadow.engine.token_steps import TokenSteps
 from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
 from jshadow.serving import Request
 from jshadow.weights.params import init_params
@@ -382,11 +381,11 @@ def test_a_state_is_forked_only_while_a_stop_string_may_begin(monkeypatch):
 
 @samplers
 def test_logits_that_are_nan_are_an_error(monkeypatch, sampler):
-    once = token_steps.sample_once
+    once = generation.sample_once
     with monkeypatch.context() as patch:
         wrong = np.array([[0], [np.nan], [0]], np.float32)
         patch.setattr(
-            token_steps, "sample_once", lambda logits, *args, **named: once(np.asarray(logits) + wrong, *args, **named)
+            generation, "sample_once", lambda logits, *args, **named: once(np.asarray(logits) + wrong, *args, **named)
         )
         with pytest.raises(NumericalError, match=r"NaN in row 1 at step 0, .* follow the prompt"):
             generate(PROMPTS, sampler=sampler)

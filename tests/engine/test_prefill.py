@@ -22,16 +22,14 @@ import jshadow
 from jshadow import VerticalSlash, begin_prefill
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.engine import decode
-from jshadow.engine.blas_threads import LIMITING
 from jshadow.engine.prefill import job as prefill_job
 from jshadow.engine.prefill import layer as prefill_layer
-from jshadow.engine.prefill import partial as partial_prefill
-from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
-from jshadow.engine.prefill.layer import Given, compress_layer
-from jshadow.engine.prefill.layer_run import LayerPlan
-from jshadow.engine.prefill.units import Unit, units_of
+from jshadow.engine.prefill import whole as partial_prefill
+from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, Unit, check_job, units_of
+from jshadow.engine.prefill.layer import Given, LayerPlan, compress_layer
+from jshadow.engine.prefill.whole import LIMITING
 from jshadow.engine.sparse_prefill import AShape
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.evaluation.laws import laws
@@ -375,7 +373,7 @@ THREADS = """
 import sys, threading
 import jshadow, threadpoolctl
 from cases import CAPACITY, LENGTHS, PROMPT, model
-PREFILL = sys.modules["jshadow.engine.prefill.partial"]
+PREFILL = sys.modules["jshadow.engine.prefill.whole"]
 seen, compress = [], PREFILL.compress_layer
 def pools():
     return {pool["filepath"]: pool["num_threads"] for pool in threadpoolctl.threadpool_info()

@@ -11,11 +11,19 @@ import jax
 import pytest
 from several_processes import SUPPORT, ended, free_port, no_survivors, reported, start, start_all  # noqa: F401
 
-from jshadow.engine.mesh import agree, member, roll_call
-from jshadow.engine.mesh.member import Membership
-from jshadow.engine.mesh.processes import Place, ProcessOptions, found, join
-from jshadow.engine.mesh.roll_call import Hub, numbers
-from jshadow.engine.mesh.wire import bind_address, listen, split_address
+from jshadow.engine import agree, processes
+from jshadow.engine.agree import numbers
+from jshadow.engine.processes import (
+    Hub,
+    Membership,
+    Place,
+    ProcessOptions,
+    bind_address,
+    found,
+    join,
+    listen,
+    split_address,
+)
 from jshadow.errors import ConfigError, DistributedError
 
 # The options
@@ -167,9 +175,9 @@ def ends(monkeypatch):
         return rolls[-1]
 
     noted.roll = roll
-    monkeypatch.setattr(member, "end_process", lambda why: noted.reasons.append(why) or noted.event.set())
-    for module, name, seconds in ((member, "GRACE", 0.5), (member, "RETRY", 0.02), (roll_call, "REPORT", 0.5)):
-        monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
+    monkeypatch.setattr(processes, "end_process", lambda why: noted.reasons.append(why) or noted.event.set())
+    for name, seconds in (("GRACE", 0.5), ("RETRY", 0.02), ("REPORT", 0.5)):
+        monkeypatch.setattr(processes, f"{name}_SECONDS", seconds)
     yield noted
     for one in rolls:
         one.end()
@@ -366,7 +374,7 @@ def test_two_processes_agree_until_one_is_killed():
 
 FAILING = """
 import sys
-from jshadow.engine.mesh.processes import ProcessOptions, join
+from jshadow.engine.processes import ProcessOptions, join
 with join(ProcessOptions(f"127.0.0.1:{sys.argv[1]}", 3, int(sys.argv[2]))) as processes:
     import jax
     assert jax.device_count() == 6

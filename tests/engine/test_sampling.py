@@ -13,10 +13,19 @@ import row_oracle
 from byte_models import BARE, CONFIG
 
 import jshadow
+from jshadow.engine import rows as row_filters
 from jshadow.engine import sampling
-from jshadow.engine.rows import filters as row_filters
-from jshadow.engine.rows.sampling import RowSampling, _set_row, draw, idle_rows, pack_mask, row_of, set_row
-from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.rows import (
+    RowParts,
+    RowSampling,
+    RowSettings,
+    _set_row,
+    draw,
+    idle_rows,
+    pack_mask,
+    row_of,
+    set_row,
+)
 from jshadow.engine.sampling import NO_TOKEN, Sampler
 from jshadow.errors import ConfigError, PromptError
 

@@ -27,7 +27,7 @@ from jshadow.cache import host_memory, offload
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
-from jshadow.engine.saved import read as saved_read
+from jshadow.engine.saved import state as saved_read
 from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError, StateMismatch
 from jshadow.models.config import RopeConfig

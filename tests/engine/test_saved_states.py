@@ -23,11 +23,11 @@ from tiny_text import byte_tokenizer
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.saved import blocks, together, write_parts
-from jshadow.engine.saved.blocks import block_digests, read_slice
-from jshadow.engine.saved.layout import Split
-from jshadow.engine.saved.slices import cut, padded, runs, sizes, within
-from jshadow.engine.saved.state import StateContent, bare, cache_fills, places, read_state_info
+from jshadow.engine.saved import file as blocks
+from jshadow.engine.saved import parts as together
+from jshadow.engine.saved import parts as write_parts
+from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, runs, sizes, within
+from jshadow.engine.saved.state import Split, StateContent, bare, cache_fills, places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full
 from jshadow.policies.settings import dotted_settings

@@ -20,16 +20,9 @@ from jshadow.cache.records import PromptKV
 from jshadow.cli.main import main
 from jshadow.engine import decode
 from jshadow.engine.prefill.layer import read_piece
-from jshadow.engine.sparse_prefill import (
-    AShape,
-    HeadPattern,
-    Pattern,
-    VerticalSlash,
-    base,
-    load_pattern,
-    parse_prefill,
-    tiles,
-)
+from jshadow.engine.sparse_prefill import AShape, HeadPattern, Pattern, VerticalSlash, load_pattern, parse_prefill
+from jshadow.engine.sparse_prefill import attention as base
+from jshadow.engine.sparse_prefill import attention as tiles
 from jshadow.errors import ConfigError
 from jshadow.evaluation.runner import evaluate
 from jshadow.policies import Full, ShadowKV

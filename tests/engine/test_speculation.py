@@ -22,9 +22,8 @@ from jshadow.engine import decode
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.options import GenerateOptions
 from jshadow.engine.sampling import sample_checked, sample_numbered
-from jshadow.engine.speculation import cycle, parse_drafter
-from jshadow.engine.speculation.drafter import Target, Text
-from jshadow.engine.speculation.pace import Pace
+from jshadow.engine.speculation import parse_drafter, run
+from jshadow.engine.speculation.drafter import Pace, Target, Text
 from jshadow.errors import ConfigError, PromptError, VerificationError
 from jshadow.evaluation.tasks.texts import paragraphs
 from jshadow.weights.params import init_params
@@ -203,8 +202,8 @@ def test_verified_speculation_is_compared_with_single_steps(monkeypatch):
     out = generate("shadowkv", verify=True, fetch="device_put", speculate=LOOKUP, max_new_tokens=12)
     assert tokens_of(out) == [one.tokens[:12] for one in plain("shadowkv")]
     assert out[0].report.verified_steps >= 11  # rows get unequal numbers of tokens in a cycle
-    real = cycle.sample_numbered
-    monkeypatch.setattr(cycle, "sample_numbered", lambda *args: (real(*args) + 1) % TINY.vocab_size)
+    real = run.VerifiedRun.draw
+    monkeypatch.setattr(run.VerifiedRun, "draw", lambda *args: (real(*args) + 1) % TINY.vocab_size)
     with pytest.raises(VerificationError, match="speculation drew token"):
         # another number of tokens, so that the program is traced anew
         generate("shadowkv", verify=True, fetch="device_put", speculate=PromptLookup(tokens=5, ngram=1))
@@ -480,7 +479,7 @@ def test_draws_have_the_model_s_distribution(drafter):
 @pytest.mark.slow
 def test_a_wrong_rule_of_acceptance_has_another_distribution(monkeypatch):
     """A planted fault: the first proposed token of a cycle is always accepted."""
-    real = cycle.sample_numbered
+    real = run.sample_numbered
 
     def wrong(sampler, logits, key, first):
         drawn = real(sampler, logits, key, first)
@@ -493,7 +492,7 @@ def test_a_wrong_rule_of_acceptance_has_another_distribution(monkeypatch):
         wrong.guess = jnp.where(target.wanted > 0, proposal.tokens[:, 0], 0) if width else 0
         return proposal
 
-    monkeypatch.setattr(cycle, "sample_numbered", wrong)
+    monkeypatch.setattr(run, "sample_numbered", wrong)
     monkeypatch.setattr(PromptLookup, "propose", spy)
     assert not is_the_model_s(PromptLookup(tokens=2, ngram=1))
 

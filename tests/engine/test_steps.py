@@ -17,7 +17,7 @@ from small_state import SMALL, small
 import jshadow
 from jshadow import begin_prefill, generate
 from jshadow.cache.accounting import state_nbytes
-from jshadow.engine import checks, decode, host_notes
+from jshadow.engine import checks, decode
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.verify import resident_twin
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
@@ -369,8 +369,8 @@ def jitted_steps():
 
 
 def test_every_jitted_step_has_the_compiler_options():
-    jitted, known = dict(jitted_steps()), {"decode._step", "token_steps.step_and_sample", "verify._watched_step"}
-    assert known | {"prefill/end._foresee", "rows/step.row_logits"} <= jitted.keys()
+    jitted, known = dict(jitted_steps()), {"decode._step", "generation.step_and_sample", "verify._watched_step"}
+    assert known | {"prefill/whole._foresee", "rows.row_logits"} <= jitted.keys()
     assert [name for name, keywords in jitted.items() if "compiler_options" not in keywords] == []
 
 
@@ -407,11 +407,11 @@ def test_the_room_is_read_once_and_the_known_room_is_never_more(name, room_reads
     _, state = decode.extend(model(), STEPS[:, :7], [3, 0, 1], state)
     _, state = decode.decode_steps(model(), STEPS[:, 0], state, 6)
     assert len(room_reads) == 1
-    known = host_notes.known_room(state)
+    known = checks.known_room(state)
     assert known is not None
     assert (known <= np.asarray(state.room())).all()
     for other in (state.fork(), state.take([1, 0]), state.replace(lengths=np.asarray(state.lengths) + 1)):
-        assert host_notes.known_room(other) is None
+        assert checks.known_room(other) is None
 
 
 # A state that is consumed, or in use by another thread

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small_state import POLICY, SMALL, equal
 
 import jshadow
-from jshadow.engine.saved import read as saved_read
+from jshadow.engine.saved import state as saved_read
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library import files as library_files
 from jshadow.library.shelf import Identity

@@ -11,9 +11,9 @@ import pytest
 from small_state import SMALL, equal
 
 from jshadow import generate, load_state
+from jshadow.engine.saved import file as saved
 from jshadow.engine.saved import file as saved_file
-from jshadow.engine.saved import write as saved
-from jshadow.engine.saved.leaves import bare, cache_fills, places
+from jshadow.engine.saved.state import bare, cache_fills, places
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError
 from jshadow.library import TierLimits
 from jshadow.library import library as library_module

@@ -11,9 +11,9 @@ from small_state import equal
 
 from jshadow import generate
 from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.saved import file as saved
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved import state as saved_state
-from jshadow.engine.saved import write as saved
 from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
 from jshadow.library import library as library_module
 from jshadow.library.shelf import Entry

@@ -11,9 +11,9 @@ from real_shapes import LLAMA_31_8B
 
 import jshadow
 from jshadow.cache import host_memory
-from jshadow.cache.shards import Shards
+from jshadow.cache.spec import Shards
 from jshadow.cli.generate import notes
-from jshadow.engine import fetch_mode
+from jshadow.engine import placement
 from jshadow.engine.options import workload_of
 from jshadow.evaluation.speed import Request, mode_of
 from jshadow.models.partition import AXES
@@ -205,9 +205,9 @@ def test_several_devices_share_a_call(monkeypatch):
         assert four["device_put"].rows == BATCH.batch
         assert four["resident"].device_bytes < one["resident"].device_bytes
         assert 1 <= four["device_put"].host_bytes / (2 * one["device_put"].host_bytes) < 1.01
-    monkeypatch.setattr(fetch_mode, "shards_of", lambda params, rows: shards["split"])
-    monkeypatch.setattr(fetch_mode, "fetch_here", lambda config, policy, workload, states: workload.shards)
-    assert fetch_mode.fetch_for(model(), ShadowKV(), BATCH) == shards["split"]
+    monkeypatch.setattr(placement, "shards_of", lambda params, rows: shards["split"])
+    monkeypatch.setattr(placement, "fetch_here", lambda config, policy, workload, states: workload.shards)
+    assert placement.fetch_for(model(), ShadowKV(), BATCH) == shards["split"]
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_generation_runs_in_the_mode_that_was_chosen_and_says_why(monkeypatch)
         return jshadow.generate(model(), list(prompt), max_new_tokens=2, **sizes, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch_mode, "fetch_here", choose)
+        patch.setattr(placement, "fetch_here", choose)
         report = generated().report
     assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
     resolved = Full().resolve(TINY, 128)

@@ -152,7 +152,7 @@ def test_each_device_holds_what_is_planned(name):
         assert record["held"] == {memory: dict.fromkeys(devices, size) for memory, size in want.items() if size}, policy
 
 
-# As the table of jshadow/cache/shards.py says: what is split by head or by chunk, and what is whole.
+# As the table of jshadow/cache/spec.py says: what is split by head or by chunk, and what is whole.
 WHOLE = "lengths last counters count chunks units frozen.lengths"
 PROMPT = "frozen.left frozen.landmarks candidates outliers frozen.spread resident host.prompt right window"
 LATER = f"{PROMPT} live.landmarks live.kept extra cut host.tail"

@@ -13,11 +13,8 @@ from tokenizers_by_kind import TOKENIZERS
 import jshadow
 from jshadow import AdaKV, Full, KVzip, Params, Quest, RocketKV
 from jshadow.cache.prompt_walk import check_text, walk_layers
-from jshadow.engine.prefill.layer import Given
-from jshadow.engine.prefill.layer_run import LayerPlan
-from jshadow.engine.prefill.partial import advance, begin_prefill, finish_prefill
-from jshadow.engine.prefill.second_pass import SecondWork, read_request
-from jshadow.engine.prefill.whole import prefill, prefill_many
+from jshadow.engine.prefill.layer import Given, LayerPlan, SecondWork, read_request
+from jshadow.engine.prefill.whole import advance, begin_prefill, finish_prefill, prefill, prefill_many
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import causal_attention

@@ -12,7 +12,7 @@ from policy_inputs import DEEP
 from random_arrays import wide
 
 from jshadow import Offloaded
-from jshadow.cache import place
+from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine import decode
@@ -285,7 +285,7 @@ def test_a_query_attends_to_the_oracle_s_tokens(name, kind, dtype, fetch):
     assert window == max(1, min(WINDOW, policy.kept // 2))
     prompt = prompt_of(config, dtype, rng, window)
     state, write = jax.jit(lambda prompt: policy.compress(spec, policy.init(spec), prompt))(prompt)
-    state = state.replace(host=place.place(policy.host_layout(spec), spec, write))
+    state = state.replace(host=offload.place(policy.host_layout(spec), spec, write))
     keys, values, tails = map(wide, (prompt.k_post, prompt.v, prompt.q_tail))
     held = {}  # the keys and values that are left of each row and head
     for row, head in np.ndindex(rows, config.kv_heads):

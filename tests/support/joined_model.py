@@ -10,7 +10,7 @@ from mesh_cases import CAPACITY, LENGTHS, POLICIES, PROMPT, TURN, model
 from jshadow.cli.fields import add_options
 from jshadow.cli.processes import ProcessOptions, mesh_of, parse_mesh
 from jshadow.engine import decode
-from jshadow.engine.mesh import processes as engine
+from jshadow.engine import processes as engine
 from jshadow.weights.params import spread
 
 STEPS = 4

@@ -5,9 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jshadow.engine.prefill.layer import Given, begin_attention, read_piece
-from jshadow.engine.prefill.layer_run import LayerPlan
-from jshadow.engine.prefill.units import LayerWork, prompt_read, run_unit, units_of
+from jshadow.engine.prefill.job import LayerWork, prompt_read, run_unit, units_of
+from jshadow.engine.prefill.layer import Given, LayerPlan, begin_attention, read_piece
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import init_params
 

@@ -12,7 +12,7 @@ from disk_calls import before_disk_calls
 from small_state import POLICY, SMALL
 
 import jshadow
-from jshadow.engine.saved import write
+from jshadow.engine.saved import file
 from jshadow.errors import JshadowError
 from jshadow.library import TierLimits
 from jshadow.weights.params import init_params
@@ -45,13 +45,13 @@ def add_and_be_killed(place, seed, point):
         if next(points) == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    real = write.write_payload
+    real = file.write_payload
 
     def write_payload(*args):
         reached("write")
         return real(*args)
 
-    with before_disk_calls(place, reached), mock.patch.object(write, "write_payload", write_payload):
+    with before_disk_calls(place, reached), mock.patch.object(file, "write_payload", write_payload):
         add([seed])
     return next(points)
 

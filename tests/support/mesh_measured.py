@@ -15,9 +15,9 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshadow.cache.shards import Shards, local_spec, whole_shape
+from jshadow.cache.rows import layer_splits
+from jshadow.cache.spec import Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
-from jshadow.cache.state_splits import layer_splits
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.evaluation.laws.law import TINY

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import seed_key
 
 

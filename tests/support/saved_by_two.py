@@ -18,7 +18,7 @@ from jshadow import load_state, save_state
 from jshadow.cli.fields import add_options
 from jshadow.cli.processes import ProcessOptions, joined, mesh_of, parse_mesh
 from jshadow.engine import decode
-from jshadow.engine.mesh.agree import exchange
+from jshadow.engine.agree import exchange
 from jshadow.weights.params import spread
 
 BY_TWO = {"shadowkv": "data=2,tp=2", "quest": "tp=4"}  # the second mesh splits the weights over both processes

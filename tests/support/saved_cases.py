@@ -9,7 +9,7 @@ from mesh_cases import LENGTHS, MESHES, POLICIES, PROMPT, model, start
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.saved.leaves import bare, cache_fills, places
+from jshadow.engine.saved.state import bare, cache_fills, places
 
 TOKENS = [row[:length].tolist() for row, length in zip(PROMPT, LENGTHS, strict=True)]
 STEP = np.array([3, 90], np.int32)

@@ -13,7 +13,7 @@ from byte_models import PARAMS as BARE
 from byte_models import SHADOW
 
 import jshadow
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Engine, EngineOptions, Request, RowClass
 

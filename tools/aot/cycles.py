@@ -14,9 +14,9 @@ from aot.programs import Task, weights_of
 from jshadow.cache.state import KVState
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation import CompressedDraft, SelfDraft
-from jshadow.engine.speculation.cycle import CyclePlan, run_cycle
 from jshadow.engine.speculation.drafter import Progress
-from jshadow.engine.speculation.self_draft import all_summaries
+from jshadow.engine.speculation.drafters import all_summaries
+from jshadow.engine.speculation.run import CyclePlan, run_cycle
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
 from jshadow.policies import Full, Offloaded, Policy, ShadowKV

@@ -21,9 +21,9 @@ from aot.models import ONE_LAYER
 from aot.programs import size, weights_of
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.records import HostArray
-from jshadow.cache.shards import Shards, local_spec, whole_shape
+from jshadow.cache.rows import layer_splits
+from jshadow.cache.spec import Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
-from jshadow.cache.state_splits import layer_splits
 from jshadow.engine.step import step_writes
 from jshadow.models.partition import check_mesh, sharding_of
 from jshadow.planner.bytes import abstract_of, on_backend

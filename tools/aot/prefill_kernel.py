@@ -25,8 +25,8 @@ from aot.compiler import compile_for, place
 from aot.launches import Launch, launches_of
 from aot.models import LLAMA
 from aot.targets import TARGETS
+from jshadow.engine.sparse_prefill.attention import open_columns
 from jshadow.engine.sparse_prefill.lines import Lines, make_lines, strip_blocks
-from jshadow.engine.sparse_prefill.tiles import open_columns
 from pallas_kernels import KeyLists, Keys
 
 TOKENS, BLOCK = 131_072, 64

@@ -15,8 +15,7 @@ from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState, Reads
 from jshadow.engine.prefill import layer as prefill_layer
-from jshadow.engine.prefill.layer import Given
-from jshadow.engine.prefill.layer_run import LayerPlan
+from jshadow.engine.prefill.layer import Given, LayerPlan
 from jshadow.engine.step import step_writes
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights

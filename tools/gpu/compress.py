@@ -15,7 +15,7 @@ from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
 from gpu.synthetic import drawn, free, on_device
 from gpu.timing import build, series
-from jshadow.engine.prefill.layer_run import put
+from jshadow.engine.prefill.layer import put
 from jshadow.ops.attention import causal_attention, whole_attention
 from jshadow.planner.pieces import pieces_of
 from jshadow.policies.shadowkv.key_codecs.lowrank import key_factors

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshadow.engine.saved.file import described, header_digest, open_described, read_checked
+from jshadow.engine.saved.file import described, open_described, read_checked, write_hashed
 from jshadow.engine.saved.record import compare, plain, policy_record, read_json_text
 from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, StateMismatch
@@ -24,14 +24,11 @@ from jshadow.policies.capabilities import Learns, capability, with_fitted
 from jshadow.policies.checks import check_fitted
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import (
-    TAGS,
     TensorFile,
-    encode_header,
     not_finite,
     raise_all,
-    write_payload,
 )
-from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
@@ -65,18 +62,15 @@ def save_fitted(
     if fitted is None:
         raise ConfigError(f"fitted must be the result of fit, got None; {policy.name} may learn nothing")
     check_fitted(policy, params.config, fitted)
-    arrays = {name: host_array(leaf) for name, leaf in named(fitted).items()}
+    arrays = {name: host_array(leaf) for name, leaf in _named(fitted).items()}
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
     raise_all(str(path), bad)
-    record = identity(params) | {"policy": policy_record(innermost(policy)), "about": plain_values(about or {})}
+    record = _identity(params) | {"policy": policy_record(innermost(policy)), "about": _plain_values(about or {})}
     texts = {name: canonical(record[name]).decode() for name in FIELDS}
-    digests = {name: sha256(raw_bytes(value)) for name, value in arrays.items()}
-    texts |= {"format": FORMAT, "version": str(VERSION), "sha256": canonical(digests).decode()}
+    texts |= {"format": FORMAT, "version": str(VERSION)}
     layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
-    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
-    with staged_file(Path(path).expanduser()) as fresh, fresh.open("wb") as file:
-        file.write(encode_header(layout, texts | {"header_sha256": header_digest(texts, table)}))
-        write_payload(file, layout, lambda name: arrays[name])
+    with staged_file(Path(path).expanduser()) as fresh:
+        write_hashed(fresh, layout, texts, arrays.__getitem__)
 
 
 def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) -> Fitted:
@@ -95,8 +89,8 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
         ConfigError: the policy uses no learned arrays with these settings.
         CheckpointError: the file is missing, truncated, damaged, of another kind, or of another format version.
     """
-    file, record, digests = open_fitted(Path(path).expanduser())
-    ours = identity(params)
+    file, record, digests = _open_fitted(Path(path).expanduser())
+    ours = _identity(params)
     lines = [line for name in ours for line in compare(name, record[name], ours[name], "params")]
     lines += compare("policy.name", record["policy"]["name"], innermost(policy).name, "policy")
     if lines:
@@ -108,7 +102,7 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
     learner = capability(policy, Learns)
     if learner is None or not learner.reads_fitted:
         raise ConfigError(f"policy must use learned arrays, with {file.path}, got {policy}")
-    shapes = named(learner.fitted_shapes(params.config))
+    shapes = _named(learner.fitted_shapes(params.config))
     got = {name: (file.tags[name], shape) for name, shape in file.shapes.items()}
     lines = compare("arrays", got, {name: ("F32", shape) for name, shape in shapes.items()}, "policy")
     if lines:
@@ -118,7 +112,7 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
         )
     arrays = {name: read_checked(file, name, digests) for name in shapes}
     raise_all(str(file.path), [f"{name}: {problem}" for name, x in arrays.items() if (problem := not_finite(x))])
-    return nested({name: jnp.asarray(value) for name, value in arrays.items()})
+    return _nested({name: jnp.asarray(value) for name, value in arrays.items()})
 
 
 def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -130,18 +124,11 @@ def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: as in `load_fitted`, except that the arrays are not checked for damage.
     """
-    return open_fitted(Path(path).expanduser())[1]
+    return _open_fitted(Path(path).expanduser())[1]
 
 
-def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
-    """Open a file of learned arrays and check its header.
-
-    Returns:
-        The file, its metadata by the names in FIELDS, and the SHA-256 of each array.
-
-    Raises:
-        CheckpointError: as in `load_fitted`.
-    """
+def _open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
+    """Open a file of learned arrays and check its header."""
     file, texts, digests = open_described(path, KIND, {FORMAT: VERSION})
     with described(path, KIND):
         record = {name: read_json_text(texts, name) for name in FIELDS}
@@ -152,19 +139,19 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
         return file, record, digests
 
 
-def identity(params: Params) -> dict[str, Any]:
+def _identity(params: Params) -> dict[str, Any]:
     """Return what identifies a model in a file: its config, the digest of its weights, and its dtype."""
     return {"config": plain(params.config), "weights": params.digest, "dtype": str(params.dtype)}
 
 
-def named(tree: Any) -> dict[str, Any]:
+def _named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a nested dict by dotted names, such as "psi.scale". A tuple is a leaf, as it is a shape."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Undo `named`: return the nested dict of the leaves."""
+def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Undo `_named`: return the nested dict of the leaves."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *outer, last = name.split(".")
@@ -175,6 +162,6 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def plain_values(about: Mapping[str, object]) -> dict[str, Any]:
+def _plain_values(about: Mapping[str, object]) -> dict[str, Any]:
     """Return the values as JSON values. NumPy scalars become Python numbers."""
     return {str(name): plain(value.item() if isinstance(value, np.generic) else value) for name, value in about.items()}

@@ -59,7 +59,7 @@ class StateRecord:
             tokenizer=params.tokenizer_digest,
             policy=policy_record(state.policy),
             fitted=None if state.fitted is None else tree_digest(state.fitted),
-            fitted_tree=describe_tree(state.fitted),
+            fitted_tree=_describe_tree(state.fitted),
             batch=state.batch,
             capacity=state.capacity,
             dtype=state.specs[0].dtype,
@@ -155,7 +155,7 @@ class StateRecord:
                 dataclasses.replace(spec, window=window, keep=spec.keep if keep is None else keep)
                 for spec, window in zip(specs, self.windows, strict=True)
             )
-            return abstract_of(specs, policy, abstract_tree(self.fitted_tree))
+            return abstract_of(specs, policy, _abstract_tree(self.fitted_tree))
         except ConfigError:
             raise
         except (TypeError, ValueError, OverflowError, AssertionError) as error:
@@ -192,26 +192,22 @@ def policy_record(policy: Policy) -> dict[str, Any]:
 
 def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
     """Undo `policy_record`: return the policy. Raises KeyError, TypeError or ConfigError if there is none."""
-    return with_settings((POLICIES | WRAPPERS)[name](), {key: hashable(value) for key, value in settings.items()})
+    return with_settings((POLICIES | WRAPPERS)[name](), {key: _hashable(value) for key, value in settings.items()})
 
 
-def hashable(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """Turn a JSON value into a setting, which is hashable: a list becomes a tuple, a policy record a policy."""
     if isinstance(value, dict) and value.keys() == {"name", "settings"}:
         return recorded_policy(**value)
-    return tuple(map(hashable, value)) if isinstance(value, list) else value
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def describe_tree(tree: Any) -> Any:
-    """Return a nested dict of arrays with [dtype, shape] in place of each array, or None for None.
-
-    Raises:
-        CheckpointError: the tree is not of this form, or has an array of another dtype than those in TAGS.
-    """
+def _describe_tree(tree: Any) -> Any:
+    """Return a nested dict of arrays with [dtype, shape] in place of each array, or None for None."""
     if tree is None:
         return None
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {key: describe_tree(value) for key, value in tree.items()}
+        return {key: _describe_tree(value) for key, value in tree.items()}
     if isinstance(tree, jax.Array | np.ndarray) and tree.dtype.name in TAGS:
         return [tree.dtype.name, list(tree.shape)]
     raise CheckpointError(
@@ -219,12 +215,12 @@ def describe_tree(tree: Any) -> Any:
     )
 
 
-def abstract_tree(tree: Any) -> Any:
-    """Turn a result of `describe_tree` into ShapeDtypeStructs. Raises ValueError or TypeError for anything else."""
+def _abstract_tree(tree: Any) -> Any:
+    """Turn a result of `_describe_tree` into ShapeDtypeStructs. Raises ValueError or TypeError for anything else."""
     if tree is None:
         return None
     if isinstance(tree, dict):
-        return {key: abstract_tree(value) for key, value in tree.items()}
+        return {key: _abstract_tree(value) for key, value in tree.items()}
     dtype, shape = tree
     if dtype not in TAGS or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
         raise ValueError(f"fitted_tree must hold [dtype, shape], got {tree!r:.80}")
@@ -235,9 +231,6 @@ def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
     """Return a line for each difference between two values of a field.
 
     Args:
-        field: name of the field.
-        theirs: the value in the file. Dictionaries are compared key by key.
-        ours: the value of the object that the file is loaded for.
         owner: name of that object in the lines, "params" or "policy".
     """
     if isinstance(theirs, dict) and isinstance(ours, dict):

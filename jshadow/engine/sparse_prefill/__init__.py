@@ -1,15 +1,14 @@
 """Sparse prefill: each query of a prompt attends to few keys, chosen for each prompt (MInference, arXiv 2407.02490).
 
-`estimate` measures what the last queries attend to. By these estimates, `lines` chooses columns and diagonals. `lists`
-names the chosen keys of each query block for the kernel of a GPU. `tiles` computes the attention over the chosen keys
-elsewhere. `base` has what the attentions share. `vertical_slash` and `a_shape` have their settings.
+`lines` measures what the last queries attend to, and chooses columns and diagonals by it. `attention` has the
+attentions with their settings, and computes them.
 """
 
-from jshadow.engine.sparse_prefill.a_shape import AShape as AShape
-from jshadow.engine.sparse_prefill.base import SparsePrefill as SparsePrefill
-from jshadow.engine.sparse_prefill.parse import PREFILLS as PREFILLS
-from jshadow.engine.sparse_prefill.parse import parse_prefill as parse_prefill
-from jshadow.engine.sparse_prefill.patterns import HeadPattern as HeadPattern
-from jshadow.engine.sparse_prefill.patterns import Pattern as Pattern
-from jshadow.engine.sparse_prefill.patterns import load_pattern as load_pattern
-from jshadow.engine.sparse_prefill.vertical_slash import VerticalSlash as VerticalSlash
+from jshadow.engine.sparse_prefill.attention import PREFILLS as PREFILLS
+from jshadow.engine.sparse_prefill.attention import AShape as AShape
+from jshadow.engine.sparse_prefill.attention import SparsePrefill as SparsePrefill
+from jshadow.engine.sparse_prefill.attention import VerticalSlash as VerticalSlash
+from jshadow.engine.sparse_prefill.attention import parse_prefill as parse_prefill
+from jshadow.engine.sparse_prefill.lines import HeadPattern as HeadPattern
+from jshadow.engine.sparse_prefill.lines import Pattern as Pattern
+from jshadow.engine.sparse_prefill.lines import load_pattern as load_pattern

@@ -18,10 +18,7 @@ def line_sums(
     log-sum-exps, and once for the sums.
 
     Args:
-        q_tail: queries after RoPE, at positions lengths - w .. lengths - 1. Those before position 0 are ignored.
-        k: keys after RoPE, right padded.
         lengths: number of real tokens of each row, int32 [B].
-        scale: factor by which the scores are multiplied.
 
     Returns:
         The sums by key and the sums by distance, both float32 [B, h_q, S]. Padding has 0.
@@ -59,7 +56,7 @@ def line_sums(
         # Shift each row one place further to the right than the row below it, so that a diagonal becomes a column.
         rows = jnp.pad(weight[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, w))).reshape(batch, q_heads, -1)
         slanted = rows[..., :-w].reshape(batch, q_heads, w, tile + w - 1).sum(2)
-        return add_at(columns, weight.sum(2), start), add_at(slants, slanted, start)
+        return _add_at(columns, weight.sum(2), start), _add_at(slants, slanted, start)
 
     zeros = jnp.zeros((batch, q_heads, tokens + w - 1))
     columns, slants = lax.fori_loop(0, count, add_sums, (zeros[..., :tokens], zeros))
@@ -68,7 +65,7 @@ def line_sums(
     return columns, jnp.where(back >= 0, diagonals, 0)
 
 
-def add_at(whole: Array, part: Array, start: Array) -> Array:
+def _add_at(whole: Array, part: Array, start: Array) -> Array:
     """Return whole [B, h, n] with part [B, h, m] added at start .. start + m - 1 of the last axis."""
     old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], axis=2)
     return lax.dynamic_update_slice_in_dim(whole, old + part, start, axis=2)

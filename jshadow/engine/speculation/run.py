@@ -1,25 +1,124 @@
-"""A run of cycles over the rows of a state, as `generate` uses it."""
+"""Cycles of speculation: a drafter proposes tokens, and one turn of the model draws the tokens that follow.
+
+A proposed token is accepted if it and all proposed tokens before it are the drawn ones. So the drawn tokens up to the
+first difference are those that single steps draw, greedy or not.
+
+For greedy decoding this is the rule of Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1). For sampling, their rule
+keeps the distribution, but the drawn tokens depend on the drafter. Here a draw depends only on the seed, the row and
+the number of the token (Gumbel coupling; Daliri et al. 2024, arXiv 2408.07978, section 4). If a drafter proposes one
+token and not a distribution, both rules accept it with the same probability.
+
+B rows, w proposed tokens, n steps.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jshadow.cache.state import KVState
-from jshadow.engine.host_notes import consuming
-from jshadow.engine.mesh.agree import run_together
+from jshadow.cache.spec import everywhere
+from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.agree import run_together
+from jshadow.engine.checks import check_ids, consuming
+from jshadow.engine.cores import Turn, scan_tokens
 from jshadow.engine.placement import commit_arrays
-from jshadow.engine.sampling import Sampler
-from jshadow.engine.speculation.cycle import CyclePlan, run_cycle
-from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
-from jshadow.engine.speculation.pace import Pace
+from jshadow.engine.sampling import Sampler, sample_numbered
+from jshadow.engine.speculation.drafter import Drafter, Memory, Pace, Progress, Target, Text, check_drafter
+from jshadow.engine.step import COMPILER_OPTIONS
 from jshadow.engine.text import TextStream
+from jshadow.engine.verify import TOLERANCE, Verifier
+from jshadow.errors import PromptError, VerificationError
+from jshadow.models.config import ModelConfig
+from jshadow.planner.pieces import takes_blocks, turn_piece
 from jshadow.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclePlan:
+    """The static arguments of a cycle.
+
+    Attributes:
+        width: number of proposed tokens w. 0: a plain step.
+        stop: token ids that end a row. No token is kept after one of them.
+    """
+
+    drafter: Drafter
+    width: int
+    sampler: Sampler
+    stop: tuple[int, ...] = ()
+
+
+class _Drawn(NamedTuple):
+    """The new tokens of a cycle.
+
+    Attributes:
+        tokens: int32 [B, w + 1]. NO_TOKEN where the logits contain a NaN.
+        counts: how many of them are real, int32 [B]: at least 1 for an active row, else 0.
+        proposed: number of proposed tokens, int32 [B]. `counts - 1` of them were accepted.
+        ready: how many tokens the drafter can propose in the next cycle, int32 [B].
+    """
+
+    tokens: Array
+    counts: Array
+    proposed: Array
+    ready: Array
+
+
+def cycle(
+    weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Memory, progress: Progress, key: Array
+) -> tuple[_Drawn, KVState, Any]:
+    """Run one cycle. It can be traced by jit, and checks nothing."""
+    width, lengths = plan.width, state.lengths
+    active = progress.left > 0
+    ready = plan.drafter.ready(memory)
+    proposed = jnp.minimum(jnp.minimum(ready, width), jnp.minimum(progress.left, state.room()) - 1)
+    proposed = jnp.where(active, jnp.maximum(proposed, 0), 0)
+    target = Target(weights, config, state, progress, proposed, plan.sampler, key)
+    guesses, state, live = plan.drafter.propose(memory, target, width)
+    tokens = jnp.concatenate([progress.token[:, None], guesses], axis=1)
+    reads, writes = state.split()
+    size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
+    new = jnp.where(active, proposed + 1, 0)
+    logits, writes = scan_tokens(weights, config, tokens, new, reads, writes, Turn(size, "all"))
+    drawn = sample_numbered(plan.sampler, logits, key, progress.number)
+    ends = functools.reduce(jnp.logical_or, [drawn == token for token in plan.stop], jnp.zeros_like(drawn, bool))
+    goes_on = (drawn[:, :width] == guesses) & (jnp.arange(width) < proposed[:, None]) & ~ends[:, :width]
+    accepted = jnp.cumprod(goes_on, axis=1, dtype=jnp.int32).sum(axis=1)
+    counts = jnp.where(active, accepted + 1, 0)
+    fed = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    after = state.join(writes)
+    after = after.rewound(lengths + counts, jnp.where(active, fed, after.last))
+    live = plan.drafter.heard(memory._replace(live=live), drawn, counts, after)
+    found = _Drawn(drawn, counts, proposed, plan.drafter.ready(memory._replace(live=live)))
+    found, live = everywhere((found, live), state.specs[0].shards)
+    return found, after, live
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes", "live"), compiler_options=COMPILER_OPTIONS
+)
+def run_cycle(
+    models: tuple[dict, Any],
+    reads: Reads,
+    writes: Writes,
+    live: Any,
+    far: tuple[Progress, Array],
+    *,
+    config: ModelConfig,
+    plan: CyclePlan,
+) -> tuple[_Drawn, Writes, Any]:
+    """Run `cycle` as a compiled program.
+
+    `models` has the weights and the drafter's fixed arrays, `far` the progress and the PRNG key.
+    """
+    (weights, fixed), state = models, KVState.of(reads, writes)
+    drawn, state, live = cycle(weights, config, plan, state, Memory(fixed, live), *far)
+    return drawn, state.split()[1], live
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +131,10 @@ class Drawing:
 
 
 @dataclasses.dataclass
-class Tally:
+class _Tally:
     """Counts of a run, one number for each row, int64 [B].
 
     Attributes:
-        cycles: cycles in which the row was active.
-        proposed: proposed tokens.
         accepted: proposed tokens that were accepted.
     """
 
@@ -65,7 +162,7 @@ class SpeculativeRun:
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
         self.text = Text.of(prompt, params.config)
         self.memory = Memory(None, None)
-        self.pace, self.tally = Pace(drafter.tokens, drafter.cost), Tally(*np.zeros((3, len(prompt)), np.int64))
+        self.pace, self.tally = Pace(drafter.tokens, drafter.cost), _Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
         self.ready = np.zeros(len(prompt), np.int32)
 
@@ -82,7 +179,6 @@ class SpeculativeRun:
         """Run a cycle. This consumes the state.
 
         Args:
-            state: the state, which has not read the newest tokens.
             left: how many more tokens each row may get, int [B]; 0 for a row that has ended.
 
         Returns:
@@ -117,16 +213,7 @@ class SpeculativeRun:
         return tokens, counts, state.join(writes)
 
     def ended(self, state: KVState, streams: Sequence[TextStream], marked: Container[int]) -> tuple[KVState, list[int]]:
-        """Give back the tokens after the end of each row's text, which a stop string may have ended inside a cycle.
-
-        Args:
-            state: the state after the last cycle.
-            streams: the text of each row.
-            marked: rows whose state is another one, so that theirs does not matter.
-
-        Returns:
-            The state, and how many new tokens it holds in each row.
-        """
+        """Give back the tokens after the end of each row's text, which a stop string may have ended inside a cycle."""
         fed = (self.number - 1).tolist()
         ends = [min(count, stream.kept()) for count, stream in zip(fed, streams, strict=True)]
         kept = [count if row in marked else end for row, (count, end) in enumerate(zip(fed, ends, strict=True))]
@@ -148,3 +235,154 @@ class SpeculativeRun:
             "proposed_tokens": int(tally.proposed[row]),
             "accepted_tokens": int(tally.accepted[row]),
         }
+
+
+class StepsKeywords(TypedDict, total=False):
+    """Keyword arguments of `decode_steps` for speculation."""
+
+    speculate: Drafter | None
+    before: Sequence[Sequence[int]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _StepsPlan:
+    """The static arguments of `run_steps`: the cycle, and the number of tokens of each row."""
+
+    cycle: CyclePlan
+    n: int
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes", "live"), compiler_options=COMPILER_OPTIONS
+)
+def run_steps(
+    models: tuple[dict, Any],
+    reads: Reads,
+    writes: Writes,
+    live: Any,
+    far: tuple[Array, Array],
+    *,
+    config: ModelConfig,
+    plan: _StepsPlan,
+) -> tuple[Array, Writes, Any]:
+    """Run cycles until each row has n tokens or has ended. Return the tokens int32 [B, n], `writes` and `live`.
+
+    `models` has the weights and the drafter's fixed arrays, `far` the tokens to feed first, int32 [B], and the PRNG
+    key.
+    """
+    (weights, fixed), (token, key) = models, far
+    shape = (len(token), plan.n)
+
+    def some_left(carry: tuple[Writes, Any, Progress, Array]) -> Array:
+        return (carry[2].left > 0).any()
+
+    def body(carry: tuple[Writes, Any, Progress, Array]) -> tuple[Writes, Any, Progress, Array]:
+        writes, live, progress, tokens = carry
+        state, memory = KVState.of(reads, writes), Memory(fixed, live)
+        drawn, state, live = cycle(weights, config, plan.cycle, state, memory, progress, key)
+        places = jnp.arange(drawn.tokens.shape[1])
+        at = jnp.where(places < drawn.counts[:, None], progress.number[:, None] + places, plan.n)
+        tokens = tokens.at[jnp.arange(shape[0])[:, None], at].set(drawn.tokens, mode="drop")
+        last = jnp.take_along_axis(drawn.tokens, jnp.maximum(drawn.counts - 1, 0)[:, None], axis=1)[:, 0]
+        newest = jnp.where(drawn.counts > 0, last, progress.token)
+        ended = functools.reduce(jnp.logical_or, [newest == token for token in plan.cycle.stop], newest < 0)
+        left = jnp.where(ended, 0, progress.left - drawn.counts)
+        return state.split()[1], live, Progress(newest, progress.number + drawn.counts, left), tokens
+
+    zeros, shards = jnp.zeros(shape[0], jnp.int32), reads.specs[0].shards
+    start = everywhere((Progress(token, zeros, zeros + plan.n), jnp.full(shape, -1, jnp.int32)), shards)
+    writes, live, _, tokens = lax.while_loop(some_left, body, (writes, live, *start))
+    return everywhere(tokens, shards), writes, live
+
+
+def _text_before(config: ModelConfig, state: KVState, before: Any) -> Text:
+    """Return the texts that a state holds, or empty ones if `before` is None."""
+    if before is None:
+        return Text.of([()] * state.batch, config)
+    held = np.asarray(state.lengths).tolist()
+    if len(before) != len(held):
+        raise PromptError(f"before must have {len(held)} rows, like the state, got {len(before)}")
+    rows = [check_ids(config, row, (None,), "before").tolist() for row in before]
+    if [len(row) for row in rows] != held:
+        raise PromptError(f"before must have the {held} tokens that the state holds, got {[len(row) for row in rows]}")
+    return Text.of(rows, config)
+
+
+def speculative_steps(
+    params: Params,
+    drafter: Drafter,
+    drawing: Drawing,
+    state: KVState,
+    token: np.ndarray,
+    n: int,
+    before: Sequence[Sequence[int]] | None = None,
+) -> tuple[Array, Writes]:
+    """Draw up to n tokens for each row. This consumes the state.
+
+    Args:
+        token: the token of each row to feed first, int32 [B].
+        before: the token ids that the state holds in each row. None: not known.
+
+    Returns:
+        The tokens int32 [B, n], with -1 after a row's end, and the changed half of the state.
+    """
+    check_drafter(drafter, params, state, [0] * state.batch, n)
+    memory = drafter.begin(_text_before(params.config, state, before), state)
+    one = np.ones(state.batch, np.int32)
+    live, _ = hear(memory, jnp.asarray(token)[:, None], one, state, drafter=drafter.traced)
+    live = commit_arrays(live, state.specs[0].shards)
+    plan = _StepsPlan(CyclePlan(drafter.traced, drafter.tokens, drawing.sampler, drawing.stop), n)
+    far = jnp.asarray(token), drawing.key
+    with consuming(state):
+        reads, writes = state.split()
+        models = params.weights, memory.fixed
+        tokens, writes, _ = run_steps(models, reads, writes, live, far, config=params.config, plan=plan)
+    return tokens, writes
+
+
+class VerifiedRun(SpeculativeRun):
+    """Draws tokens in cycles, and feeds them one by one to a copy of the state, in steps that are verified.
+
+    Attributes:
+        steps: the copy, which has read all tokens but the newest of each row.
+    """
+
+    verifier: Verifier
+    steps: KVState
+
+    def watch(self, verifier: Verifier, state: KVState) -> "VerifiedRun":
+        """Take a verifier, and a state that no step consumes otherwise. Return this run."""
+        self.verifier, self.steps = verifier, state
+        return self
+
+    def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
+        """Run a cycle, and compare its tokens with those that single steps draw."""
+        fed, number = self.newest, self.number
+        tokens, counts, state = super().cycle(state, left)
+        for place in range(tokens.shape[1]):
+            active = place < counts
+            if not active.any():
+                break
+            logits, self.steps = self.verifier.step(fed[:, None], active.astype(np.int32), self.steps)
+            drawn = self.draw(logits, number + place)
+            differs = active & (drawn != tokens[:, place]) & ~self.near(logits, drawn, tokens[:, place])
+            if differs.any():
+                row = int(np.argmax(differs))
+                raise VerificationError(
+                    f"cycle {int(self.tally.cycles[row])}, row {row}: speculation drew token {tokens[row, place]} as "
+                    f"number {number[row] + place}, and a single step draws {drawn[row]}"
+                )
+            fed = np.where(active, tokens[:, place], fed)
+        return tokens, counts, state
+
+    def draw(self, logits: jnp.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return the tokens that are drawn from logits [B, V], int32 [B]."""
+        drawing: Drawing = self.drawing
+        return np.asarray(sample_numbered(drawing.sampler, logits[:, None], drawing.key, jnp.asarray(numbers)))[:, 0]
+
+    def near(self, logits: jnp.ndarray, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return in which rows two tokens have equal logits up to rounding, bool [B]. Only for greedy decoding."""
+        values, rows = np.asarray(logits), np.arange(len(tokens))
+        limit = TOLERANCE[str(self.params.dtype)] * np.abs(values).max(axis=1)
+        near: np.ndarray = np.abs(values[rows, drawn] - values[rows, np.maximum(tokens, 0)]) <= limit
+        return near if self.drawing.sampler.temperature == 0 else np.zeros_like(near)

@@ -11,7 +11,6 @@ from jax.extend.core import jaxprs_in_params
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
-from jshadow.cache.rewind import earliest, reached_tokens
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
@@ -612,7 +611,7 @@ def _cannot_rewind(subject: Subject) -> str | None:
     """Return why a policy is left out of the law of rewinds, or None."""
     state = abstract(Case(subject), "resident")
     try:
-        jax.eval_shape(earliest, state, state.lengths)
+        jax.eval_shape(KVState.earliest, state, state.lengths)
     except ConfigError:
         return "it cannot give tokens back"
     return None
@@ -626,7 +625,7 @@ def tokens_given_back_leave_nothing(case: Case) -> None:
     for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
         _, state = _turn(wrong, TURN[::-1], state)
         held = np.asarray(state.lengths)
-        back = np.maximum(np.asarray(earliest(state, reached_tokens(state))), start)
+        back = np.maximum(np.asarray(state.earliest(state.reached())), start)
         kept = np.minimum(back, held) - start
         state = state.rewind(start + kept)
         _, plain = _turn(wrong, kept, plain)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.engine.rows.sampling import WORD
+from jshadow.engine.rows import WORD
 from jshadow.errors import ConfigError
 from jshadow.serving.http import grammar_worker
 from jshadow.weights.params import Params

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jshadow.engine.rows.sampling import pack_mask
+from jshadow.engine.rows import pack_mask
 from jshadow.engine.text import TextStream, overlap
 from jshadow.serving.requests import Allowed
 from jshadow.weights.tokenizer import mended, special_tokens

@@ -15,7 +15,7 @@ import anyio.to_thread
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CapacityError, CheckpointError, JshadowError

@@ -11,7 +11,7 @@ from serving_cases import CLASSES, PARAMS, SHADOW, answers_of, engine_of, finish
 
 import jshadow
 from jshadow.engine.report import CompileClock
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Request
 

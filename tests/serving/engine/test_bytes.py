@@ -9,7 +9,7 @@ from few import slow
 from serving_cases import CLASSES, END, PARAMS, SHADOW, engine_of, prompt_of, run
 
 import jshadow
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.library.tiers import DEVICE, HOST, TierLimits
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan

@@ -13,7 +13,7 @@ from serving_cases import CLASSES, OPTIONS, PARAMS, WARM, answers_of, engine_of,
 
 import jshadow
 from jshadow import errors
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.policies import Full

@@ -24,8 +24,7 @@ from serving_cases import (
 import jshadow
 from jshadow import errors
 from jshadow.engine.decode import decode_step, prefill
-from jshadow.engine.rows.sampling import draw, pack_mask, row_of
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings, draw, pack_mask, row_of
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, ConfigError, PromptError, ServingError
 from jshadow.policies import Full, Loki

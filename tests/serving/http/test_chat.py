@@ -23,7 +23,7 @@ from server_cases import (
 from serving_cases import PARAMS
 
 import jshadow
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.library.library import text_ids
 from jshadow.serving import Request

@@ -12,7 +12,7 @@ from server_cases import CHAT, COMPLETION, END, NAME, PARAMS, error_of, posted
 from tiny_text import byte_tokenizer, marked_tokenizer
 from tokenizers_by_kind import merging_tokenizer
 
-from jshadow.engine.rows.sampling import WORD
+from jshadow.engine.rows import WORD
 from jshadow.errors import ConfigError
 from jshadow.serving.http import forms
 from jshadow.serving.http.errors import ApiError

@@ -23,8 +23,7 @@ from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
 from jshadow.cache.records import Rebuild
-from jshadow.cache.shards import Shards
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import CacheSpec, Shards
 from jshadow.ops.layout import fit_tokens, token_slice
 from jshadow.ops.rope import cos_sin, rotate
 

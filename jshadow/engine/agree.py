@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.engine.mesh.roll_call import numbers
 from jshadow.engine.saved.record import plain, policy_record
 from jshadow.errors import DistributedError
 from jshadow.policies import Policy
@@ -33,13 +32,7 @@ seen: set[Any] = set()  # programs that all processes have compiled
 def exchange(name: str, value: str, seconds: float) -> list[str]:
     """Return the values of all processes, by their numbers. No process returns before all have called it.
 
-    Args:
-        name: what is exchanged. All processes must give the same name.
-        value: the value of this process.
-        seconds: how long to wait for the others.
-
-    Raises:
-        DistributedError: a process did not call it in time. The message names it.
+    All processes must give the same name. DistributedError names those that did not come within `seconds`.
     """
     from jax._src import distributed
 
@@ -102,11 +95,7 @@ def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
 
 
 def processes_here() -> int:
-    """Return how many processes of the run are on this host, by its name. They share its memory.
-
-    Raises:
-        DistributedError: a process did not call it in time.
-    """
+    """Return how many processes of the run are on this host, by its name. They share its memory."""
     return exchange("host", platform.node(), AGREE_SECONDS).count(platform.node())
 
 
@@ -164,13 +153,6 @@ def compiled_everywhere(name: str, seconds: float = COMPILE_SECONDS) -> None:
     """Wait until all processes have compiled a program. Call it between the compilation and the first run.
 
     Without it, a process that compiles 30 seconds longer than another fails: gloo waits no longer in a collective.
-
-    Args:
-        name: the name of the program.
-        seconds: how long to wait for the others.
-
-    Raises:
-        DistributedError: a process does not come in time, or it has compiled a program of another name.
     """
     names = exchange("compiled", name, seconds)
     for number, theirs in enumerate(names):
@@ -184,17 +166,6 @@ def run_together(program: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Run a jitted function. The first time for new shapes, all processes compile it before any runs it.
 
     A program whose arguments all lie on devices of this process has no collectives, and waits for nothing.
-
-    Args:
-        program: a function that `jax.jit` has returned.
-        *args: its arguments.
-        **named: its named arguments.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        DistributedError: as `compiled_everywhere`.
     """
     from jax._src import distributed
 
@@ -225,3 +196,9 @@ def signature(arguments: Any) -> Any:
         return leaf if hasattr(leaf, "__hash__") and leaf.__hash__ else id(leaf)
 
     return tree, tuple(map(of, leaves))
+
+
+def numbers(values: list[int]) -> str:
+    """Return process numbers in words: "1", "1 and 2", "1, 2 and 5"."""
+    *most, last = list(map(str, values)) or ["none"]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,1 +1,0 @@
-"""Batches whose rows have sampling settings of their own."""
