@@ -13,8 +13,7 @@ from several_processes import ended, no_survivors, start_all  # noqa: F401
 
 from jshadow.cli.main import parser
 from jshadow.cli.processes import OWN, joined, mesh_of, parse_mesh
-from jshadow.engine import processes
-from jshadow.engine.agree import agree
+from jshadow.engine import agree, processes
 from jshadow.errors import ConfigError
 
 LENGTH = ("--max-new-tokens", "3", "--dtype", "float32")

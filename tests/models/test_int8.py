@@ -34,7 +34,7 @@ def test_the_error_of_a_number_is_half_a_step(shape, order, dtype, monkeypatch):
     assert (np.abs(rounded * factors.astype(np.float64) - wide) <= factors * (0.5 + 1e-4)).all()
     np.testing.assert_allclose(np.abs(rounded).max(axis=0), 127)
     np.testing.assert_allclose(factors, np.abs(wide).max(axis=0) / 127, rtol=1e-6)
-    monkeypatch.setattr("jshadow.models.int8.BLOCK", 200)
+    monkeypatch.setattr("jshadow.models.layers.BLOCK", 200)
     jax.tree.map(np.testing.assert_array_equal, quantize_int8(kernel), (rounded, factors))
 
 

@@ -14,8 +14,8 @@ from mesh_cases import text_of
 
 from jshadow.cli.fields import add_options
 from jshadow.cli.processes import ProcessOptions, joined, mesh_of, parse_mesh
+from jshadow.engine import agree as agreement
 from jshadow.engine import processes as engine
-from jshadow.engine.agree import agree as agreement
 
 
 def digests(mesh):
