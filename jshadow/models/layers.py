@@ -28,6 +28,14 @@ def quantized(path: str) -> bool:
     return _PROJECTIONS.fullmatch(path) is not None
 
 
+def dtype_of(path: str, dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which the weight at `path` is held in a model of `dtype`.
+
+    The bias behind the choice of experts is float32, because the choice is sensitive to its rounding.
+    """
+    return np.dtype(np.float32) if path.endswith("/router/correction") else dtype
+
+
 def quantize_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize a kernel [D, F] column by column, so that the largest magnitude of a column becomes 127.
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.layers import check_quantize, quantize_int8, quantized
+from jshadow.models.layers import check_quantize, dtype_of, quantize_int8, quantized
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
 from jshadow.models.registry import FAMILIES
 from jshadow.weights.convert.files import (
@@ -151,8 +151,7 @@ def load(
         return jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
-        # The choice of experts is sensitive to the rounding of the bias behind it.
-        value_cast, problem = cast(value, np.dtype(np.float32) if path.endswith("/correction") else target)
+        value_cast, problem = cast(value, dtype_of(path, target))
         if quantize is None or not quantized(path) or problem:
             return {path: give(path, value_cast)}, problem
         kernel, factors = quantize_int8(value)

@@ -26,6 +26,7 @@ from orbax.checkpoint import type_handlers
 
 from jshadow.errors import CheckpointError
 from jshadow.models.config import ModelConfig
+from jshadow.models.layers import dtype_of
 from jshadow.weights.convert.files import ORBAX_WEIGHTS
 from jshadow.weights.convert.huggingface import Put, copy_side_files, flat_abstract, read_config
 from jshadow.weights.convert.safetensors_file import cast, raise_all
@@ -191,7 +192,9 @@ class _OrbaxWeights:
         """Read the weights at these paths onto the devices of their shardings. Each device reads only its part."""
         return self._restore(
             {
-                name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
+                name: ocp.ArrayRestoreArgs(
+                    sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype_of(name, dtype)
+                )
                 for name in names
             }
         )
