@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 _Cache = Callable[[Heads], tuple[Array, Any]]
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Attention and MLP, each with a norm before it or after it, or both, and a residual connection."""
 
     config: ModelConfig
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
         with_experts = () if c.experts is None else c.experts.layers
-        self.blocks = [_Block(c, i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
+        self.blocks = [Block(c, i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps, c.unit_norms)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
@@ -130,13 +130,13 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
     """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
     own = weights[f"layer_{layer}"]
-    return _Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache)
+    return Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
     """Return the queries before RoPE [B, T, h_q, d] of block `layer` for x_in [B, T, D]."""
     # This runs inside the apply of another block. parent=None keeps it from becoming a submodule of that block.
-    block = _Block(config, parent=None)
+    block = Block(config, parent=None)
     return cast(Array, block.apply({"params": weights[f"layer_{layer}"]}, x_in, method="query"))
 
 
