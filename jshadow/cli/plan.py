@@ -154,15 +154,15 @@ class Plan(Command):
 
 
 def config_of(model: str) -> "ModelConfig":
-    """Return the config of a published model, of a directory, of a hub id, or of a single config.json."""
+    """Return the config of a published model, of a checkpoint, or of a single config.json."""
     from jshadow.models.published import published_config, published_names
     from jshadow.models.registry import family_of
-    from jshadow.weights.convert.huggingface import locate, read_config, read_config_file
+    from jshadow.weights.convert import config_of as stored_config
 
     if model in published_names() and not Path(model).exists():
         hf = published_config(model)
         return family_of(hf).config_from_hf(hf)
-    return (read_config_file(Path(model)) if model.endswith(".json") else read_config(locate(model)))[2]
+    return stored_config(model)
 
 
 def _packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"]:

@@ -38,7 +38,7 @@ from jshadow.planner.machine import fetch_here
 from jshadow.policies import LayerCache, Policy
 from jshadow.policies.base import step_flops, why_dense
 from jshadow.policies.capabilities import attention_of
-from jshadow.weights.convert.huggingface import locate, read_config
+from jshadow.weights.convert import config_of
 
 PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
 
@@ -399,7 +399,7 @@ def bench_model(
     """
     if runs < 1:
         raise ConfigError(f"runs must be at least 1, got {runs}")
-    config = read_config(locate(request.model))[2]
+    config = config_of(request.model)
     if request.capacity > config.context:
         raise CapacityError(
             f"tokens + steps must be at most the model's context={config.context}, "

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,17 @@ from jshadow.weights.convert.files import (
     write_json,
     write_manifest,
 )
+from jshadow.weights.convert.gguf import open_gguf
 from jshadow.weights.convert.huggingface import (
     CONFIG,
     GENERATION,
+    Put,
     config_to_hf,
     flat_abstract,
     locate,
     plan,
     read_config,
+    read_source,
     read_weights,
     tensors_of,
     untied,
@@ -101,12 +105,12 @@ def load(
     left: str = "split",
     verify: bool = True,
 ) -> Params:
-    """Load a checkpoint: a Hugging Face directory, or a directory that `convert` or `save` wrote (also orbax).
+    """Load a checkpoint: a Hugging Face directory, a directory that `convert` or `save` wrote, or a GGUF file.
 
     Args:
         path_or_hub_id: a local directory with config.json, weights (safetensors files or an orbax checkpoint) and
-            usually tokenizer files. Or a hub id "org/name", if there is no such directory. Only JSON, safetensors and
-            tokenizer files are downloaded.
+            usually tokenizer files. Or a file whose name ends in ".gguf". Or a hub id "org/name", if there is no such
+            directory. Only JSON, safetensors and tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
         quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
         mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch) and
@@ -120,8 +124,8 @@ def load(
         Params whose weights are all present, finite, and of the shapes that the config defines.
 
     Raises:
-        CheckpointError: weights are missing, damaged, pickled or in GGUF, files differ from their manifest, or tensors
-            do not match the config. The message lists all such tensors.
+        CheckpointError: weights are missing, damaged or pickled, files differ from their manifest, or tensors do not
+            match the config. The message lists all such tensors.
         ConfigError: dtype, quantize, left or model_type is unknown, the model is quantized or needs remote code, a
             value of the config is out of range, or the axes of the mesh do not fit.
     """
@@ -131,12 +135,19 @@ def load(
     check_left(left)
     check_path("path_or_hub_id", path_or_hub_id)
     directory = locate(path_or_hub_id)
+    put = _placing(target, quantize, mesh)
+    if directory.suffix == ".gguf":
+        source = open_gguf(directory)
+        check_heads(mesh, source.config)
+        with tempfile.TemporaryDirectory() as folder:
+            source.accompany(Path(folder))
+            tokenizer = load_tokenizer(Path(folder))
+        return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
     with readable(directory):
         _, family, config = read_config(directory)
         check_heads(mesh, config)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
-        if tokenizer is not None:
-            config = with_ends(config, (token for token in end_tokens(tokenizer) if token < config.vocab_size))
+        config = _ended(config, tokenizer)
         orbax = kind_of(directory) == "orbax"
         if not orbax:
             if untied(directory, config):
@@ -144,6 +155,22 @@ def load(
             plan(directory, family, config)  # before the manifest, because its errors say more than that a file changed
         if verify:
             check_manifest(directory)
+    if not orbax:
+        return Params(read_weights(directory, family, config, put), config, tokenizer, left)
+    places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
+    weights = read_orbax(directory, config, target, None if quantize is None else put, places)
+    return Params(weights, config, tokenizer, left)
+
+
+def _ended(config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    """Return a config that also has the end tokens of the tokenizer and its chat template."""
+    if tokenizer is None:
+        return config
+    return with_ends(config, (token for token in end_tokens(tokenizer) if token < config.vocab_size))
+
+
+def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> Put:
+    """Return the function that casts a weight, quantizes it if wanted, and puts it onto its devices."""
 
     def give(path: str, value: np.ndarray) -> Array:
         if mesh is None:
@@ -151,17 +178,13 @@ def load(
         return jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
-        value_cast, problem = cast(value, dtype_of(path, target))
+        value_cast, problem = cast(value, dtype_of(path, dtype))
         if quantize is None or not quantized(path) or problem:
             return {path: give(path, value_cast)}, problem
         kernel, factors = quantize_int8(value)
         return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
 
-    if not orbax:
-        return Params(read_weights(directory, family, config, put), config, tokenizer, left)
-    places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
-    weights = read_orbax(directory, config, target, None if quantize is None else put, places)
-    return Params(weights, config, tokenizer, left)
+    return put
 
 
 def spread(params: Params, mesh: Mesh, left: str = "split") -> Params:

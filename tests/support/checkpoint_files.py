@@ -27,13 +27,7 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}
 TINY = ModelConfig("llama", len(TOKENS), 2, 32, 64, 4, 2, 8, 1e-5, 128, RopeConfig(theta=1000.0), eos_ids=(0,))
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
 
-GGUF_NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
-GGUF_NAMES |= {f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"}
-GGUF_NAMES |= {f"self_attn.{one}_norm": f"attn_{one}_norm" for one in "qk"}
-GGUF_NAMES |= {f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")}
-GGUF_NAMES |= {f"mlp.experts.{one}_proj": f"ffn_{one}_exps" for one in ("gate", "up", "down")}
-GGUF_NAMES["mlp.gate"] = "ffn_gate_inp"
-GGUF_FIXED = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def assert_same(one: Params, other: Params) -> None:
@@ -87,13 +81,10 @@ def shard(directory: Path, count: int = 3) -> list[str]:
     return names
 
 
-def ggml_name(name: str) -> str:
-    """GGUF's name of a Hugging Face tensor."""
-    stem, kind = name.rsplit(".", 1)
-    if stem in GGUF_FIXED:
-        return f"{GGUF_FIXED[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+def ggml_name(name: str, arch: str) -> str:
+    """GGUF's name of a Hugging Face tensor. An architecture that does not exist has the names of llama."""
+    kind = ARCHITECTURES.get(arch, ARCHITECTURES["llama"])
+    return gguf.get_tensor_name_map(kind, 9).get_name(name, try_suffixes=(".weight", ".bias"))
 
 
 def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -106,21 +97,21 @@ def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any) -> Path:
     """A GGUF file with the weights of `directory`.
 
-    Options: arch (the architecture), kind (a GGMLQuantizationType of matrices), metadata ({key: value}, None: drop),
-    extra_tensors, tokenizer (bool).
+    Options: arch (the architecture), split (tensors of each file, if there are several), kind (a GGMLQuantizationType
+    of matrices), metadata ({key: value}, None: drop), extra_tensors, tokenizer (bool).
     """
     arch = options.get("arch", "llama")
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=options.get("split", 0))
     fields: dict[str, Any] = {
         f"{arch}.block_count": config.num_layers,
-        f"{arch}.context_length": config.context,
+        f"{arch}.context_length": json.loads((directory / "config.json").read_text())["max_position_embeddings"],
         f"{arch}.embedding_length": config.model_dim,
         f"{arch}.feed_forward_length": config.ffn_dim,
         f"{arch}.attention.head_count": config.q_heads,
         f"{arch}.attention.head_count_kv": config.kv_heads,
         f"{arch}.attention.key_length": config.head_dim,
         f"{arch}.rope.freq_base": config.rope.theta,
-        f"{arch}.rope.dimension_count": config.head_dim,
+        f"{arch}.rope.dimension_count": config.rope.rotary_dim(config.head_dim),
         f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
     }
     if options.get("tokenizer", True):
@@ -148,11 +139,13 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
             parts = [name.replace(".experts.0.", f".experts.{expert}.") for expert in range(config.experts.count)]
             tensors[name.replace(".experts.0.", ".experts.")] = np.stack([tensors.pop(part) for part in parts])
     for name, value in tensors.items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
+        if arch == "gemma3" and "norm" in name:
+            value = value + 1
         kind = options.get("kind") if value.ndim == 2 else None
         data = np.ascontiguousarray(value, np.float32)
-        writer.add_tensor(ggml_name(name), gguf.quants.quantize(data, kind) if kind else data, raw_dtype=kind)
+        writer.add_tensor(ggml_name(name, arch), gguf.quants.quantize(data, kind) if kind else data, raw_dtype=kind)
     for name, value in options.get("extra_tensors", {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()

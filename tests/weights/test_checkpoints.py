@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import seeded
-from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, shard, tiny_directory, write_gguf
+from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, shard, tiny_directory
 from family_cases import FAMILY_CASES, family_config
 from few import one_of
 from forced_devices import FLAGS
@@ -356,11 +356,10 @@ def test_other_sources(tmp_path, directory, params, monkeypatch):
     assert_same(load("org/name", "float32"), params)
     assert asked[0][0] == "org/name"
     assert not any(pattern.endswith((".bin", "*")) for pattern in asked[0][1])
-    write_gguf(tmp_path / "x.gguf", directory, TINY)
     monkeypatch.chdir(tmp_path)
     for source, message in {
         "org/other": r"org/other.*no network",
-        tmp_path / "x.gguf": "jshadow convert",
+        tmp_path / "none.gguf": "no such file",
         directory / "config.json": "must be a directory",
         "m/other": "does not exist",
         "a/b/c": "does not exist",

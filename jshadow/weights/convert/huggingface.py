@@ -75,15 +75,15 @@ _DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_he
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
-    """Return the directory of a checkpoint. A hub id ("org/name") that is not a local path is downloaded first.
+    """Return the directory of a checkpoint, or its GGUF file. A hub id ("org/name") that is not a local path is
+    downloaded first.
 
     Raises:
-        CheckpointError: the directory does not exist, it is a file, or the download failed. For a GGUF file, the
-            message tells the user to convert it.
+        CheckpointError: the directory does not exist, it is another file, or the download failed.
     """
     path = check_path("checkpoint", source)
     if path.suffix == ".gguf":
-        raise CheckpointError(f"{path} is a GGUF file; make a directory of it first: `jshadow convert {path} DST`")
+        return path
     with readable(path):
         is_folder, there = path.is_dir(), path.exists()
     if is_folder:
@@ -315,6 +315,27 @@ def copy_side_files(directory: Path, target: Path) -> None:
     """Copy the tokenizer and generation files of a directory to `target`. Code (*.py) is never copied."""
     for path in sorted({path for pattern in _SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, target / path.name)
+
+
+def read_source(source: Source, put: Put) -> dict[str, Any]:
+    """Read all weights of a source, tensor by tensor. `put` and the result are those of `read_weights`.
+
+    Raises:
+        CheckpointError: tensors are not finite (all listed in one error).
+    """
+    weight_shapes = flat_abstract(source.config)
+    placed = placements(source.family, weight_shapes)
+    flat: dict[str, Any] = {}
+    stacks, problems = Stacks(), []
+    for name in source.shapes:
+        for path, part in placed[name].to_weights(source.read(name), weight_shapes, source.config).items():
+            whole = stacks.whole(path, part, placed[name].expert, weight_shapes[path])
+            if whole is not None:
+                leaves, problem = put(path, whole)
+                flat |= leaves
+                problems += [f"{name}: {problem}"] if problem else []
+    raise_all("the model", problems)
+    return dict(traverse_util.unflatten_dict(flat, sep="/"))
 
 
 def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put: Put) -> dict[str, Any]:

