@@ -29,8 +29,8 @@ from jshadow.errors import CapacityError, ConfigError, PromptError
 if TYPE_CHECKING:
     from jshadow.engine.generation import Generation
 
-QUIT = "/quit"
-ROOM = 4096  # tokens for questions and answers, unless --room says otherwise
+_QUIT = "/quit"
+_ROOM = 4096  # tokens for questions and answers, unless --room says otherwise
 GAUGE_CELLS = 20
 # For a model without a chat template.
 PLAIN_QUESTION, PLAIN_STOP = "Question: {}\nAnswer:", "\nQuestion:"
@@ -49,7 +49,7 @@ class Chat(MethodOptions, SamplingOptions, WeightOptions, CacheOptions, Command)
     file: str | None = option("a UTF-8 file with the document (default: no document)", metavar="FILE")
     max_new_tokens: int = option("of each answer, at most", 256)
     capacity: int | None = option("tokens to allocate for document, questions and answers together")
-    room: int | None = option(f"tokens to allocate beside the document, if the context allows (default: {ROOM:,})")
+    room: int | None = option(f"tokens to allocate beside the document, if the context allows (default: {_ROOM:,})")
     json: bool = option("print one JSON object a turn instead of text", False)
 
     def run(self) -> int:
@@ -69,7 +69,7 @@ class Chat(MethodOptions, SamplingOptions, WeightOptions, CacheOptions, Command)
         if params.tokenizer is None:
             raise PromptError(f"chat needs a tokenizer, and {self.model} has none")
         settings["fitted"] = fitted_of(self, params, policy)
-        settings |= {"capacity": self.capacity, "spare": self.room or ROOM}
+        settings |= {"capacity": self.capacity, "spare": self.room or _ROOM}
         talk = Conversation(params, settings, self.max_new_tokens, silent=self.json)
         try:
             if document is not None:
@@ -102,7 +102,7 @@ def questions() -> Iterator[str]:
             return
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input must be UTF-8 text: {error}") from error
-        if line == QUIT:
+        if line == _QUIT:
             return
         if line:
             yield line

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from jshadow.cli.fields import add_options, option
 
-FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+_FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 # Small programs are also kept: a short answer runs dozens of them, and each takes a fraction of a second to compile.
 KEEP_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 WRITE_FAILED, READ_FAILED = (f"Error {verb} persistent compilation cache entry" for verb in ("writing", "reading"))
@@ -29,7 +29,7 @@ class CacheOptions:
 
     title: ClassVar[str] = ""
     compile_cache: bool = option(
-        f"do not keep compiled programs on disk (default: {FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)", True
+        f"do not keep compiled programs on disk (default: {_FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)", True
     )
 
 
@@ -63,7 +63,7 @@ def compile_cache(args: Any) -> Iterator[None]:
 
 def _set_up() -> None:
     """Set JAX's variables, and make the folder. If it cannot be written, warn and turn the cache off."""
-    folder = os.environ.get(FOLDER_VARIABLE, "")
+    folder = os.environ.get(_FOLDER_VARIABLE, "")
     try:
         folder = folder or str(default_folder())
         if "://" not in folder:  # JAX can also keep the cache in a bucket
@@ -74,7 +74,7 @@ def _set_up() -> None:
         _warn(str(error))
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
         return
-    for name, value in (KEEP_ALL | {FOLDER_VARIABLE: folder}).items():
+    for name, value in (KEEP_ALL | {_FOLDER_VARIABLE: folder}).items():
         os.environ.setdefault(name, value)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jshadow.engine.types import PrefillProgress
 
-PADDING = 3  # columns that a border and two blanks take, for each column of a table
+_PADDING = 3  # columns that a border and two blanks take, for each column of a table
 SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal
 LINE_SECONDS = 10.0  # between two lines in a file or a pipe
 REFRESH_SECONDS = 0.2
@@ -104,7 +104,7 @@ def print_table(table: "Table", out: "Console") -> None:
     from rich.table import Table
 
     texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
-    widths = [max(cell_len(line) for text in cells for line in text.split("\n")) + PADDING for cells in texts]
+    widths = [max(cell_len(line) for text in cells for line in text.split("\n")) + _PADDING for cells in texts]
     # A long label may wrap, down to a third of the width.
     room = out.width - 1 - min(widths[0], out.width // 3)
     groups: list[list[int]] = [[]]

@@ -18,7 +18,7 @@ from jshadow.errors import ConfigError
 from jshadow.weights.tokenizer import read_text
 
 JSON_HELP = "print one JSON object instead of text"
-TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def option(
@@ -153,22 +153,13 @@ class _ReadSettings(argparse.Action):
         path = str(values)
         if hasattr(namespace, "settings"):
             raise ConfigError(f"--settings must be given once, got {namespace.settings} and {path}")
-        namespace.settings, namespace.from_file = path, read_settings(path, parser.get_default("kind"))
+        namespace.settings, namespace.from_file = path, _read_settings(path, parser.get_default("kind"))
         for action in parser._actions:
             action.required = action.required and action.dest not in namespace.from_file
 
 
-def read_settings(path: str, kind: type[Command]) -> dict[str, Any]:
-    """Return the values of a settings file, by the names of the fields.
-
-    Args:
-        path: a TOML file, or a JSON file with the ending .json. Its keys are options without the dashes before them, or
-            "model".
-        kind: the command.
-
-    Raises:
-        ConfigError: the file cannot be read, or an option in it is unknown, doubled or of a wrong type.
-    """
+def _read_settings(path: str, kind: type[Command]) -> dict[str, Any]:
+    """Return the values of a settings file, by the names of the fields."""
     fields = {_name_of(field): field for field in dataclasses.fields(kind)}
     fields = {name: field for name, field in fields.items() if name == "model" or not field.metadata["positional"]}
     del fields["settings"]
@@ -222,7 +213,7 @@ def _value_of(name: str, hint: Any, value: Any) -> Any:
         return value
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name} must be {TYPES[kind]}, got {value!r:.80}")
+        raise ConfigError(f"{name} must be {_TYPES[kind]}, got {value!r:.80}")
     return kind(value)
 
 

@@ -13,7 +13,7 @@ from jshadow.cli.fields import Command, option
 from jshadow.cli.options import MODEL_HELP, WeightOptions, check_least
 from jshadow.errors import ConfigError
 
-LONGEST = 64  # characters of a token on average, at most: a longer text is cut before it is encoded
+_LONGEST = 64  # characters of a token on average, at most: a longer text is cut before it is encoded
 LEARNERS = ("infinigen", "less", "loki")  # a test compares them with the policies that learn
 
 
@@ -36,7 +36,7 @@ class _TextCommand(WeightOptions, CacheOptions, Command):
         text = read_text(self.text, "--text")
         params = load(self.model, dtype=self.dtype, quantize=self.quantize)
         with quiet_transformers():  # transformers warns about a text that is longer than the context
-            ids = encode(params.tokenizer, text[: 2 * self.tokens * LONGEST], params.config.vocab_size)
+            ids = encode(params.tokenizer, text[: 2 * self.tokens * _LONGEST], params.config.vocab_size)
         return params, ids[: 2 * self.tokens]
 
 
@@ -144,12 +144,7 @@ class Calibrate(_TextCommand):
 
 
 def _held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
-    """Measure the relative squared error of each layer on the rest of the text, for LESS.
-
-    Returns:
-        {"layer", "sparse", "fitted"} for each layer: the errors without and with the learned kernels. None for other
-        policies, and if too little text is left.
-    """
+    """Measure the relative squared error of each layer on the rest of the text, for LESS."""
     import numpy as np
 
     from jshadow.policies.capabilities import Trains, capability

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jshadow.engine.generation import Generation
     from jshadow.engine.report import Report
 
-SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
+_SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class Generate(MethodOptions, SamplingOptions, WeightOptions, MeshOptions, Proce
     )
     stop: Sequence[str] = option("end at this text (repeatable)", (), metavar="TEXT")
     capacity: int | None = option("tokens to allocate (default: what is needed, rounded up)")
-    save_state: str | None = option(f"save the KV state afterwards, with room for {SPARE:,} tokens", metavar="FILE")
+    save_state: str | None = option(f"save the KV state afterwards, with room for {_SPARE:,} tokens", metavar="FILE")
     load_state: str | None = option(
         "continue a saved state: the prompt is its next turn. --policy module:Class names the class of a policy that "
         "is not part of jshadow",
@@ -111,14 +111,7 @@ def read_prompt(args: Generate) -> str:
 
 
 def _check(args: Generate) -> None:
-    """Check the options and their files before the weights are loaded.
-
-    The class of --policy module:Class is registered, so that a saved state of such a policy can be loaded.
-
-    Raises:
-        ConfigError: an option is unknown, or two contradict each other.
-        CheckpointError: a file cannot be read or written.
-    """
+    """Check the options and their files before the weights are loaded."""
     from jshadow.engine.saved.state import read_state_info
     from jshadow.policies import find_policy
 
@@ -150,10 +143,7 @@ def _check(args: Generate) -> None:
 
 
 def _answer(args: Generate, params: Any, prompt: Any, own: dict[str, Any], label: str) -> "Generation":
-    """Generate one answer and print it as it comes. If the options say so, load a state before and save one after.
-
-    `own` has the options of the generation that are made of texts. A policy None is that of the saved state.
-    """
+    """Generate one answer and print it as it comes. If the options say so, load a state before and save one after."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved.state import load_state, read_state_info, save_state
@@ -175,7 +165,7 @@ def _answer(args: Generate, params: Any, prompt: Any, own: dict[str, Any], label
             plain=args.plain_prompt,
             progress=progress.prefill,
             before=before or None,
-            spare=SPARE if args.save_state is not None else 0,
+            spare=_SPARE if args.save_state is not None else 0,
             returns_state=args.save_state is not None,
         )
         run = GenerationLoop(params, prompt, options)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 ABOUT = """Documents that a model reads once. Their KV states lie in a directory, or in an object store, and can be
 asked about at any time."""
-KEY_HELP = "a key, the beginning of one, or a title"
-SHOWN = 12  # digits of a key in a line of text
-MOST_CAPACITY = 32_768  # of the model's context, unless --capacity says otherwise
-DEFAULT_DTYPE = "bfloat16"
+_KEY_HELP = "a key, the beginning of one, or a title"
+_SHOWN = 12  # digits of a key in a line of text
+_MOST_CAPACITY = 32_768  # of the model's context, unless --capacity says otherwise
+_DEFAULT_DTYPE = "bfloat16"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,9 +45,9 @@ class _LibraryCommand(PolicyOptions, CacheOptions, Command):
     fetch: str | None = option("auto, resident, device_put or zero_copy (default: that of DIR, or auto)")
     capacity: int | None = option(
         "tokens that a document with its questions and answers can have (default: that of DIR, or the model's context, "
-        f"at most {MOST_CAPACITY:,})",
+        f"at most {_MOST_CAPACITY:,})",
     )
-    dtype: str | None = option(f"dtype of weights, keys and values (default: that of DIR, or {DEFAULT_DTYPE})")
+    dtype: str | None = option(f"dtype of weights, keys and values (default: that of DIR, or {_DEFAULT_DTYPE})")
     quantize: str | None = option("int8: keep the projections' weights in int8")
     disk_bytes: int | None = option("bytes of all files in DIR (default: no limit)")
     disk_folder: str | None = option("folder for copies of objects of an object store", metavar="FOLDER")
@@ -118,7 +118,7 @@ class Ask(_LibraryCommand, SamplingOptions):
     """
 
     model: str | None = option("HF directory, or hub id", required=True)
-    key: str = option(KEY_HELP, metavar="KEY", positional=True, required=True)
+    key: str = option(_KEY_HELP, metavar="KEY", positional=True, required=True)
     question: str = option("the question", metavar="QUESTION", positional=True, required=True)
     max_new_tokens: int = option("of the answer, at most", 128)
     stop: Sequence[str] = option("end at this text (repeatable)", (), metavar="TEXT")
@@ -150,7 +150,7 @@ class Ask(_LibraryCommand, SamplingOptions):
             return 0
         show_figures([reply])
         if reply.key is not None:
-            print(f"stored as {reply.key[:SHOWN]}")
+            print(f"stored as {reply.key[:_SHOWN]}")
         return 0
 
 
@@ -158,7 +158,7 @@ class Ask(_LibraryCommand, SamplingOptions):
 class Remove(_LibraryCommand):
     """Remove a stored state. A damaged one can be removed too."""
 
-    key: str = option(KEY_HELP, metavar="KEY", positional=True, required=True)
+    key: str = option(_KEY_HELP, metavar="KEY", positional=True, required=True)
 
     def run(self) -> int:
         """Return 0 when the state is removed."""
@@ -188,15 +188,7 @@ class _Found:
 
 
 def _open_library(args: _LibraryCommand, records: list[dict[str, Any]]) -> "Library":
-    """Load the model, and return the library that the options name. Absent options are those of equal records.
-
-    Each state has its file, and one command needs no state twice. So the memory tiers are off.
-
-    Raises:
-        ConfigError: an option is out of range, or --model is absent.
-
-    The other errors are those of `load` and `Library`.
-    """
+    """Load the model, and return the library that the options name. Absent options are those of equal records."""
     from jshadow.engine.saved.record import recorded_policy
     from jshadow.library import Library, TierLimits
 
@@ -210,11 +202,11 @@ def _open_library(args: _LibraryCommand, records: list[dict[str, Any]]) -> "Libr
     fetch = args.fetch or known.get("fetch", "auto")
     check_method(fetch, args.fitted)
     limits = TierLimits(device=0, host=0, disk=args.disk_bytes, disk_folder=args.disk_folder)
-    args.dtype = args.dtype or known.get("dtype", DEFAULT_DTYPE)
+    args.dtype = args.dtype or known.get("dtype", _DEFAULT_DTYPE)
     params = load_model(args)
     capacity = args.capacity
     if capacity is None:
-        capacity = known.get("capacity", min(params.config.context, MOST_CAPACITY))
+        capacity = known.get("capacity", min(params.config.context, _MOST_CAPACITY))
     fitted = fitted_of(args, params, policy)
     return Library(args.place, params, policy, capacity=capacity, fetch=fetch, limits=limits, fitted=fitted)
 
@@ -230,10 +222,7 @@ def _is_url(place: str) -> bool:
 
 
 def _found_in(place: str, *, missing: bool = True) -> list[_Found]:
-    """Return the stored states of a directory, the newest last. No model is needed. An object store has none here.
-
-    Raises CheckpointError if there is no such directory, unless it may be `missing`, or if it is a file.
-    """
+    """Return the stored states of a directory, the newest last. No model is needed. An object store has none here."""
     from jshadow.engine.saved.state import read_state_info
     from jshadow.library import Stored
 
@@ -257,15 +246,11 @@ def _found_in(place: str, *, missing: bool = True) -> list[_Found]:
 
 
 def _chosen(documents: list["Stored"], key: str, *, usable: bool = True) -> "Stored":
-    """Return the stored state of a key, of the only key that begins so, or of a title that only one has.
-
-    Raises:
-        CheckpointError: there is none or more than one, or `usable` is set and the state is damaged.
-    """
+    """Return the stored state of a key, of the only key that begins so, or of a title that only one has."""
     found = [stored for stored in documents if stored.key == key]
     found = found or [stored for stored in documents if key and (stored.key.startswith(key) or stored.title == key)]
     if len(found) != 1:
-        keys = ", ".join(stored.key[:SHOWN] for stored in found)
+        keys = ", ".join(stored.key[:_SHOWN] for stored in found)
         what = f"which is that of {keys}" if found else "which no stored state has"
         raise CheckpointError(f"KEY must be the beginning of one key, or one title, got {key!r:.80}, {what}")
     if usable and found[0].problem is not None:
@@ -279,4 +264,4 @@ def _line(stored: "Stored") -> str:
     title = stored.title or f"({stored.ends or 'no title'})"
     if stored.ends == "answer":
         title += " with an answer"
-    return f"{stored.key[:SHOWN]}  {title}  {stored.tokens:,} tokens  {stored.bytes:,} bytes  {stored.tier}{ending}"
+    return f"{stored.key[:_SHOWN]}  {title}  {stored.tokens:,} tokens  {stored.bytes:,} bytes  {stored.tier}{ending}"

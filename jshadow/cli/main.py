@@ -26,14 +26,14 @@ from jshadow.cli.policies import Policies
 from jshadow.cli.serve import Serve
 from jshadow.errors import ConfigError, JshadowError
 
-ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
-SHELLS = ("bash", "zsh")
-FILES = ("FILE", "FILES")  # metavars of options that take a file
-PATHS = ("model", "source", "target", "out", "place", "prompt_file")  # arguments that take a file or a folder
+_ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
+_SHELLS = ("bash", "zsh")
+_FILES = ("FILE", "_FILES")  # metavars of options that take a file
+_PATHS = ("model", "source", "target", "out", "place", "prompt_file")  # arguments that take a file or a folder
 
 
 @dataclasses.dataclass(kw_only=True)
-class Convert(Command):
+class _Convert(Command):
     """Convert a checkpoint, tensor by tensor, so that a large one needs little memory.
 
     DST gets a manifest of its files.
@@ -91,16 +91,16 @@ def _mark_files(parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _mark_files(command)
-        elif action.metavar in FILES or (action.dest in PATHS and action.choices is None):
+        elif action.metavar in _FILES or (action.dest in _PATHS and action.choices is None):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
-    top = argparse.ArgumentParser(prog="jshadow", description=ABOUT, argument_default=argparse.SUPPRESS)
+    top = argparse.ArgumentParser(prog="jshadow", description=_ABOUT, argument_default=argparse.SUPPRESS)
     top.add_argument("--version", action=_Print, nargs=0, help="print the version and exit")
     top.add_argument(
-        "--print-completion", action=_Print, choices=SHELLS, help="print a script of shell completion and exit"
+        "--print-completion", action=_Print, choices=_SHELLS, help="print a script of shell completion and exit"
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     add_command(commands, "generate", Generate, "answer a prompt")
@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(actions, "ask", library.Ask, "ask about a document")
     add_command(actions, "remove", library.Remove, "remove a document")
     add_command(commands, "serve", Serve, "answer over HTTP, with OpenAI's routes")
-    add_command(commands, "convert", Convert, "turn one kind of checkpoint into another")
+    add_command(commands, "convert", _Convert, "turn one kind of checkpoint into another")
     add_command(commands, "policies", Policies, "list the policies, count their bytes")
     add_command(commands, "laws", Laws, "check a policy")
     add_command(commands, "plan", Plan, "count KV bytes, plan a GPU")

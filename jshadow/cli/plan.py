@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from jshadow.planner.sessions import SessionPlan
     from jshadow.policies import Policy
 
-LENGTHS = "2048,4096,8192"
-GROUP_ROWS = 8
+_LENGTHS = "2048,4096,8192"
+_GROUP_ROWS = 8
 # Options that must come with --context.
 OF_A_GPU = ["gpu", "gpu_gib", "bandwidth", "link", "tflops", "batch", "host_gib", "gather", "repeat_share"]
 OF_A_GPU += ["group_rows", "shared", "speculate"]
-OF_A_MESH = ["tp", "left", "nvlink"]
-SESSION_NOTES = (
+_OF_A_MESH = ["tp", "left", "nvlink"]
+_SESSION_NOTES = (
     "A session is a row of a group. Groups are stepped one after another, so temporaries are those of one group.",
     "A prompt being read counts once, with its state. Sessions in any spread: however many each document has.",
     "Not counted: compiled programs, the workspace of cuDNN, fragmentation, copies between memories, and host memory "
@@ -62,7 +62,7 @@ class Plan(Command):
         positional=True,
         required=True,
     )
-    lengths: str | None = option(f"prompt tokens, comma list (default, without --context: {LENGTHS})")
+    lengths: str | None = option(f"prompt tokens, comma list (default, without --context: {_LENGTHS})")
     context: int | None = option("plan a GPU for prompts of that many tokens", metavar="TOKENS")
     gpu: str | None = option(f"one of {', '.join(GPUS)} (default: {', '.join(DEFAULT_GPUS)})")
     gpu_gib: float | None = option("memory of another GPU, or in place of --gpu's", metavar="GIB")
@@ -89,7 +89,7 @@ class Plan(Command):
     )
     max_new_tokens: int = option("new tokens of a request", 64)
     group_rows: int | None = option(
-        f"plan the sessions of a serving engine, whose program steps that many (default: {GROUP_ROWS})", metavar="ROWS"
+        f"plan the sessions of a serving engine, whose program steps that many (default: {_GROUP_ROWS})", metavar="ROWS"
     )
     shared: int | None = option("plan sessions over N documents, each held once")
     speculate: int | None = option("plan exact attention that checks N drafts at once")
@@ -123,7 +123,7 @@ class Plan(Command):
             raise ConfigError(f"--drafter must come with --speculate, got {self.drafter!r} alone")
         policy = parse_policy(self.policy, self.set)
         if self.context is None:
-            self._check_absent([*OF_A_GPU, *OF_A_MESH], "must come with --context, got no --context")
+            self._check_absent([*OF_A_GPU, *_OF_A_MESH], "must come with --context, got no --context")
             self.fetch = self.fetch or "device_put"
             return _count_bytes(self, policy)
         if self.lengths is not None:
@@ -166,10 +166,7 @@ def config_of(model: str) -> "ModelConfig":
 
 
 def _packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"]:
-    """Return the packed codes that are planned beside ShadowKV with low-rank keys: of equal bytes, and of about half.
-
-    Those that cannot pack this model's keys are left out. There is none beside another policy or key code.
-    """
+    """Return the packed codes that are planned beside ShadowKV with low-rank keys: of equal and of half the bytes."""
     from jshadow.policies import ShadowKV
     from jshadow.policies.shadowkv import LowRank, TransformCode
 
@@ -217,7 +214,7 @@ def _count_bytes(args: Plan, policy: "Policy") -> int:
     """Print the bytes of one request at several lengths, and return 0."""
     from jshadow.planner.machine import footprint
 
-    text = LENGTHS if args.lengths is None else args.lengths
+    text = _LENGTHS if args.lengths is None else args.lengths
     if not all(part.strip().isdigit() for part in text.split(",")):
         raise ConfigError(f"--lengths must be a comma list of token counts, got {text!r}")
     config = config_of(args.model)
@@ -289,15 +286,12 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
 
 
 def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies: dict[str, "Policy"]) -> int:
-    """Print how many sessions of a serving engine each GPU holds, and return 0.
-
-    The chosen policy has the name "". Full attention is added to the policies.
-    """
+    """Print how many sessions of a serving engine each GPU holds, and return 0."""
     from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
     from jshadow.policies import Full
 
     args._check_absent(
-        [*OF_A_MESH, "batch", "gather", "repeat_share"], "must be left out with --shared and --group-rows, got {}"
+        [*_OF_A_MESH, "batch", "gather", "repeat_share"], "must be left out with --shared and --group-rows, got {}"
     )
     check_least(args, 1, "shared")
     assert args.context is not None
@@ -308,7 +302,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
         args.context,
         args.max_new_tokens if args.room is None else args.room,
         documents=args.shared or 0,
-        group_rows=GROUP_ROWS if args.group_rows is None else args.group_rows,
+        group_rows=_GROUP_ROWS if args.group_rows is None else args.group_rows,
     )
     host = None if args.host_gib is None else int(args.host_gib * GIB)
     plans = []
@@ -324,7 +318,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
     if args.json:
         print(json.dumps({"sessions": plans}))
         return 0
-    show_sentences(SESSION_NOTES)
+    show_sentences(_SESSION_NOTES)
     return 0
 
 
@@ -364,10 +358,7 @@ def _show_sessions(gpu: Gpu, sides: dict[str, "SessionPlan"]) -> None:
 def _plan_speculation(
     args: Plan, gpus: Sequence[Gpu], config: "ModelConfig", workload: "Workload", policy: "Policy"
 ) -> int:
-    """Print the plans of exact attention with speculation on the GPUs, and return 0.
-
-    Full attention is planned if `policy` does not have all keys and values.
-    """
+    """Print the plans of exact attention with speculation on the GPUs, and return 0."""
     from jshadow.engine.speculation import CompressedDraft, PromptLookup, SelfDraft, parse_drafter
     from jshadow.planner.machine import abstract_state
     from jshadow.planner.speculation import Drafting, speculation_plan
@@ -494,10 +485,7 @@ def _show_plan(plan: "CapacityPlan") -> None:
 
 
 def _fraction(plan: "CapacityPlan", side: "PolicyPlan") -> str:
-    """Return the smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, as text.
-
-    It is "default" if XLA's own share is enough. Otherwise, it is "-" if the plan does not fit the GPU.
-    """
+    """Return the smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, as text."""
     needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
     return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
 

@@ -11,10 +11,10 @@ from jshadow.cli.console import console, show_table
 from jshadow.cli.fields import Command, option
 from jshadow.errors import ConfigError
 
-ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.*)$")  # a line "name: text" or "name, other: text" of Attributes
+_ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.*)$")  # a line "name: text" or "name, other: text" of Attributes
 
 # ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
-PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
+_PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
 # NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
@@ -39,8 +39,8 @@ PAPERS_SETTINGS = (
     ("infllm", "device_put"),
     ("shadowkv:rank=160:budget=2048", "device_put"),
     ("shadowkv_plus:rank=160:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:keys.bits=2:landmarks.tokens=2:landmarks.levels=2:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:keys.bits=1.333:budget=2048", "device_put"),
+    (f"shadowkv:{_PACKED}:keys.bits=2:landmarks.tokens=2:landmarks.levels=2:budget=2048", "device_put"),
+    (f"shadowkv:{_PACKED}:keys.bits=1.333:budget=2048", "device_put"),
 )
 
 
@@ -100,7 +100,7 @@ class Policies(Command):
         if self.context < 1:
             raise ConfigError(f"--context must be at least 1, got {self.context}")
         config = config_of(self.model)
-        asked = rows_of_bytes()
+        asked = _rows_of_bytes()
         if self.policies is not None:
             asked = [(text, self.fetch or "device_put") for text in self.policies.split(",")]
         elif self.fetch is not None:
@@ -127,7 +127,7 @@ class Policies(Command):
         return 0
 
 
-def rows_of_bytes() -> list[tuple[str, str]]:
+def _rows_of_bytes() -> list[tuple[str, str]]:
     """Return the setting and the fetch mode of each row: PAPERS_SETTINGS, then other policies with their defaults."""
     from jshadow.policies import POLICIES
 
@@ -227,7 +227,7 @@ def attribute_texts(kind: type) -> dict[str, str]:
         block = re.split(r"\n(?=\S)", after)[0] if found else ""
         names: list[str] = []
         for line in textwrap.dedent(block).splitlines():
-            if entry := ENTRY.match(line):
+            if entry := _ENTRY.match(line):
                 names = entry[1].split(", ")
                 texts |= dict.fromkeys(names, entry[2])
             elif line.strip():

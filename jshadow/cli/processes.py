@@ -164,10 +164,7 @@ def _copy_of(out: str, folder: str) -> str:
 
 @contextlib.contextmanager
 def _output_of(processes: "Processes") -> Iterator[None]:
-    """Send what this process prints to its standard output if it is the first, and else nowhere.
-
-    With several processes, gloo writes lines to file descriptor 1. They go nowhere too, so that --json prints JSON.
-    """
+    """Send what this process prints to its standard output if it is the first, and else nowhere."""
     if processes.count == 1:
         yield
         return

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from jshadow.serving.http.options import ServerOptions
     from jshadow.serving.http.service import Service
 
-MOST_CONTEXT = 32_768  # of the model's context, unless --max-context says otherwise
-ROOM = 1024
-MOST_BIASES = 300  # tokens with a bias in a request, as in OpenAI's API
-FEWER = 4  # the contexts of two classes differ by this factor
-UNKNOWN_HOST_BYTES = 2**32  # of the library, if the system does not say how much memory is free
+_MOST_CONTEXT = 32_768  # of the model's context, unless --max-context says otherwise
+_ROOM = 1024
+_MOST_BIASES = 300  # tokens with a bias in a request, as in OpenAI's API
+_FEWER = 4  # the contexts of two classes differ by this factor
+_UNKNOWN_HOST_BYTES = 2**32  # of the library, if the system does not say how much memory is free
 MIB, GIB = 2**20, 2**30
 CLOSE_SECONDS = 3.0  # to close the engine and the library in
 
@@ -67,10 +67,10 @@ class _HttpOptions:
 class _RowOptions:
     title: ClassVar[str] = "requests and rows"
     max_context: int | None = option(
-        f"tokens of a prompt and its answer (default: the model's context, at most {MOST_CONTEXT:,})"
+        f"tokens of a prompt and its answer (default: the model's context, at most {_MOST_CONTEXT:,})"
     )
     room: int | None = option(
-        f"tokens after a stored document, or new ones (default: {ROOM:,}, at most a quarter of --max-context)",
+        f"tokens after a stored document, or new ones (default: {_ROOM:,}, at most a quarter of --max-context)",
     )
     slots: int = option("rows that one step feeds", 8)
     queue: int = option("requests that may wait", 1024)
@@ -177,12 +177,7 @@ def _give_up() -> None:
 
 
 def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
-    """Return what follows from the options alone, before the model is loaded.
-
-    Raises:
-        ConfigError: a package is missing, or a value is out of range.
-        CheckpointError: a file cannot be read, or --library is no directory.
-    """
+    """Return what follows from the options alone, before the model is loaded."""
     try:
         import fastapi  # noqa: F401
         import llguidance  # noqa: F401
@@ -237,7 +232,7 @@ def _allowed_hosts_of(args: Serve) -> tuple[str, ...]:
 def _room_of(room: int | None, context: int) -> int:
     """Return the room of rows with this context. Raises ConfigError if it leaves no prompt."""
     if room is None:
-        return max(1, min(ROOM, context // 4))
+        return max(1, min(_ROOM, context // 4))
     if room >= context:
         raise ConfigError(f"--room must be below the context of {context} tokens, got {room}")
     return room
@@ -269,7 +264,7 @@ def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", 
     context = _context_of(args.max_context, params)
     room = _room_of(args.room, context)
     fitted = fitted_of(args, params, policy)
-    parts: dict[str, Any] = {"penalties": True, "bias_limit": MOST_BIASES, "logprobs": True, "grammar": True}
+    parts: dict[str, Any] = {"penalties": True, "bias_limit": _MOST_BIASES, "logprobs": True, "grammar": True}
     asked = EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, **parts)
     classes = classes_of(context, room, args.slots)
     # The rows of the longest class are stored, so the library and the engine have one fetch mode.
@@ -290,7 +285,7 @@ def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", 
 def _context_of(given: int | None, params: Any) -> int:
     """Return the largest number of tokens of a prompt and its answer. Raises ConfigError if the model has fewer."""
     if given is None:
-        return min(params.config.context, MOST_CONTEXT)
+        return min(params.config.context, _MOST_CONTEXT)
     if given > params.config.context:
         raise ConfigError(f"--max-context must be at most the model's context={params.config.context}, got {given}")
     return given
@@ -301,8 +296,8 @@ def classes_of(context: int, room: int, slots: int) -> "list[RowClass]":
     from jshadow.serving import RowClass
 
     sizes = [context]
-    while sizes[-1] // FEWER >= 2 * room:
-        sizes.append(sizes[-1] // FEWER)
+    while sizes[-1] // _FEWER >= 2 * room:
+        sizes.append(sizes[-1] // _FEWER)
     return [RowClass(size - room, room, slots) for size in sizes]
 
 
@@ -316,7 +311,7 @@ def _tiers_of(args: Serve) -> "TierLimits":
     host = _bytes_of(args.library_host_gib)
     if host is None:
         free = least_limit()
-        host = UNKNOWN_HOST_BYTES if free is None else free.free // 2
+        host = _UNKNOWN_HOST_BYTES if free is None else free.free // 2
     return TierLimits(device=_bytes_of(args.library_device_gib), host=host, disk=_bytes_of(args.library_disk_gib))
 
 

@@ -63,61 +63,61 @@ class _SuiteTask:
     chat: bool = True
 
 
-SHORT = "Answer the question from the text above alone, in as few words as you can. Question: {input}"
-SUMMARY = "Write a summary of the text above."
-PARAGRAPH = "Which paragraph is this summary made from? Answer with its number. Summary: {input}"
-DIFFERENT = "How many different paragraphs are there above, if the same one counts once? Answer with the number."
-CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
-BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
+_SHORT = "Answer the question from the text above alone, in as few words as you can. Question: {input}"
+_SUMMARY = "Write a summary of the text above."
+_PARAGRAPH = "Which paragraph is this summary made from? Answer with its number. Summary: {input}"
+_DIFFERENT = "How many different paragraphs are there above, if the same one counts once? Answer with the number."
+_CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
+_BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
 
-LONGBENCH = {
-    "narrativeqa": _SuiteTask("f1", 128, SHORT),
-    "qasper": _SuiteTask("f1", 128, SHORT),
-    "multifieldqa_en": _SuiteTask("f1", 64, SHORT),
-    "hotpotqa": _SuiteTask("f1", 32, SHORT),
-    "2wikimqa": _SuiteTask("f1", 32, SHORT),
-    "musique": _SuiteTask("f1", 32, SHORT),
-    "gov_report": _SuiteTask("rouge_l", 512, SUMMARY),
+_LONGBENCH = {
+    "narrativeqa": _SuiteTask("f1", 128, _SHORT),
+    "qasper": _SuiteTask("f1", 128, _SHORT),
+    "multifieldqa_en": _SuiteTask("f1", 64, _SHORT),
+    "hotpotqa": _SuiteTask("f1", 32, _SHORT),
+    "2wikimqa": _SuiteTask("f1", 32, _SHORT),
+    "musique": _SuiteTask("f1", 32, _SHORT),
+    "gov_report": _SuiteTask("rouge_l", 512, _SUMMARY),
     "qmsum": _SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
-    "multi_news": _SuiteTask("rouge_l", 512, SUMMARY),
+    "multi_news": _SuiteTask("rouge_l", 512, _SUMMARY),
     "trec": _SuiteTask("classes", 64, chat=False),
     "triviaqa": _SuiteTask("f1_line", 32, chat=False),
     "samsum": _SuiteTask("rouge_l_line", 128, chat=False),
-    "passage_count": _SuiteTask("number_share", 32, DIFFERENT),
-    "passage_retrieval_en": _SuiteTask("number_share", 32, PARAGRAPH),
+    "passage_count": _SuiteTask("number_share", 32, _DIFFERENT),
+    "passage_retrieval_en": _SuiteTask("number_share", 32, _PARAGRAPH),
     "lcc": _SuiteTask("edit_similarity", 64, chat=False),
     "repobench-p": _SuiteTask("edit_similarity", 64, chat=False),
 }
-LONGBENCH_V2 = _SuiteTask("letter", 128, CHOICE, "The correct answer is")
-INFINITEBENCH = {
+_LONGBENCH_V2 = _SuiteTask("letter", 128, _CHOICE, "The correct answer is")
+_INFINITEBENCH = {
     "passkey": _SuiteTask("first_number", 6, prefix="The pass key is"),
     "number_string": _SuiteTask("first_number", 12, prefix="The sequence of digits is"),
     "kv_retrieval": _SuiteTask("string_match_part", 50),
     "longdialogue_qa_eng": _SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
-    "longbook_sum_eng": _SuiteTask("rouge_l", 1200, SUMMARY),
-    "longbook_choice_eng": _SuiteTask("letter", 40, CHOICE),
-    "longbook_qa_eng": _SuiteTask("f1", 40, SHORT),
+    "longbook_sum_eng": _SuiteTask("rouge_l", 1200, _SUMMARY),
+    "longbook_choice_eng": _SuiteTask("letter", 40, _CHOICE),
+    "longbook_qa_eng": _SuiteTask("f1", 40, _SHORT),
     "math_find": _SuiteTask("decimal", 3),
     "math_calc": _SuiteTask("leading_numbers", 30000),
     "code_run": _SuiteTask("last_number", 5),
-    "code_debug": _SuiteTask("letter", 5, BROKEN, "The letter is"),
+    "code_debug": _SuiteTask("letter", 5, _BROKEN, "The letter is"),
 }
-NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
-RULER = {f"niah_{name}": _SuiteTask("string_match_all", 128, chat=False) for name in NIAH.split()} | {
+_NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery"
+_RULER = {f"niah_{name}": _SuiteTask("string_match_all", 128, chat=False) for name in _NIAH.split()} | {
     "vt": _SuiteTask("string_match_all", 30, chat=False),
     "cwe": _SuiteTask("string_match_all", 120, chat=False),
     "fwe": _SuiteTask("string_match_all", 50, chat=False),
     "qa_1": _SuiteTask("string_match_part", 32, chat=False),
     "qa_2": _SuiteTask("string_match_part", 32, chat=False),
 }
-CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
-ALIASES = {"repobench_p": "repobench-p"}
-GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # the columns of kvpress
+_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
+_ALIASES = {"repobench_p": "repobench-p"}
+_GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # the columns of kvpress
 
 
 def _kind_of(suite: str, kinds: Mapping[str, _SuiteTask], task: str) -> _SuiteTask:
-    name = ALIASES.get(task, task).removesuffix("_e")
-    if name in CHINESE:
+    name = _ALIASES.get(task, task).removesuffix("_e")
+    if name in _CHINESE:
         raise ConfigError(f"task {task} of {suite} is in Chinese, and its score needs a segmentation of words")
     if name not in kinds:
         raise ConfigError(f"task must be one of {suite}'s, {sorted(kinds)}, got {task!r}")
@@ -140,7 +140,7 @@ def sample_of(
 def _of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row of LongBench v1 (input, context, answers, all_classes)."""
     task = str(row.get("dataset") or task)
-    kind = _kind_of("LongBench", LONGBENCH, task)
+    kind = _kind_of("LongBench", _LONGBENCH, task)
     sample = sample_of(kind, row["context"], _texts(row["answers"]), asked=row["input"])
     return dataclasses.replace(sample, choices=_texts(row.get("all_classes") or ())), kind.chat
 
@@ -148,13 +148,13 @@ def _of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 def _of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context). Returns as `_of_longbench`."""
     options = [row[f"choice_{name}"] for name in LETTERS]
-    sample = sample_of(LONGBENCH_V2, row["context"], _texts(row["answer"]), asked=row["question"], options=options)
-    return sample, LONGBENCH_V2.chat
+    sample = sample_of(_LONGBENCH_V2, row["context"], _texts(row["answer"]), asked=row["question"], options=options)
+    return sample, _LONGBENCH_V2.chat
 
 
 def _of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row of InfiniteBench (context, input, answer, options). Returns as `_of_longbench`."""
-    kind = _kind_of("InfiniteBench", INFINITEBENCH, task)
+    kind = _kind_of("InfiniteBench", _INFINITEBENCH, task)
     answers, options = _texts(row["answer"]), list(row.get("options") or ())
     if kind.scorer == "letter":
         if len(options) != len(LETTERS):
@@ -166,7 +166,7 @@ def _of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 def _of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row of RULER (input, outputs). The input is the whole prompt. Returns as `_of_longbench`."""
-    kind = _kind_of("RULER", RULER, task)
+    kind = _kind_of("_RULER", _RULER, task)
     sample = Sample(
         row["input"], "", row.get("answer_prefix") or "", _texts(row["outputs"]), kind.new_tokens, kind.scorer
     )
@@ -177,7 +177,7 @@ def _of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row with the columns of kvpress. Returns as `_of_longbench`."""
     answers = row["answer"]
     answers = str(answers) if isinstance(answers, str | int | float) else _texts(answers)
-    known = RULER | LONGBENCH | INFINITEBENCH
+    known = _RULER | _LONGBENCH | _INFINITEBENCH
     usual = "string_match_part" if isinstance(answers, str) else "string_match_all"
     scorer = row.get("scorer") or (known[task].scorer if task in known else usual)
     most = row["max_new_tokens"]
@@ -188,17 +188,17 @@ def _of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     return sample, True
 
 
-READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (
+_READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (
     (("question", "choice_A", "choice_B", "choice_C", "choice_D", "answer", "context"), _of_longbench_v2),
-    (GIVEN, _of_kvpress),
+    (_GIVEN, _of_kvpress),
     (("input", "context", "answers"), _of_longbench),
     (("input", "outputs"), _of_ruler),
     (("context", "input", "answer"), _of_infinitebench),
 )
 
 
-SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
-TRUNCATIONS = ("middle",)
+_SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
+_TRUNCATIONS = ("middle",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,16 +257,16 @@ def _read_row(row: Any, path: Path, number: int) -> _Row:
     where = f"row {number} of {path}"
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
-    reader = next((one for columns, one in READERS if all(name in row for name in columns)), None)
+    reader = next((one for columns, one in _READERS if all(name in row for name in columns)), None)
     if reader is None:
-        known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
+        known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in _READERS)
         raise ConfigError(f"{where} must have the columns {known}, got {sorted(row)}")
-    name = path.parent.name if path.stem in SPLITS else path.stem
+    name = path.parent.name if path.stem in _SPLITS else path.stem
     task = str(row.get("task") or name)
     try:
         sample, chat = reader(row, task)
         # In other suites, the column `length` has a different meaning.
-        length = row.get("length") if reader is READERS[1][1] else None
+        length = row.get("length") if reader is _READERS[1][1] else None
         result = _Row(
             sample=sample,
             task=str(row.get("dataset") or task),
@@ -364,8 +364,8 @@ def read_cases(
     Raises:
         ConfigError: a file or row cannot be read, or a prompt is too long.
     """
-    if truncate is not None and truncate not in TRUNCATIONS:
-        raise ConfigError(f"truncate must be one of {TRUNCATIONS}, or None, got {truncate!r}")
+    if truncate is not None and truncate not in _TRUNCATIONS:
+        raise ConfigError(f"truncate must be one of {_TRUNCATIONS}, or None, got {truncate!r}")
     if tokenizer is None:
         raise ConfigError("data needs a tokenizer, and the checkpoint has none")
     tasks: dict[tuple[str, int | None], list[list[_Row]]] = {}

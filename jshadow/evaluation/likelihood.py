@@ -79,13 +79,13 @@ def greedy(logits: Array, index: int) -> np.ndarray:
     return np.asarray(logits).argmax(-1).astype(np.int32)
 
 
-def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
+def _chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
     """Score targets [B, T] by logits [B, T, V]."""
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
     return scores, logits.argmax(-1) == targets
 
 
-target_scores = jax.jit(chosen)
+target_scores = jax.jit(_chosen)
 
 
 @functools.partial(
@@ -115,7 +115,7 @@ def forced_scores(
             piece,
             jnp.clip(lengths - index * size, 0, size),
             KVState.of(reads, writes),
-            lambda logits: chosen(logits, following),
+            lambda logits: _chosen(logits, following),
         )
         scores = lax.dynamic_update_slice_in_dim(scores, score, index * size, axis=1)
         return state.split()[1], scores, lax.dynamic_update_slice_in_dim(greedy, top, index * size, axis=1)
@@ -141,25 +141,25 @@ def row_keys(key: Array, names: Array) -> Array:
     return jax.vmap(functools.partial(jax.random.fold_in, key))(names)
 
 
-NARROWEST = 64  # the smallest width, in tokens
-WIDTHS = 4  # a width is a multiple of 1 / WIDTHS of the next power of two
+_NARROWEST = 64  # the smallest width, in tokens
+_WIDTHS = 4  # a width is a multiple of 1 / WIDTHS of the next power of two
 Score = tuple[float, bool]
 
 
-def width_of(tokens: int, limit: int, least: int = NARROWEST) -> int:
+def width_of(tokens: int, limit: int, least: int = _NARROWEST) -> int:
     """Return the width that `tokens` tokens are padded to: 64, 96, 128, 192, 256, 384 and so on, at most `limit`.
 
     There are two widths between two powers of two, so a model with a context of 8,192 tokens has 15 widths. A single
     generation uses finer steps (`engine.generation.bucket`). Here there are many requests of different lengths, and
     each width needs one compiled program.
     """
-    return min(max(least, round_up(tokens, step_of(tokens, WIDTHS))), limit)
+    return min(max(least, round_up(tokens, step_of(tokens, _WIDTHS))), limit)
 
 
 def below(width: int) -> int:
     """Return the next smaller width, or 0 for the narrowest. All rows of a batch have more tokens than that."""
-    step = step_of(width, WIDTHS)
-    return 0 if width <= NARROWEST else (width - 1) // step * step
+    step = step_of(width, _WIDTHS)
+    return 0 if width <= _NARROWEST else (width - 1) // step * step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,9 @@ from jshadow.policies.settings import policy_settings
 from jshadow.weights.params import Params, load
 from jshadow.weights.tokenizer import mended
 
-MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # four names of one setting
-FILTERS = ("top_k", "top_p", "min_p")
-KEYS = {"until", "num_beams", "do_sample", "temperature", *MAX_TOKENS, *FILTERS}
+_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # four names of one setting
+_FILTERS = ("top_k", "top_p", "min_p")
+_KEYS = {"until", "num_beams", "do_sample", "temperature", *_MAX_TOKENS, *_FILTERS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +114,11 @@ def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, i
         ConfigError: a key is unknown, two keys have the same meaning, beam search is requested, or a value is out of
             range.
     """
-    if unknown := sorted(set(settings) - KEYS):
-        raise ConfigError(f"generation settings must be among {sorted(KEYS)}, got {unknown[0]!r}")
+    if unknown := sorted(set(settings) - _KEYS):
+        raise ConfigError(f"generation settings must be among {sorted(_KEYS)}, got {unknown[0]!r}")
     if settings.get("num_beams", 1) != 1:
         raise ConfigError(f"num_beams must be 1, got {settings['num_beams']!r}")
-    counts = {name: settings[name] for name in MAX_TOKENS if settings.get(name) is not None}
+    counts = {name: settings[name] for name in _MAX_TOKENS if settings.get(name) is not None}
     if len(counts) > 1:
         raise ConfigError(f"max_gen_toks must be given once, got {counts}")
     name, count = next(iter(counts.items()), ("max_gen_toks", default))
@@ -130,7 +130,7 @@ def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, i
     if do_sample is False or (do_sample is None and not temperature):
         sampler = Sampler()
     else:
-        filters = {name: settings[name] for name in FILTERS if settings.get(name) is not None}
+        filters = {name: settings[name] for name in _FILTERS if settings.get(name) is not None}
         sampler = Sampler(1.0 if temperature is None else temperature, **filters)
     return sampler, _whole(name, count), tuple(texts)
 
@@ -141,8 +141,8 @@ def _special_ids(tokenizer: Any, texts: Iterable[str]) -> list[int]:
     return [ids[text] for text in ids if ids[text] in tokenizer.all_special_ids]
 
 
-LOG = logging.getLogger(__name__)
-TRUNCATIONS = (None, "middle")
+_LOG = logging.getLogger(__name__)
+_TRUNCATIONS = (None, "middle")
 
 
 class JshadowLM(TemplateLM):
@@ -171,8 +171,8 @@ class JshadowLM(TemplateLM):
             raise ConfigError(
                 f"max_batch_size must be left out, because no batch size is searched, got {asked.max_batch_size!r}"
             )
-        if asked.truncation not in TRUNCATIONS:
-            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {asked.truncation!r}")
+        if asked.truncation not in _TRUNCATIONS:
+            raise ConfigError(f"truncation must be one of {_TRUNCATIONS}, got {asked.truncation!r}")
         chosen = _policy_of(policy, settings)
         attention = parse_prefill(asked.prefill)
         batch = _whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)
@@ -344,7 +344,7 @@ class JshadowLM(TemplateLM):
         if not over or self.truncation is None or min(rooms) < 1:
             self.scorer.check([len(one) for one in contexts], new)
             return list(contexts)
-        LOG.warning(
+        _LOG.warning(
             "%d of %d requests were too long for max_length=%d: %d tokens were cut out of the middle of their contexts",
             len(over),
             len(contexts),

@@ -28,7 +28,7 @@ from jshadow.policies import Full
 from jshadow.weights.digest import sha256, tree_digest
 
 PART_FILE = "part.json"
-FORMAT = 1
+_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _PartRecord:
     def write(self, folder: Path) -> None:
         """Write the record to a folder, completely or not at all. Raises ConfigError if that is impossible."""
         content = dataclasses.asdict(self)
-        text = json.dumps({"format": FORMAT, "sha256": _digest_of(content), "record": content})
+        text = json.dumps({"format": _FORMAT, "sha256": _digest_of(content), "record": content})
         with whole_file(folder / PART_FILE, "part") as path:
             path.write_text(text, encoding="utf-8")
 
@@ -99,9 +99,9 @@ def _read_part(folder: Path) -> _PartRecord:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{damaged}: {error}") from error
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         form = fields.get("format") if isinstance(fields, dict) else None
-        raise CheckpointError(f"{path} must be the record of a part in format {FORMAT}, got format {form!r}")
+        raise CheckpointError(f"{path} must be the record of a part in format {_FORMAT}, got format {form!r}")
     record = fields.get("record")
     if not isinstance(record, dict) or fields.get("sha256") != _digest_of(record):
         raise CheckpointError(f"{damaged}: its SHA-256 is not {fields.get('sha256')!r}")

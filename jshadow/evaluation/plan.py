@@ -22,8 +22,8 @@ from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.settings import changed_settings, dotted_settings, policy_settings, with_settings
 from jshadow.policies.sizing import at_share as sized_to
 
-WIDTHS = 8  # prompts of different lengths are padded to at most this many widths
-ROOM_STEP = 64  # rooms are multiples of it
+_WIDTHS = 8  # prompts of different lengths are padded to at most this many widths
+_ROOM_STEP = 64  # rooms are multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class TaskPlan:
         """
         if self.shortest == max(len(case.prompt) for case in self.cases):
             return None
-        return round_up(max(case.growth for case in self.cases), ROOM_STEP)
+        return round_up(max(case.growth for case in self.cases), _ROOM_STEP)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class TaskPlan:
 
         So few programs are compiled. If all prompts of a task have the same length, they are not padded.
         """
-        step = -(-self.length // WIDTHS)
+        step = -(-self.length // _WIDTHS)
         return round_up(len(case.prompt), step, self.length)
 
 
@@ -179,7 +179,7 @@ def label(policy: Policy) -> str:
 
 # The cases of a task, each with the place of its fact, from 0 to 1, or None.
 Cases = list[tuple[Case, float | None]]
-VERSION = 1
+_VERSION = 1
 
 
 def _read_case_file(
@@ -226,7 +226,7 @@ def _write_case_file(
 
 
 SERVED = "bfloat16"  # shares count bytes in this dtype; beside float32, packed codes would look better than they are
-SLACK = 0.05  # a setting may be given with a share if it changes the policy's device bytes by at most this fraction
+_SLACK = 0.05  # a setting may be given with a share if it changes the policy's device bytes by at most this fraction
 
 
 def control(params: Any, policy: ShadowKV, plan: TaskPlan) -> StreamingLLM | None:
@@ -262,7 +262,7 @@ def _at_share(setup: Setup, policy: Policy, share: float, plan: TaskPlan) -> Ent
     asked = with_settings(sized, given)
     free = policy.size_free if isinstance(policy, Sized) else ()
     decided = [name for name in given if name in changed and name.partition(".")[0] not in free]
-    if decided or abs(taken(asked) - used) > SLACK * used:
+    if decided or abs(taken(asked) - used) > _SLACK * used:
         raise ConfigError(f"shares decide all settings of a policy that take memory, got {label(policy)}")
     return Entry(asked, share=share)
 
@@ -340,7 +340,7 @@ def _cases_of(
     wanted = {length: list(dict.fromkeys(tasks)) for length in lengths}
     rule: dict[str, Any] = {}
     if file is not None:
-        rule = {"version": VERSION, "tokenizer": params.tokenizer_digest, "samples": samples, "seed": seed}
+        rule = {"version": _VERSION, "tokenizer": params.tokenizer_digest, "samples": samples, "seed": seed}
         if Path(file).exists():
             return _read_case_file(file, rule, wanted)
     ruler.check_tasks(tasks, lengths, params.config.context)

@@ -22,8 +22,8 @@ from jshadow.policies.capabilities import attention_of
 from jshadow.policies.settings import policy_settings
 
 RESULTS_FILE = "results.json"
-SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the label of a policy
-TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
+_SETTING = re.compile(r":(?=[\w.]+=)")  # what stands before each setting in the label of a policy
+_TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
 
 def _tidy(total: float) -> float:
@@ -96,7 +96,7 @@ def verdict(by_full: float, by_control: float) -> str:
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
     share = f"the control finds {by_control:.4g}, full attention {by_full:.4g} ({by_control / by_full:.0%})"
-    return f"{share}: the task tells nothing" if by_control >= TELLING * by_full else f"ok: {share}"
+    return f"{share}: the task tells nothing" if by_control >= _TELLING * by_full else f"ok: {share}"
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def short_names(labels: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """
     methods: dict[str, dict[str, list[str]]] = {}
     for one in labels:
-        name, *settings = SETTING.split(one)
+        name, *settings = _SETTING.split(one)
         methods.setdefault(name, {})[one] = settings
     names: dict[str, str] = {}
     told: list[str] = []
@@ -178,9 +178,9 @@ def _results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-RUN_BYTES = ("device_bytes", "host_bytes", "full_bytes")
-SERVED_BYTES = ("served_device_bytes", "served_full_bytes", "served_moved_bytes")
-UNKNOWN = ("score", "stderr", *RUN_BYTES, "offloaded_device_bytes", *SERVED_BYTES, "settings")
+_RUN_BYTES = ("device_bytes", "host_bytes", "full_bytes")
+_SERVED_BYTES = ("served_device_bytes", "served_full_bytes", "served_moved_bytes")
+_UNKNOWN = ("score", "stderr", *_RUN_BYTES, "offloaded_device_bytes", *_SERVED_BYTES, "settings")
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -286,7 +286,7 @@ def _row_head(setup: Setup, plan: TaskPlan, entry: Entry) -> dict[str, Any]:
     if entry.policy is None:
         row = {"task": plan.task, "length": plan.length, "policy": entry.name, "name": entry.name, "share": entry.share}
         row |= {"infeasible": entry.infeasible, "control_of": None, "control": None, "fitted": False}
-        return row | dict.fromkeys(UNKNOWN)
+        return row | dict.fromkeys(_UNKNOWN)
     sizes = plan.sizes | {"dtype": params.dtype.name}
     resolved = entry.policy.resolve(params.config, plan.capacity)
     used = footprint(params.config, resolved, **sizes, fetch=fetch)

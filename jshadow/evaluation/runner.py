@@ -34,7 +34,7 @@ from jshadow.weights.digest import tree_digest
 from jshadow.weights.tokenizer import decode as text_of
 
 SAMPLES_FILE = "samples.jsonl"
-FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
+_FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
 
 
 def parse_samples(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
@@ -45,7 +45,7 @@ def parse_samples(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and record.keys() >= FIELDS:
+        if isinstance(record, dict) and record.keys() >= _FIELDS:
             records[record["key"]] = record
         else:
             damaged += 1
@@ -111,10 +111,7 @@ MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the s
 
 
 def _say(params: Any, logits: Any, state: KVState, counts: Sequence[int]) -> tuple[list[list[int]], KVState]:
-    """Generate token ids greedily in the first rows of a batch, at most as many in each as `counts` says.
-
-    The end token is left out. The last id of a row is not fed to the model.
-    """
+    """Generate token ids greedily in the first rows of a batch, at most as many in each as `counts` says."""
     stop = frozenset(params.config.eos_ids)
     replies: list[list[int]] = [[] for _ in counts]
 

@@ -16,9 +16,9 @@ from jshadow.errors import ConfigError
 
 Scorer = Callable[[Sequence[str], str, Sequence[str]], float]
 LETTERS = "ABCD"
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-PUNCTUATION = str.maketrans("", "", string.punctuation)
-CODE_NOISE = ("`", "#", "//")  # a line with one of these is taken for a code fence or a comment
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CODE_NOISE = ("`", "#", "//")  # a line with one of these is taken for a code fence or a comment
 
 
 def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[str] = ()) -> float:
@@ -106,7 +106,7 @@ def _to_float(text: str) -> float:
 
 def _normalized(text: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation and articles, as SQuAD does (arXiv 1606.05250)."""
-    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def _harmonic(common: int, said: int, right: int) -> float:
@@ -150,7 +150,7 @@ def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str])
     It is 1 - (insertions + deletions) / (sum of both lengths).
     """
     lines = output.lstrip("\n").split("\n")
-    line = next((one for one in lines if not any(mark in one for mark in CODE_NOISE)), "")
+    line = next((one for one in lines if not any(mark in one for mark in _CODE_NOISE)), "")
     return max(_harmonic(common_subsequence(line, answer), len(line), len(answer)) for answer in answers)
 
 

@@ -40,7 +40,7 @@ from jshadow.policies.base import step_flops, why_dense
 from jshadow.policies.capabilities import attention_of
 from jshadow.weights.convert import config_of
 
-PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
+_PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
 
 
 def machine() -> dict[str, str]:
@@ -57,7 +57,7 @@ def machine() -> dict[str, str]:
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    for package in PACKAGES:
+    for package in _PACKAGES:
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -315,7 +315,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
 # Whole requests
 
 # Only the bytes and operations of its plan are used, and these do not depend on the rates.
-ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)
+_ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,7 +435,7 @@ def mode_of(request: Request, config: ModelConfig, policy: Policy, fetch: str) -
     """Return the fetch mode that a setting stands for on this machine, before the weights are loaded."""
     new = request.capacity - request.tokens
     workload = Workload(request.tokens, new, request.batch, request.dtype, fetch)
-    weights = Planner(config, config, ANY_GPU, workload).weights_bytes
+    weights = Planner(config, config, _ANY_GPU, workload).weights_bytes
     return fetch_here(config, policy, workload, loading=weights).fetch
 
 
@@ -443,7 +443,7 @@ def _costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) ->
     """Return the entries of a row that are known before the run: names, bytes and operations."""
     new = request.capacity - request.tokens
     serving = Workload(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
-    planner = Planner(config, config, ANY_GPU, serving)
+    planner = Planner(config, config, _ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)
     step = planner.step(resolved, request.batch, passes=False)

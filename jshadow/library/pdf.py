@@ -32,10 +32,10 @@ class PdfLimits:
     characters: int = 2**25
 
 
-LIMITS = PdfLimits()
+_LIMITS = PdfLimits()
 
 
-def read_pdf(path: Path, limits: PdfLimits = LIMITS, begun: Begun | None = None) -> str:
+def read_pdf(path: Path, limits: PdfLimits = _LIMITS, begun: Begun | None = None) -> str:
     """Return the text of a PDF file, with an empty line between pages.
 
     Args:

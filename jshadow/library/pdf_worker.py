@@ -38,7 +38,7 @@ def text_of(file: Any, pages: int, characters: int) -> str:
         raise Refusal(f"must be a PDF file, got one that does not parse: {error}") from error
 
 
-def main(path: str, seconds: int, memory: int, pages: int, characters: int) -> int:
+def _main(path: str, seconds: int, memory: int, pages: int, characters: int) -> int:
     """Print the text of a file, and return the exit status."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -61,4 +61,4 @@ def main(path: str, seconds: int, memory: int, pages: int, characters: int) -> i
 
 if __name__ == "__main__":
     path, *limits = sys.argv[1:]
-    sys.exit(main(path, *map(int, limits)))
+    sys.exit(_main(path, *map(int, limits)))

@@ -20,9 +20,9 @@ from jshadow.errors import CheckpointError, ConfigError
 from jshadow.library.shelf import SUFFIX, Entry, Identity
 from jshadow.weights.convert.files import staged_file
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 RANGE = 2**24  # bytes of one ranged read
-READERS = 8  # number of ranged reads at once
+_READERS = 8  # number of ranged reads at once
 ONE_PUT = 2**32  # a larger object is put in parts, which excludes that the store itself refuses a second put
 _TABLE = ".json"
 
@@ -68,7 +68,7 @@ class Remote:
         try:
             yield
         except (self.obstore.exceptions.BaseError, OSError) as error:
-            LOG.warning("%s: object %s cannot be read or written: %s", self.url, name, error)
+            _LOG.warning("%s: object %s cannot be read or written: %s", self.url, name, error)
             text = str(error).partition("\n\n")[0].replace(self.hidden, "")
             raise CheckpointError(f"object {name} cannot be read or written: {text}") from error
 
@@ -80,7 +80,7 @@ class Remote:
 
     def entries(self, keys: set[str]) -> dict[str, Entry]:
         """Return the entries of complete states, by key."""
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(_READERS) as pool:
             return dict(zip(keys, pool.map(self.entry, keys), strict=True))
 
     def entry(self, key: str) -> Entry:
@@ -139,7 +139,7 @@ class Remote:
                     written = os.pwrite(file.fileno(), content, start)
                     content, start = content[written:], start + written
 
-            with ThreadPoolExecutor(READERS) as pool:
+            with ThreadPoolExecutor(_READERS) as pool:
                 list(pool.map(copy, range(0, size, RANGE)))
         return size
 

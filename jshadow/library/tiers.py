@@ -184,15 +184,15 @@ def to_host(state: KVState) -> KVState:
 
     The result is not ready for a step.
     """
-    return moved(state, lambda leaf: copied(leaf, _PINNED))
+    return _moved(state, lambda leaf: _copied(leaf, _PINNED))
 
 
 def to_device(state: KVState) -> KVState:
     """Undo `to_host`. Offloaded rows stay in host memory."""
-    return moved(state, lambda leaf: copied(leaf, "device"))
+    return _moved(state, lambda leaf: _copied(leaf, "device"))
 
 
-def moved(state: KVState, move: Callable[[Any], Any]) -> KVState:
+def _moved(state: KVState, move: Callable[[Any], Any]) -> KVState:
     """Return a state with every array moved, except offloaded rows. The copies are complete when this returns."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -204,7 +204,7 @@ def moved(state: KVState, move: Callable[[Any], Any]) -> KVState:
     return result
 
 
-def copied(leaf: jax.Array, memory: str) -> jax.Array:
+def _copied(leaf: jax.Array, memory: str) -> jax.Array:
     """Copy an array to a memory of its device, or return it if it is there."""
     if leaf.sharding.memory_kind == memory:
         return leaf

@@ -81,7 +81,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
     """Return the plan of the rows that share a job's document. `base` is its stored state."""
     new = len(job.ids) - job.read + job.request.max_new_tokens
     one = min(job.rooms, key=lambda row_class: row_class.room)
-    room, specs = next(found for found in _rooms_of(base, one.room) if holds(base, found[1], new))
+    room, specs = next(found for found in _rooms_of(base, one.room) if _holds(base, found[1], new))
     rows = max(2, one.rows)  # one row alone would own the prompt half
     config, policy, options = programs.params.config, base.policy, programs.options
     prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
@@ -100,11 +100,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
 
 
 def _rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
-    """Yield rooms from `least` on, each twice the one before, with the specs of a row that has the room after a prompt.
-
-    The rooms do not depend on the document, and so rows on all documents share their programs. A state after an answer
-    holds more exact tokens than one after a prompt, and may need a larger room than `least`.
-    """
+    """Yield rooms from `least` on, each twice the one before, with the specs of a row that has the room."""
     room = least
     while True:
         yield room, with_room(state.specs, room)
@@ -113,7 +109,7 @@ def _rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec
         room *= 2
 
 
-def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
+def _holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
     """Whether a state of one row with the windows of `specs` could take `new` more tokens."""
     return int(np.asarray(state.replace(specs=specs).room())[0]) >= new
 

@@ -266,10 +266,7 @@ class Engine:
             self._loop.accept(job, place)
 
     def _reserve(self, clients: Counter[str], limit: int | None = None) -> None:
-        """Count requests that the loop has not seen yet. Raises QueueFull if too many would wait.
-
-        A part of `limit` is for clients of which nothing waits.
-        """
+        """Count requests that the loop has not seen yet. Raises QueueFull if too many would wait."""
         waiting, count = self._loop.waiting, clients.total()
         with self._lock:
             if limit is not None:
@@ -296,10 +293,7 @@ class Engine:
                 self._thread.start()
 
     def _turn(self, message: Callable[[], None] | None = None) -> bool:
-        """Run a message, the waiting messages and one turn. Return whether there may be more to do.
-
-        An error ends all answers.
-        """
+        """Run a message, the waiting messages and one turn. Return whether there may be more to do."""
         try:
             if message is not None:
                 message()

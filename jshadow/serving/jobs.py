@@ -18,7 +18,7 @@ from jshadow.errors import JshadowError, OutOfMemory, RequestCancelled, ServingE
 from jshadow.serving.admission import PlannedClass, RowClass
 from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, DrawnToken, Piece, Request, allowed_words
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def typed(error: Exception) -> JshadowError:
@@ -30,7 +30,7 @@ def typed(error: Exception) -> JshadowError:
     if isinstance(error, JshadowError):
         found = error
     else:
-        LOG.error("the work for a request has failed, and the engine goes on", exc_info=error)
+        _LOG.error("the work for a request has failed, and the engine goes on", exc_info=error)
         kind = type(error).__name__
         found = ServingError(f"the work for this request has failed ({kind}), and the log of the engine has the reason")
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):

@@ -213,7 +213,7 @@ class _Groups:
         return documents.base_of(job, {group.plan.document: group.base for group in self._groups})
 
 
-LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 _MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
 _MOST_PREPARED = 4  # documents of waiting jobs whose files are read, and are held in host memory
 
@@ -297,7 +297,7 @@ class Loop:
         self._open = {job for job in self._open if not job.answer.done}
         for job in self._open.difference(self._jobs()):
             error = ServingError("the engine lost this request, which is a defect of jshadow; please report it")
-            LOG.error("request lost after %d tokens of its answer: %s", len(job.stream.tokens), self.counts)
+            _LOG.error("request lost after %d tokens of its answer: %s", len(job.stream.tokens), self.counts)
             self._fail(job, error)
             self._open.discard(job)
 
@@ -434,13 +434,7 @@ class Loop:
                     job.ready.add_done_callback(lambda _: self.wake())
 
     def _admit(self) -> None:
-        """Begin to read the first prompt that can have a row.
-
-        A prompt with a higher priority than that which is being read interrupts it. At most one reading is paused, and
-        a part of it is read between two interruptions.
-        A job that waits for a row of a class without a group is not overtaken. So it gets its group as soon as enough
-        rows of other classes are free.
-        """
+        """Begin to read the first prompt that can have a row."""
         full, paused = set(), self.readings[0] if self.readings else None
         for job in self.waiting if len(self.readings) < _MOST_READINGS else ():
             if paused is not None and not paused.moved:

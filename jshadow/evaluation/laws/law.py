@@ -27,7 +27,7 @@ from jshadow.policies.shadowkv.landmarks import Levels, mean_kind
 from jshadow.weights.params import Params, init_params
 
 # This times the expected number is added to every tolerance, because float32 has about seven digits.
-RELATIVE = 1e-7
+_RELATIVE = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
     `place` is the name of the arrays in the error.
     """
     try:
-        np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=tolerance)
+        np.testing.assert_allclose(got, want, rtol=_RELATIVE, atol=tolerance)
     except AssertionError:
         raise Difference(*_measured(got, want, place), tolerance) from None
 
@@ -288,7 +288,7 @@ def abstract(case: Case, fetch: str, room: int | None = None) -> KVState:
 # Leaves of a state
 
 
-CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/state.py
+_CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/state.py
 
 
 def changing(state: KVState) -> dict[str, np.ndarray]:
@@ -309,7 +309,7 @@ def remembered(state: KVState) -> dict[str, np.ndarray]:
     """
     leaves = {path: leaf for path, leaf in meaningful(state).items() if not path.endswith(".fetched")}
     for layer in [path.removesuffix("resident") for path in leaves if path.endswith(".resident")]:
-        parts = {path: leaves.pop(path) for path in (f"{layer}{name}" for name in CACHE) if path in leaves}
+        parts = {path: leaves.pop(path) for path in (f"{layer}{name}" for name in _CACHE) if path in leaves}
         if f"{layer}ages" in parts:
             continue
         units = parts[f"{layer}resident"]

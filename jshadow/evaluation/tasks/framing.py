@@ -15,7 +15,7 @@ from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode, opening
 
 HEAD = "Read this text, then answer a question about it.\n\n"
-TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that they share compiled programs
+_TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that they share compiled programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Case:
 
 def padded(count: int) -> int:
     """Round the number of tokens of a question up, so that similar lengths share a compiled program."""
-    return round_up(count, TURN_WIDTH)
+    return round_up(count, _TURN_WIDTH)
 
 
 def case_of(
@@ -151,8 +151,8 @@ def letters(rng: random.Random, alphabet: str, size: int) -> Iterator[str]:
     return _distinct(lambda: "".join(rng.choices(alphabet, k=size)))
 
 
-TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
-PROBE = 8  # how many pieces are used to estimate the size of one
+_TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
+_PROBE = 8  # how many pieces are used to estimate the size of one
 Compose = Callable[[int, str], str]
 
 
@@ -183,7 +183,7 @@ def largest(size: Callable[[int], int], least: int, room: int) -> int:
 
     `size` must increase, roughly linearly, and size(least) must be at most room.
     """
-    per = max(1.0, (size(least + PROBE) - size(least)) / PROBE)
+    per = max(1.0, (size(least + _PROBE) - size(least)) / _PROBE)
     low, high = least, 0  # 0 means that no upper bound is known
     for turn in itertools.count():
         if high == low + 1:
@@ -221,7 +221,7 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
     spare = encode(tokenizer, after(count) if after else _noise_text(missing + 8))
     best, asked, tried = compose(count, ""), missing, set[int]()
     best_size = size(count)
-    while best_size < room and 0 < asked <= len(spare) and asked not in tried and len(tried) < TRIES:
+    while best_size < room and 0 < asked <= len(spare) and asked not in tried and len(tried) < _TRIES:
         tried.add(asked)
         text = compose(count, decode(tokenizer, spare[:asked]).rstrip("\ufffd"))
         now = len(encode(tokenizer, text))

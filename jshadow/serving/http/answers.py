@@ -119,11 +119,7 @@ def _bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
 
 @functools.cache
 def _byte_symbols() -> dict[str, int]:
-    """Return the byte that each symbol of a byte-level vocabulary stands for.
-
-    Printable bytes of Latin-1 stand for themselves. The others follow, in order, from U+0100 on.
-    (Radford et al., GPT-2, 2019, section 2.2)
-    """
+    """Return the byte that each symbol of a byte-level vocabulary stands for."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -360,7 +356,7 @@ _LOG = logging.getLogger(__name__)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def event(value: dict[str, Any]) -> str:
+def _event(value: dict[str, Any]) -> str:
     """Return one event."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
@@ -385,14 +381,14 @@ def stream_response(
             async with asyncio.timeout(seconds):
                 async with contextlib.aclosing(events):  # type: ignore[type-var]
                     async for value in events:
-                        yield event(value)
+                        yield _event(value)
             yield "data: [DONE]\n\n"
         except Exception as error:
             told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
                 _LOG.exception("a stream has failed")
             failed(told.status)
-            yield event(body_of(told))
+            yield _event(body_of(told))
         finally:
             ended()
 

@@ -26,7 +26,7 @@ from jshadow.errors import (
 )
 
 # The first entry that an error is an instance of gives the status and the code.
-KINDS: tuple[tuple[type[Exception], int, str], ...] = (
+_KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (QueueFull, 429, "queue_full"),
     (CapacityError, 400, "context_length_exceeded"),
     (PromptError, 400, "invalid_prompt"),
@@ -38,16 +38,16 @@ KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (StateMismatch, 409, "state_mismatch"),
     (NumericalError, 500, "not_a_number"),
 )
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # The place of a problem names the types of a field too: "str", "list[int]", "TextContent".
-FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
-SHORT = reprlib.Repr()  # a whole list of a million numbers would be written before it is cut
-SHORT.maxstring = SHORT.maxother = 80
-METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-RETRY_SECONDS = {429: "1", 503: "5"}
+_FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
+_SHORT = reprlib.Repr()  # a whole list of a million numbers would be written before it is cut
+_SHORT.maxstring = _SHORT.maxother = 80
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+_RETRY_SECONDS = {429: "1", 503: "5"}
 
 
-class ErrorDetail(BaseModel):
+class _ErrorDetail(BaseModel):
     """An error. `param` names the field of the request that is wrong, if one is."""
 
     message: str
@@ -59,7 +59,7 @@ class ErrorDetail(BaseModel):
 class ErrorBody(BaseModel):
     """The body of a response that is an error."""
 
-    error: ErrorDetail
+    error: _ErrorDetail
 
 
 class ApiError(Exception):
@@ -84,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
     """Return an error as an ApiError."""
     if isinstance(error, ApiError):
         return error
-    for kind, status, code in KINDS:
+    for kind, status, code in _KINDS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
     return ApiError(500, str(error) if isinstance(error, JshadowError) else "the server failed", code="internal_error")
@@ -92,7 +92,7 @@ def api_error(error: Exception) -> ApiError:
 
 def body_of(error: ApiError) -> dict[str, Any]:
     """Return the body of an error's response."""
-    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     message, param = plain(str(error)), None if error.param is None else plain(error.param)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
 
@@ -102,9 +102,9 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def allowed(request: Request) -> str:
+def _allowed(request: Request) -> str:
     """Return the methods that the path of a request has, of all its routes."""
-    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     routes = request.app.routes
     full = (name for name, scope in scopes.items() if any(one.matches(scope)[0] is Match.FULL for one in routes))
     return ", ".join(full)
@@ -112,7 +112,7 @@ def allowed(request: Request) -> str:
 
 def response_of(error: ApiError, **headers: str) -> JSONResponse:
     """Return the response of an error, with further headers."""
-    retry = RETRY_SECONDS.get(error.status)
+    retry = _RETRY_SECONDS.get(error.status)
     if retry is not None:
         headers["Retry-After"] = retry
     if error.status == 401:
@@ -129,9 +129,9 @@ def validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="json")
     names = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     last = names[-1:] if first["type"] == "extra_forbidden" else []
-    field = ".".join([name for name in names[: len(names) - len(last)] if FIELD.fullmatch(name)] + last)
+    field = ".".join([name for name in names[: len(names) - len(last)] if _FIELD.fullmatch(name)] + last)
     return ApiError(
-        400, f"{field or 'body'}: {first['msg']}, got {SHORT.repr(first.get('input')):.80}", param=field or None
+        400, f"{field or 'body'}: {first['msg']}, got {_SHORT.repr(first.get('input')):.80}", param=field or None
     )
 
 
@@ -145,7 +145,7 @@ def add_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
-            methods = allowed(request)
+            methods = _allowed(request)
             message = f"{request.url.path:.80} has no method {request.method:.20}, but {methods}"
             return response_of(ApiError(405, message, code="method_not_allowed"), Allow=methods)
         return response_of(ApiError(error.status_code, str(error.detail)), **error.headers or {})

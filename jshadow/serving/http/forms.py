@@ -113,7 +113,7 @@ def _call_rules(tools: list[Tool], tokenizer: Any, calls: Format) -> list[str]:
         name = json.dumps(tool.function.name)  # it is text, also where it is that of a token
         begin = " ".join(name if part == "NAME" else _text_rule(tokenizer, part) for part in calls.opening_parts)
         end = _text_rule(tokenizer, calls.closing)
-        rules.append(f"call{index}: {begin} {_json_rule(closed(tool.function.parameters))} {end}")
+        rules.append(f"call{index}: {begin} {_json_rule(_closed(tool.function.parameters))} {end}")
     return rules
 
 
@@ -123,11 +123,8 @@ def _text_rule(tokenizer: Any, text: str) -> str:
     return json.dumps(text) if token is None else f"<[{token}]>"
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, without other properties than those that it names.
-
-    A small model may write properties without end. A schema that says how it is, or combines others, stays.
-    """
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, without other properties than those that it names."""
     if any(key in schema for key in _OPEN_KEYS):
         return schema
     properties, required = schema.get("properties", {}), schema.get("required", [])

@@ -75,11 +75,7 @@ problem = _Checker()  # maps a grammar to why it is refused, or ""
 
 
 def _tokens_of(tokenizer: Any, size: int, ends: list[int]) -> Any:
-    """Return the tokens of a model for llguidance: those of the tokenizer, or `size` if the model has more.
-
-    The text of a special token in a grammar is plain text. So llguidance gets a tokenizer whose special tokens have
-    other names, and no text is read as one of them. A grammar can name them by their ids.
-    """
+    """Return the tokens of a model for llguidance: those of the tokenizer, or `size` if the model has more."""
     from llguidance import LLTokenizer
     from llguidance.hf import from_tokenizer
 

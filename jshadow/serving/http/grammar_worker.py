@@ -15,7 +15,7 @@ _MEMORY = 2**31
 _STACK = 2**22  # half of what a thread of the server has
 
 
-def problem(grammar: str) -> str:
+def _problem(grammar: str) -> str:
     """Return why llguidance refuses a grammar, or "". The time counts from here on."""
     from llguidance import LLMatcher
 
@@ -28,14 +28,14 @@ def problem(grammar: str) -> str:
     return found[0]
 
 
-def main() -> None:
+def _main() -> None:
     """Answer each line."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     threading.stack_size(_STACK)
     for line in sys.stdin:
-        print(json.dumps(problem(json.loads(line))), flush=True)
+        print(json.dumps(_problem(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    _main()

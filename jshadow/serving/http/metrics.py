@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
 FRESH_SECONDS = 0.5  # for which the text serves all who ask, because /metrics needs no key
-SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
 
 
@@ -36,7 +36,7 @@ class Metrics:
         self.first_seconds = 0.0
         self._text, self._made = b"", -FRESH_SECONDS
 
-        def histogram(metric: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        def histogram(metric: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             family = Histogram(f"vllm:{metric}", text, ["model_name"], buckets=buckets, registry=self.registry)
             return family.labels(name)
 

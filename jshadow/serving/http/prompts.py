@@ -170,10 +170,7 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _called(marked: _Marked, call: FunctionCall, field: str, joins: bool) -> dict[str, Any]:
-    """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object.
-
-    With `joins`, the template wants the arguments as JSON, and not as an object.
-    """
+    """Return the function of an earlier call. Raises ApiError if its arguments are not the JSON of an object."""
     name = f"{field}.arguments"
     try:
         arguments = marked.values(arguments_of(call.arguments))

@@ -36,10 +36,7 @@ _OFF = -1  # top_k of vLLM and others that turns the filter off
 
 
 def _settings_of(body: Drawing, choice: int) -> RowSettings:
-    """Return how the tokens of choice number `choice` are drawn. Raises ConfigError or ApiError.
-
-    OpenAI's default temperature is 1. Without a seed, each choice gets one at random.
-    """
+    """Return how the tokens of choice number `choice` are drawn. Raises ConfigError or ApiError."""
     temperature = 1.0 if body.temperature is None else body.temperature
     top_k = None if body.top_k in (None, 0, _OFF) else body.top_k
     seed = secrets.randbits(63) if body.seed is None else (body.seed + choice + 2**63) % 2**64 - 2**63
@@ -127,7 +124,7 @@ async def pieces(answer: Answer) -> AsyncIterator[Piece]:
             await changed.wait()
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 FILE = "file-"
 _KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
 _READ_AT_ONCE = 2  # files whose text is being read
@@ -247,7 +244,7 @@ class Service:
             if not answer.done:
                 self.engine.cancel(answer)
 
-    async def slowly(self, function: Callable[..., T], *args: Any) -> T:
+    async def slowly(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run a function that reads files or encodes texts in another thread."""
         return await run_in_threadpool(function, *args)
 
