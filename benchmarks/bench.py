@@ -10,62 +10,94 @@ The options are those of `jshadow bench`, and more. transformers and torch are t
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from jshadow.cli import bench
-from jshadow.cli.compile_cache import compile_cache
-from jshadow.cli.console import console, print_table
+from jshadow.cli.compile_cache import CacheOptions, compile_cache
+from jshadow.cli.console import show_table
+from jshadow.cli.fields import Command, add_command, command_of, option
+from jshadow.cli.options import MODEL_HELP, check_least
 from jshadow.errors import ConfigError, JshadowError
 
 NO_PEERS = "leave transformers out"
 
 
+@dataclasses.dataclass(kw_only=True)
+class Layer(bench.Layer):
+    """One decode step of one layer's attention, beside dense baselines."""
+
+    stages: bool = option("also each stage of the step, as a program of its own", False)
+    speculate: str | None = option("instead, a cycle of self:POLICY:key=value:... and a step", metavar="NAME")
+    acceptance: float | None = option("share of its drafts that are accepted", metavar="SHARE")
+
+    def run(self) -> int:
+        return run_layer(self)
+
+
+class _WithPeers:
+    def others(self) -> Sequence[Any]:
+        from speed.peers import transformers_systems
+
+        from jshadow.evaluation.speed import Request
+
+        request = Request(self.model, self.tokens, self.batch, self.steps, self.dtype)
+        return () if self.no_peers else transformers_systems(request)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Decode(_WithPeers, bench.Decode):
+    """Decode steps of a checkpoint, beside transformers."""
+
+    no_peers: bool = option(NO_PEERS, False)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Prefill(_WithPeers, bench.Prefill):
+    """The prefill of a checkpoint, beside transformers."""
+
+    no_peers: bool = option(NO_PEERS, False)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Speculate(CacheOptions, Command):
+    """Continue texts of four tasks without and with drafters, and with transformers, prompt lookup too.
+
+    The runs alternate. The first run of each system compiles and does not count.
+    """
+
+    model: str = option(MODEL_HELP, positional=True, required=True)
+    tokens: int = option("tokens of each text", 4096)
+    new: int = option("new tokens", 128)
+    repeats: int = option("measured runs of each system", 3)
+    drafters: str = option(bench.POLICIES_HELP, "prompt_lookup")
+    policy: str = option("NAME or NAME:key=value:...", "full")
+    dtype: str = option(bench.DTYPE_HELP, "float32")
+    no_peers: bool = option(NO_PEERS, False)
+
+    def run(self) -> int:
+        return run_speculation(self)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all parts."""
     top = argparse.ArgumentParser(description="Measure as `jshadow bench` does, beside other systems.")
-    parts = top.add_subparsers(dest="part", required=True, metavar="PART")
-    layer = parts.add_parser("layer", help="one decode step of one layer's attention, beside dense baselines")
-    layer.set_defaults(run=run_layer)
-    bench.add_layer_options(layer)
-    layer.add_argument("--stages", action="store_true", help="also each stage of the step, as a program of its own")
-    layer.add_argument("--speculate", metavar="NAME", help="instead, a cycle of self:POLICY:key=value:... and a step")
-    layer.add_argument("--acceptance", type=float, metavar="SHARE", help="share of its drafts that are accepted")
-    for part, text in (("decode", "decode steps of a checkpoint"), ("prefill", "the prefill of a checkpoint")):
-        model = parts.add_parser(part, help=f"{text}, beside transformers")
-        model.set_defaults(run=run_model)
-        bench.add_model_options(model)
-        model.add_argument("--no-peers", action="store_true", help=NO_PEERS)
-    guess = parts.add_parser(
-        "speculate",
-        help="decoding with and without speculation",
-        description="Continue texts of four tasks without and with drafters, and with transformers, prompt lookup too. "
-        "The runs alternate. The first run of each system compiles and does not count.",
-    )
-    guess.set_defaults(run=run_speculation)
-    guess.add_argument("model", help="HF directory or hub id")
-    bench.add_count(guess, "tokens", 4096, "tokens of each text")
-    bench.add_count(guess, "new", 128, "new tokens")
-    bench.add_count(guess, "repeats", 3, "measured runs of each system")
-    guess.add_argument("--drafters", default="prompt_lookup", help=bench.POLICIES_HELP)
-    guess.add_argument("--policy", default="full", help="NAME or NAME:key=value:... (default: %(default)s)")
-    guess.add_argument("--dtype", default="float32", help=bench.DTYPE_HELP)
-    guess.add_argument("--no-peers", action="store_true", help=NO_PEERS)
-    bench.add_output_options(guess)
+    parts = top.add_subparsers(required=True, metavar="PART")
+    for name, kind in (("layer", Layer), ("decode", Decode), ("prefill", Prefill), ("speculate", Speculate)):
+        add_command(parts, name, kind, str(kind.__doc__).partition(".")[0].lower())
     return top
 
 
-def run_layer(args: argparse.Namespace) -> int:
+def run_layer(args: Layer) -> int:
     """Time one layer's step with each policy and with each dense baseline, and the stages if they are asked for."""
     from speed.peers import bench_baselines
     from speed.stages import bench_stages
 
     from jshadow.evaluation.speed import bench_layer, ceilings
 
-    shapes = bench.shapes_of(args)
+    shapes = args.shapes()
     if args.speculate is not None:
         return run_cycles(args, shapes)
     policies = bench.policies_of(args.policies)
@@ -91,7 +123,7 @@ def run_layer(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_cycles(args: argparse.Namespace, shapes: Sequence[Any]) -> int:
+def run_cycles(args: Layer, shapes: Sequence[Any]) -> int:
     """Time a cycle of self-drafting in one layer beside a step of full attention."""
     from speed.speculation import bench_cycle
 
@@ -105,32 +137,22 @@ def run_cycles(args: argparse.Namespace, shapes: Sequence[Any]) -> int:
     rows = [bench_cycle(shape, drafter, args.acceptance, args.repeats) for shape in shapes]
     if args.json:
         return bench.tell_json(results=rows)
-    table = Table(
-        "tokens", "full step, ms", "drafts, ms", "check, ms", "tokens a cycle", "this / full", "least to most"
-    )
+    titles = ("tokens", "full step, ms", "drafts, ms", "check, ms", "tokens a cycle", "this / full", "least to most")
+    table = []
     for row in rows:
-        table.add_row(
+        cells = (
             f"{row['context']:,}",
             *(f"{row[f'{name}_seconds'] * 1e3:.2f}" for name in ("step", "draft", "check")),
             f"{row['tokens_a_cycle']:.2f}",
             f"{row['ratio']:.2f}",
             f"{row['least']:.2f} to {row['most']:.2f}",
         )
-    print_table(table, console(140))
+        table.append(cells)
+    show_table(titles, table, width=bench.WIDTH)
     return 0
 
 
-def run_model(args: argparse.Namespace) -> int:
-    """Time whole requests, beside those of transformers."""
-    from speed.peers import transformers_systems
-
-    from jshadow.evaluation.speed import Request
-
-    request = Request(args.model, args.tokens, args.batch, args.steps, args.dtype)
-    return bench.run_model(args, () if args.no_peers else transformers_systems(request))
-
-
-def run_speculation(args: argparse.Namespace) -> int:
+def run_speculation(args: Speculate) -> int:
     """Continue texts with and without drafters, beside transformers."""
     from speed.speculation import bench_speculation, bench_transformers, texts_of
 
@@ -138,7 +160,7 @@ def run_speculation(args: argparse.Namespace) -> int:
     from jshadow.policies import parse_policy, split_policy
     from jshadow.weights.params import load
 
-    bench.check_repeats(args.repeats)
+    check_least(args, 1, "repeats")
     drafters = [parse_drafter(text, args.dtype) for text in args.drafters.split(",")]
     policy = parse_policy(*split_policy(args.policy))
     params = load(args.model, dtype=args.dtype)
@@ -156,9 +178,9 @@ def run_speculation(args: argparse.Namespace) -> int:
     if args.json:
         return bench.tell_json(rows=rows)
     titles = ("task", "system", "tokens/s", "this / plain", "least to most", "tokens a cycle", "kept", "acceptance")
-    table = Table(*titles, "same tokens")
+    table: list[Sequence[str]] = []
     for row in rows:
-        table.add_row(
+        cells = (
             row["task"],
             row["system"],
             f"{row['tokens_per_second']:.1f}",
@@ -169,16 +191,18 @@ def run_speculation(args: argparse.Namespace) -> int:
             "-" if row["acceptance"] is None else f"{row['acceptance']:.3f}",
             f"{'yes' if row['same'] else 'NO'}, {row['new_tokens']}",
         )
-    print_table(table, console(140))
+        table.append(cells)
+    show_table([*titles, "same tokens"], table, width=bench.WIDTH)
     return 0
 
 
 def print_stages(rows: list[dict[str, Any]]) -> None:
     """Print the stages of each policy. For a stage that is part of another stage, the line names that stage."""
-    table = Table("stage", "ms", "least to most", "to its bound", "read MB", "from the host MB", "million operations")
+    titles = ("stage", "ms", "least to most", "to its bound", "read MB", "from the host MB", "million operations")
+    table: list[Sequence[str]] = []
     for row in rows:
         inner = f" (of {row['part_of']})" if row["part_of"] else ""
-        table.add_row(
+        cells = (
             f"{row['setting']}: {row['stage']}{inner}",
             *bench.milliseconds(row),
             bench.times_bound(row),
@@ -186,15 +210,16 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
             f"{row['bytes_fetched'] / 1e6:,.1f}",
             f"{row['flops'] / 1e6:,.1f}",
         )
-    print_table(table, console(140))
+        table.append(cells)
+    show_table(titles, table, width=bench.WIDTH)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a part. Returns 0, 1 if a setting could not be measured, or 2 for an error of jshadow's."""
-    args = parser().parse_args(argv)
     try:
-        with compile_cache(args):
-            return int(args.run(args))
+        command = command_of(parser().parse_args(argv))
+        with compile_cache(command):
+            return command.run()
     except JshadowError as error:
         print(f"bench: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

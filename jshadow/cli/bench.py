@@ -1,96 +1,158 @@
 """`jshadow bench layer | decode | prefill | ceilings`: measured times, and the peak rates of the machine."""
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jshadow.cli.compile_cache import add_cache_option
-from jshadow.cli.console import console, print_table
-from jshadow.cli.options import FETCH_HELP, JSON_HELP
+from jshadow.cli.compile_cache import CacheOptions
+from jshadow.cli.console import show_table
+from jshadow.cli.fields import Command, option
+from jshadow.cli.options import FETCH_HELP, MODEL_HELP, check_least
 from jshadow.errors import ConfigError
 
 if TYPE_CHECKING:
     from jshadow.evaluation.speed import Shape, System
 
 ABOUT = """Measure on this machine. Absolute times drift where cores are shared: compare within one run."""
-POLICIES_HELP = "NAME or NAME:key=value:..., comma list (default: %(default)s)"
-DTYPE_HELP = "float32 or bfloat16 (default: %(default)s)"
+POLICIES_HELP = "NAME or NAME:key=value:..., comma list"
+DTYPE_HELP = "float32 or bfloat16"
+WIDTH = 140  # of the tables
 
 
-def add_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of the command and of its four parts."""
-    parts = add.add_subparsers(dest="part", required=True, metavar="PART")
-    layer = parts.add_parser(
-        "layer",
-        help="one decode step of one layer's attention",
-        description="One decode step of one layer's attention on random keys and values. bound: bytes moved at the "
-        "measured read rate, and operations at the measured product rate.",
-    )
-    layer.set_defaults(run=_run_layer)
-    add_layer_options(layer)
-    for part, text in (("decode", "decode steps of a checkpoint"), ("prefill", "the prefill of a checkpoint")):
-        model = parts.add_parser(
-            part,
-            help=text,
-            description=f"Measure {text} on random tokens. Each policy runs in processes of its own, in turn; its "
-            "first answer compiles and warms up, its second counts.",
-        )
-        model.set_defaults(run=run_model)
-        add_model_options(model)
-    most = parts.add_parser(
-        "ceilings",
-        help="what the machine can do at best",
-        description="Bytes a second read and copied, operations a second in products; with a GPU, the bus too.",
-    )
-    most.set_defaults(run=_run_ceilings)
-    add_count(most, "repeats", 10, "timed calls; the best one counts")
-    add_output_options(most)
+@dataclasses.dataclass(kw_only=True)
+class Layer(CacheOptions, Command):
+    """One decode step of one layer's attention on random keys and values.
+
+    bound: bytes moved at the measured read rate, and operations at the measured product rate.
+    """
+
+    context: str = option("prompt tokens, comma list", "131072")
+    batch: int = option("rows", 1)
+    heads: int = option("query heads", 32)
+    kv_heads: int = option("key and value heads", 8)
+    head_dim: int = option("width of a head", 128)
+    repeats: int = option("timed calls; their median is printed", 10)
+    dtype: str = option(DTYPE_HELP, "bfloat16")
+    policies: str = option(POLICIES_HELP, "full,shadowkv")
+    fetch: str = option(FETCH_HELP, "auto")
+
+    def shapes(self) -> list["Shape"]:
+        """Return the shape of each context. Raises ConfigError for an option that is out of range."""
+        from jshadow.evaluation.speed import Shape
+
+        check_least(self, 1, "repeats")
+        _check_dtype(self.dtype)
+        contexts = list(dict.fromkeys(part.strip() for part in self.context.split(",")))
+        if not all(part.isdecimal() for part in contexts):
+            raise ConfigError(f"--context must be a comma list of token counts, got {self.context!r}")
+        sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype)
+        return [Shape(int(context), *sizes) for context in contexts]
+
+    def run(self) -> int:
+        """Return 0 when all settings are measured."""
+        from jshadow.evaluation.speed import bench_layer, ceilings
+
+        shapes, policies = self.shapes(), policies_of(self.policies)
+        best = ceilings(3)
+        rows = [
+            {"setting": text} | bench_layer(shape, policy, self.fetch, self.repeats)
+            for shape in shapes
+            for text, policy in policies
+        ]
+        for row in rows:
+            row["bound_seconds"] = bound(row, best, self.dtype)
+        if self.json:
+            return tell_json(ceilings=best, results=rows)
+        for shape in shapes:
+            print_rows([row for row in rows if row["context"] == shape.context], shape.context)
+        print_growth(rows)
+        print_ceilings(best)
+        return 0
 
 
-def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    """Add an option --`name` that takes an integer. `text` is its help, without the default."""
-    parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+@dataclasses.dataclass(kw_only=True)
+class _Model(CacheOptions, Command):
+    part: ClassVar[str]
+    model: str = option(MODEL_HELP, positional=True, required=True)
+    tokens: int = option("tokens of each prompt", 4096)
+    batch: int = option("prompts", 1)
+    steps: int = option("tokens fed after the prompt", 24)
+    runs: int = option("processes of each system", 3)
+    dtype: str = option(DTYPE_HELP, "float32")
+    policies: str = option(POLICIES_HELP, "full,shadowkv")
+    fetch: str = option("auto, resident, device_put, zero_copy, comma list", "auto")
+
+    def others(self) -> Sequence["System"]:
+        """Return the systems that are timed beside jshadow."""
+        return ()
+
+    def run(self) -> int:
+        """Return 1 if a setting of jshadow could not be measured, else 0."""
+        from jshadow.evaluation.speed import Request, bench_model, ceilings
+
+        _check_dtype(self.dtype)
+        request = Request(self.model, self.tokens, self.batch, self.steps, self.dtype)
+
+        def progress(system: str) -> None:
+            print(f"running {system} ...", file=sys.stderr, flush=True)
+
+        policies, fetches = policies_of(self.policies), [part.strip() for part in self.fetch.split(",")]
+        rows = bench_model(request, policies, fetches, runs=self.runs, others=self.others(), progress=progress)
+        best = ceilings(3)
+        for row in rows:
+            known = row["flops"] is not None
+            row["bound_seconds"] = bound(row, best, self.dtype) if known else None
+            row["prefill_bound_seconds"] = row["prefill_flops"] / best[f"matmul_{self.dtype}"] if known else None
+        if self.json:
+            tell_json(ceilings=best, results=rows)
+        else:
+            _print_model(rows, self.part, self.tokens * self.batch)
+            print_ceilings(best)
+        return int(any(row["error"] is not None and row["fetch"] is not None for row in rows))
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all parts share."""
-    add_cache_option(parser)
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+@dataclasses.dataclass(kw_only=True)
+class Decode(_Model):
+    """Measure decode steps of a checkpoint on random tokens.
+
+    Each policy runs in processes of its own, in turn; its first answer compiles and warms up, its second counts.
+    """
+
+    part: ClassVar[str] = "decode"
 
 
-def add_layer_options(layer: argparse.ArgumentParser) -> None:
-    """Add the options of `layer`."""
-    layer.add_argument("--context", default="131072", help="prompt tokens, comma list (default: %(default)s)")
-    add_count(layer, "batch", 1, "rows")
-    add_count(layer, "heads", 32, "query heads")
-    add_count(layer, "kv-heads", 8, "key and value heads")
-    add_count(layer, "head-dim", 128, "width of a head")
-    add_count(layer, "repeats", 10, "timed calls; their median is printed")
-    layer.add_argument("--dtype", default="bfloat16", help=DTYPE_HELP)
-    layer.add_argument("--policies", default="full,shadowkv", help=POLICIES_HELP)
-    layer.add_argument("--fetch", default="auto", help=FETCH_HELP)
-    add_output_options(layer)
+@dataclasses.dataclass(kw_only=True)
+class Prefill(_Model):
+    """Measure the prefill of a checkpoint on random tokens.
+
+    Each policy runs in processes of its own, in turn; its first answer compiles and warms up, its second counts.
+    """
+
+    part: ClassVar[str] = "prefill"
 
 
-def add_model_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of `decode` and `prefill`, which run the same measurement and print one half of the results."""
-    add.add_argument("model", help="HF directory or hub id")
-    add_count(add, "tokens", 4096, "tokens of each prompt")
-    add_count(add, "batch", 1, "prompts")
-    add_count(add, "steps", 24, "tokens fed after the prompt")
-    add_count(add, "runs", 3, "processes of each system")
-    add.add_argument("--dtype", default="float32", help=DTYPE_HELP)
-    add.add_argument("--policies", default="full,shadowkv", help=POLICIES_HELP)
-    add.add_argument("--fetch", default="auto", help="auto, resident, device_put, zero_copy, comma list")
-    add_output_options(add)
+@dataclasses.dataclass(kw_only=True)
+class Ceilings(CacheOptions, Command):
+    """Bytes a second read and copied, operations a second in products; with a GPU, the bus too."""
 
+    repeats: int = option("timed calls; the best one counts", 10)
 
-def check_repeats(repeats: int) -> None:
-    """Raise ConfigError for less than one repeat."""
-    if repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, got {repeats}")
+    def run(self) -> int:
+        """Return 0 when all rates are measured."""
+        from jshadow.evaluation.speed import ceilings
+
+        check_least(self, 1, "repeats")
+        rates = ceilings(self.repeats)
+        if self.json:
+            return tell_json(ceilings=rates)
+        rows = [
+            (name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
+            for name, value in rates.items()
+        ]
+        show_table(["ceiling", "a second"], rows, width=WIDTH)
+        return 0
 
 
 def _check_dtype(dtype: str) -> None:
@@ -106,42 +168,6 @@ def policies_of(text: str) -> list[tuple[str, Any]]:
     return [(part, parse_policy(*split_policy(part))) for part in text.split(",")]
 
 
-def shapes_of(args: argparse.Namespace) -> list["Shape"]:
-    """Return the shape of each context of `layer`. Raises ConfigError for an option that is out of range."""
-    from jshadow.evaluation.speed import Shape
-
-    check_repeats(args.repeats)
-    _check_dtype(args.dtype)
-    contexts = list(dict.fromkeys(part.strip() for part in args.context.split(",")))
-    if not all(part.isdecimal() for part in contexts):
-        raise ConfigError(f"--context must be a comma list of token counts, got {args.context!r}")
-    return [
-        Shape(int(context), args.batch, args.heads, args.kv_heads, args.head_dim, args.dtype) for context in contexts
-    ]
-
-
-def _run_layer(args: argparse.Namespace) -> int:
-    """Run `jshadow bench layer`, and return 0 when all settings are measured."""
-    from jshadow.evaluation.speed import bench_layer, ceilings
-
-    shapes, policies = shapes_of(args), policies_of(args.policies)
-    best = ceilings(3)
-    rows = [
-        {"setting": text} | bench_layer(shape, policy, args.fetch, args.repeats)
-        for shape in shapes
-        for text, policy in policies
-    ]
-    for row in rows:
-        row["bound_seconds"] = bound(row, best, args.dtype)
-    if args.json:
-        return tell_json(ceilings=best, results=rows)
-    for shape in shapes:
-        print_rows([row for row in rows if row["context"] == shape.context], shape.context)
-    print_growth(rows)
-    print_ceilings(best)
-    return 0
-
-
 def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
     """Return the seconds that a row's bytes and operations take at the measured rates of this machine.
 
@@ -150,51 +176,6 @@ def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
     """
     bus = row["bytes_fetched"] / best.get("host_to_device", best["read"])
     return float(row["bytes_read"] / best["read"] + bus + row["flops"] / best[f"matmul_{dtype}"])
-
-
-def run_model(args: argparse.Namespace, others: Sequence["System"] = ()) -> int:
-    """Run `jshadow bench decode` or `prefill`, and return 1 if a setting of jshadow could not be measured, else 0.
-
-    `others` are systems that are timed beside jshadow.
-    """
-    from jshadow.evaluation.speed import Request, bench_model, ceilings
-
-    _check_dtype(args.dtype)
-    request = Request(args.model, args.tokens, args.batch, args.steps, args.dtype)
-
-    def progress(system: str) -> None:
-        print(f"running {system} ...", file=sys.stderr, flush=True)
-
-    fetches = [part.strip() for part in args.fetch.split(",")]
-    rows = bench_model(request, policies_of(args.policies), fetches, runs=args.runs, others=others, progress=progress)
-    best = ceilings(3)
-    for row in rows:
-        known = row["flops"] is not None
-        row["bound_seconds"] = bound(row, best, args.dtype) if known else None
-        row["prefill_bound_seconds"] = row["prefill_flops"] / best[f"matmul_{args.dtype}"] if known else None
-    if args.json:
-        tell_json(ceilings=best, results=rows)
-    else:
-        _print_model(rows, args.part, args.tokens * args.batch)
-        print_ceilings(best)
-    return int(any(row["error"] is not None and row["fetch"] is not None for row in rows))
-
-
-def _run_ceilings(args: argparse.Namespace) -> int:
-    """Run `jshadow bench ceilings`, and return 0 when all rates are measured."""
-    from rich.table import Table
-
-    from jshadow.evaluation.speed import ceilings
-
-    check_repeats(args.repeats)
-    rates = ceilings(args.repeats)
-    if args.json:
-        return tell_json(ceilings=rates)
-    table = Table("ceiling", "a second")
-    for name, value in rates.items():
-        table.add_row(name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
-    print_table(table, console(140))
-    return 0
 
 
 def tell_json(**results: Any) -> int:
@@ -207,8 +188,6 @@ def tell_json(**results: Any) -> int:
 
 def _print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
     """Print the table of `decode` or `prefill`, with a line for each setting that was not measured."""
-    from rich.table import Table
-
     from jshadow.evaluation.speed import label_of
 
     decode = part == "decode"
@@ -221,14 +200,13 @@ def _print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
     first = min(there, key=lambda row: (row["fetch"] is not None, row["policy"] != "full"), default={"setting": "-"})
     unit, scale = ("step, ms", 1e3) if decode else ("prefill, s", 1.0)
     titles = ("", unit, "least to most", "tokens/s", f"{first['setting']} / this", "to its bound")
-    table = Table(*titles, "device MB", "host MB", "moved MB a step")
+    table: list[Sequence[str]] = []
     for row in rows:
         if row["error"] is not None:
-            table.add_row(label_of(row), "not measured")
+            table.append((label_of(row), "not measured"))
             continue
         rate = row["tokens_per_second"] if decode else tokens / row[name]
-        table.add_row(
-            label_of(row),
+        cells = (
             f"{row[name] * scale:.2f}",
             f"{row[least] * scale:.2f} to {row[most] * scale:.2f}",
             f"{rate:,.1f}",
@@ -239,7 +217,8 @@ def _print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
                 for size in ("bytes_device", "bytes_host", "bytes_moved")
             ),
         )
-    print_table(table, console(140))
+        table.append((label_of(row), *cells))
+    show_table([*titles, "device MB", "host MB", "moved MB a step"], table, width=WIDTH)
     for row in rows:
         if row["fallback"]:
             print(f"{row['setting']}: {row['fallback']}")
@@ -249,24 +228,23 @@ def _print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
 
 def print_rows(rows: list[dict[str, Any]], context: int) -> None:
     """Print the table of `layer` for one context length. Ratios are to the fastest dense row, else to the first row."""
-    from rich.table import Table
-
     from jshadow.evaluation.speed import label_of
 
     dense = [row for row in rows if row["policy"] == "full" or row["fetch"] is None]
     first = min(dense, key=lambda row: row["step_seconds"]) if dense else rows[0]
     compared = f"{'dense' if dense else first['setting']} / this"
     titles = (f"{context:,} tokens", "step, ms", "least to most", compared, "to its bound")
-    table = Table(*titles, "device MB", "host MB", "moved MB")
-    for row in rows:
-        table.add_row(
+    table = [
+        (
             label_of(row),
             *milliseconds(row),
             f"{first['step_seconds'] / row['step_seconds']:.2f}",
             times_bound(row),
             *(f"{row[name] / 1e6:,.1f}" for name in ("bytes_device", "bytes_host", "bytes_moved")),
         )
-    print_table(table, console(140))
+        for row in rows
+    ]
+    show_table([*titles, "device MB", "host MB", "moved MB"], table, width=WIDTH)
 
 
 def milliseconds(row: dict[str, Any]) -> tuple[str, str]:

@@ -4,7 +4,6 @@ The cache is JAX's own persistent compilation cache. It is set up by JAX's envir
 so that processes which a command starts also use it. A variable that is already set stays as it is.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jshadow.cli.fields import add_options, option
+from jshadow.cli.fields import option
 
 _FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 # Small programs are also kept: a short answer runs dozens of them, and each takes a fraction of a second to compile.
@@ -31,11 +30,6 @@ class CacheOptions:
     compile_cache: bool = option(
         f"do not keep compiled programs on disk (default: {_FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)", True
     )
-
-
-def add_cache_option(add: argparse.ArgumentParser) -> None:
-    """Add --no-compile-cache to a command that compiles."""
-    add_options(add, CacheOptions)
 
 
 def default_folder() -> Path:

@@ -1,16 +1,15 @@
 """`jshadow eval`: measure policies against full attention."""
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jshadow.cli import fields
-from jshadow.cli.compile_cache import add_cache_option
+from jshadow.cli.compile_cache import CacheOptions
 from jshadow.cli.console import SlowProgress, console
-from jshadow.cli.fields import JSON_HELP
-from jshadow.cli.options import FETCH_HELP, PREFILL_HELP, WeightOptions, load_model
+from jshadow.cli.fields import Command, option
+from jshadow.cli.options import FETCH_HELP, MODEL_HELP, PREFILL_HELP, WeightOptions, load_model
 from jshadow.cli.processes import MeshOptions, ProcessOptions, check_same, joined
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASKS
@@ -20,56 +19,77 @@ if TYPE_CHECKING:
     from jshadow.ops.parts import Part
     from jshadow.policies import Policy
 
-ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
-{", ".join(TASKS)}. NVIDIA's own RULER (extra `ruler`): {", ".join(RULER_TASKS)}."""
 USUAL_TASKS, USUAL_LENGTHS, SUITE_LENGTHS = "needle_noise,needle_docs", "1024,2048", "4096"
 
 
-def add_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add.set_defaults(run=_run_eval)
-    add.add_argument("model", nargs="?", help="HF directory, or hub id")
-    add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data or --suite)")
-    add.add_argument("--suite", help="ruler: all 13 tasks of NVIDIA's own RULER, beside --tasks (extra `ruler`)")
-    add.add_argument(
-        "--lengths",
-        help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS}; {SUITE_LENGTHS} with --suite)",
+@dataclasses.dataclass(kw_only=True)
+class Eval(WeightOptions, MeshOptions, ProcessOptions, CacheOptions, Command):
+    """Measure policies against full attention, on generated tasks with known answers and on local data."""
+
+    epilog: ClassVar[str] = (
+        f"""Tasks: {", ".join(TASKS)}. NVIDIA's own RULER (extra `ruler`): {", ".join(RULER_TASKS)}."""
     )
-    add.add_argument(
-        "--data",
+    model: str | None = option(MODEL_HELP, positional=True)
+    tasks: str | None = option(f"comma list (default: {USUAL_TASKS}; none with --data or --suite)")
+    suite: str | None = option("ruler: all 13 tasks of NVIDIA's own RULER, beside --tasks (extra `ruler`)")
+    lengths: str | None = option(
+        f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS}; {SUITE_LENGTHS} with --suite)"
+    )
+    data: str | None = option(
+        "local .jsonl, .json or .parquet files, comma list: kvpress's columns, or the files of LongBench v1 and v2, "
+        "InfiniteBench or RULER",
         metavar="FILES",
-        help="local .jsonl, .json or .parquet files, comma list: kvpress's "
-        "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER",
     )
-    add.add_argument(
-        "--truncate",
-        help="middle: cut rows of --data that exceed the context, and mark them",
-    )
-    add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
-    add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
-    add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
-    add.add_argument(
-        "--sweep",
-        action="append",
+    truncate: str | None = option("middle: cut rows of --data that exceed the context, and mark them")
+    limit: int | None = option("rows of each file of --data (default: all)")
+    policies: str = option("NAME or NAME:key=value:..., comma list", "full,shadowkv")
+    shares: str | None = option("run each policy at these shares of full attention's device bytes, comma list")
+    sweep: Sequence[str] = option(
+        "also run each of these settings of a policy, beside those at --shares; again for another setting",
+        (),
         metavar="NAME:KEY=A|B",
-        help="also run each of these settings of a policy, beside those at --shares; again for another setting",
     )
-    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
-    add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
-    add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
-    add.add_argument("--together", type=int, default=1, help="samples that run as one batch (default: %(default)s)")
-    add.add_argument("--seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
-    add.add_argument(
-        "--cases", metavar="FILE", help="read the prompts of the tasks from FILE, or write it if it is new"
+    prefill: str | None = option(PREFILL_HELP, metavar="NAME[:KEY=VALUE...]")
+    fitted: str | None = option("arrays of `jshadow fit`, a file a policy, comma list", metavar="FILES")
+    samples: int = option("samples of each task and length", 10)
+    together: int = option("samples that run as one batch", 1)
+    seed: int = option("seed of the tasks", 0)
+    cases: str | None = option("read the prompts of the tasks from FILE, or write it if it is new", metavar="FILE")
+    fetch: str = option(FETCH_HELP, "auto")
+    out: str | None = option("directory for the result of every sample and of all (results.json)", metavar="DIR")
+    part: str | None = option("run only part I of N parts of the samples; it needs --out", metavar="I/N")
+    merge: Sequence[str] = option(
+        "merge the parts in these directories; without MODEL", (), metavar="DIR", together=True
     )
-    add.add_argument("--fetch", default="auto", help=FETCH_HELP)
-    fields.add_options(add, WeightOptions)
-    add_cache_option(add)
-    add.add_argument("--out", metavar="DIR", help="directory for the result of every sample and of all (results.json)")
-    add.add_argument("--part", metavar="I/N", help="run only part I of N parts of the samples; it needs --out")
-    add.add_argument("--merge", nargs="+", metavar="DIR", help="merge the parts in these directories; without MODEL")
-    fields.add_options(add, MeshOptions, ProcessOptions)
-    add.add_argument("--json", action="store_true", help=JSON_HELP)
+
+    def run(self) -> int:
+        """Return 0 when all samples are evaluated, or the rows of the parts are printed."""
+        from jshadow.cache import offload
+        from jshadow.engine.sparse_prefill import parse_prefill
+        from jshadow.ops.parts import parse_part
+        from jshadow.policies import parse_policy, split_policy
+
+        if self.merge:
+            return _merge(self)
+        if self.model is None:
+            raise ConfigError("MODEL must be given, except with --merge")
+        part = None if self.part is None else parse_part(self.part)
+        if part is not None and self.out is None:
+            raise ConfigError("--part must come with --out, because --merge reads the parts there")
+        asked = _asked_for(self)
+        asked["policies"] = [parse_policy(*split_policy(text)) for text in split_policies(self.policies)]
+        prefill = parse_prefill(self.prefill or "exact")
+        offload.check_fetch(self.fetch)
+        settings: dict[str, Any] = {"shares": _parse_shares(self.shares), "sweeps": parse_sweeps(self.sweep)}
+        settings |= {"prefill": prefill, "samples": self.samples, "seed": self.seed, "fetch": self.fetch}
+        settings |= {"together": self.together, "cases": self.cases}
+        settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
+        files = _split_list(self.fitted, "fitted") if self.fitted is not None else []
+        with joined(self):
+            params = load_model(self)
+            check_same(self, params, {"data": settings["data"], "fitted": files})
+            settings |= {"fitted": _read_fitted(files, asked["policies"], params)}
+            return _evaluate(self, params, part, asked, settings)
 
 
 def _split_list(text: str, name: str) -> list[str]:
@@ -156,7 +176,7 @@ def _read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any
     return arrays
 
 
-def _asked_for(args: argparse.Namespace) -> dict[str, Any]:
+def _asked_for(args: Eval) -> dict[str, Any]:
     """Return the arguments of `evaluate` for tasks, lengths and data."""
     files = _split_list(args.data, "data") if args.data is not None else []
     if args.suite is not None and args.suite not in SUITES:
@@ -166,7 +186,7 @@ def _asked_for(args: argparse.Namespace) -> dict[str, Any]:
     tasks = _split_list(names, "tasks") if names is not None else []
     if unknown := [task for task in tasks if task not in TASKS and task not in RULER_TASKS]:
         raise ConfigError(f"tasks must be among {sorted([*TASKS, *RULER_TASKS])}, got {unknown[0]!r}")
-    tasks = list(dict.fromkeys([*tasks, *SUITES.get(args.suite, ())]))
+    tasks = list(dict.fromkeys([*tasks, *SUITES.get(args.suite or "", ())]))
     if args.cases is None or not Path(args.cases).exists():
         check_tasks(tasks)
     usual_lengths = USUAL_LENGTHS if args.suite is None else SUITE_LENGTHS
@@ -174,75 +194,39 @@ def _asked_for(args: argparse.Namespace) -> dict[str, Any]:
     return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
 
 
-def _run_eval(args: argparse.Namespace) -> int:
-    """Run `jshadow eval`, and return 0 when all samples are evaluated."""
-
-    from jshadow.cache import offload
-    from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.ops.parts import parse_part
-    from jshadow.policies import parse_policy, split_policy
-
-    if args.merge is not None:
-        return _run_merge(args)
-    if args.model is None:
-        raise ConfigError("MODEL must be given, except with --merge")
-    part = None if args.part is None else parse_part(args.part)
-    if part is not None and args.out is None:
-        raise ConfigError("--part must come with --out, because --merge reads the parts there")
-    asked = _asked_for(args)
-    policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
-    prefill = parse_prefill(args.prefill or "exact")
-    offload.check_fetch(args.fetch)
-    settings: dict[str, Any] = {"shares": _parse_shares(args.shares), "sweeps": parse_sweeps(args.sweep or [])}
-    settings |= {"prefill": prefill, "samples": args.samples, "seed": args.seed, "fetch": args.fetch}
-    settings |= {"together": args.together, "cases": args.cases}
-    settings |= {name: asked.pop(name) for name in ("data", "truncate", "limit")}
-    files = _split_list(args.fitted, "fitted") if args.fitted is not None else []
-    with joined(args):
-        params = load_model(args)
-        check_same(args, params, {"data": settings["data"], "fitted": files})
-        settings |= {"fitted": _read_fitted(files, policies, params)}
-        return _evaluate_all(args, params, part, asked | {"policies": policies}, settings)
-
-
-def _evaluate_all(
-    args: argparse.Namespace, params: Any, part: "Part | None", asked: dict[str, Any], settings: dict[str, Any]
-) -> int:
+def _evaluate(args: Eval, params: Any, part: "Part | None", asked: dict[str, Any], settings: dict[str, Any]) -> int:
     """Evaluate all samples or those of a part, print the results, and return 0."""
     from jshadow.evaluation.parts import evaluate_part, part_folder
     from jshadow.evaluation.plan import EvalSettings
     from jshadow.evaluation.runner import evaluate, plan_evaluation
 
-    with SlowProgress("evaluating" if part is None else f"evaluating part {part}") as progress:
-        if part is None:
-            rows = evaluate(params, **asked, out=args.out, progress=progress, **settings)
-        else:
-            evaluation = plan_evaluation(params, **asked, asked=EvalSettings(**settings))
-            record = evaluate_part(evaluation, part, args.out, command=args.command_line, progress=progress)
     if part is None:
+        with SlowProgress("evaluating") as progress:
+            rows = evaluate(params, **asked, out=args.out, progress=progress, **settings)
         return _tell(args, rows)
+    assert args.out is not None
+    with SlowProgress(f"evaluating part {part}") as progress:
+        evaluation = plan_evaluation(params, **asked, asked=EvalSettings(**settings))
+        record = evaluate_part(evaluation, part, args.out, command=args.command_line, progress=progress)
     done: dict[str, Any] = {"part": part.index, "parts": part.count, "samples": len(record.own)}
     done |= {"folder": str(part_folder(args.out, part))}
     print(json.dumps(done) if args.json else "part {part}/{parts}: {samples} samples are in {folder}".format(**done))
     return 0
 
 
-def _run_merge(args: argparse.Namespace) -> int:
-    """Run `jshadow eval --merge`, and return 0 when the rows are printed."""
-
+def _merge(args: Eval) -> int:
+    """Print the rows of the parts, and return 0. Raises ConfigError for an option that the parts have decided."""
     from jshadow.evaluation.parts import merge_parts
 
-    options = argparse.ArgumentParser()
-    add_options(options)
-    for action in options._actions:
-        name = action.dest
-        if name not in ("help", "merge", "out", "compile_cache", "json") and getattr(args, name) != action.default:
-            given = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+    for field in dataclasses.fields(args):
+        own = field.name in ("merge", "out", "compile_cache", "json", "settings")
+        if not own and getattr(args, field.name) != field.default:
+            given = "MODEL" if field.name == "model" else f"--{field.name.replace('_', '-')}"
             raise ConfigError(f"--merge must come without {given}, because the parts have decided it")
     return _tell(args, merge_parts(args.merge, out=args.out))
 
 
-def _tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> int:
+def _tell(args: Eval, rows: list[dict[str, Any]]) -> int:
     """Write results.json if there is an --out, print the rows, and return 0."""
     from jshadow.evaluation import results
     from jshadow.evaluation.speed import machine

@@ -17,12 +17,17 @@ from typing import Any, ClassVar, cast
 from jshadow.errors import ConfigError
 from jshadow.weights.tokenizer import read_text
 
-JSON_HELP = "print one JSON object instead of text"
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def option(
-    text: str, default: Any = None, *, metavar: str | None = None, positional: bool = False, required: bool = False
+    text: str,
+    default: Any = None,
+    *,
+    metavar: str | None = None,
+    positional: bool = False,
+    required: bool = False,
+    together: bool = False,
 ) -> Any:
     """Return the field of an option. The annotation of the field gives the type.
 
@@ -33,8 +38,9 @@ def option(
         metavar: the name of the value in the help. None: N for an integer, X for a number, else the name of the option.
         positional: whether the value stands on the command line without the name of the option.
         required: whether the option must be given.
+        together: whether several values follow the name of the option, which is then given once.
     """
-    about = {"help": text, "metavar": metavar, "positional": positional, "required": required}
+    about = {"help": text, "metavar": metavar, "positional": positional, "required": required, "together": together}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -47,7 +53,8 @@ class Command(abc.ABC):
     """
 
     title: ClassVar[str] = ""
-    json: bool = option(JSON_HELP, False)
+    command_line = cast(Sequence[str], ())  # as the shell has it, for a report
+    json: bool = option("print one JSON object instead of text", False)
     settings: str | None = option(
         "read options from a TOML or JSON file; those of the command line win", metavar="FILE"
     )
@@ -61,57 +68,43 @@ def add_command(commands: Any, name: str, kind: type[Command], text: str) -> Non
     """Add a command to what `add_subparsers` returned. `text` is its help in the list of commands."""
     add = commands.add_parser(name, help=text, description=inspect.getdoc(kind), epilog=getattr(kind, "epilog", None))
     add.set_defaults(kind=kind)
-    add_options(add, kind, suppress=True)
+    add_options(add, kind)
 
 
-def command_of(given: argparse.Namespace) -> Any:
-    """Return the command of parsed arguments: the command line first, then the settings file, then the defaults.
-
-    Arguments of a parser that `add_command` did not make are returned as they are.
-    """
-    if not hasattr(given, "kind"):
-        return given
+def command_of(given: argparse.Namespace) -> Command:
+    """Return the command of parsed arguments: the command line first, then the settings file, then the defaults."""
     values = {name: value for name, value in vars(given).items() if value is not None}
     kind, from_file = values.pop("kind"), values.pop("from_file", {})
-    return kind(**from_file | values)
+    return cast(Command, kind(**from_file | values))
 
 
-def add_options(add: argparse.ArgumentParser, *kinds: type, suppress: bool = False) -> None:
-    """Add the fields of dataclasses as options.
-
-    Args:
-        add: the parser.
-        kinds: the dataclasses.
-        suppress: whether options that are left out are absent from the parsed arguments.
-    """
-    for kind in kinds:
-        left = {field.name: field for field in dataclasses.fields(kind)}
-        hints, places = typing.get_type_hints(kind), kind.__mro__[::-1]
-        names = [name for place in places for name in inspect.get_annotations(place) if name in left]
+def add_options(add: argparse.ArgumentParser, kind: type) -> None:
+    """Add the fields of a dataclass as options. An option that is left out is absent from the parsed arguments."""
+    left = {field.name: field for field in dataclasses.fields(kind)}
+    hints, places = typing.get_type_hints(kind), kind.__mro__[::-1]
+    names = [name for place in places for name in inspect.get_annotations(place) if name in left]
+    for name in dict.fromkeys(names):
+        if left[name].metadata["positional"]:
+            _add(add, left.pop(name), hints[name])
+    for title in dict.fromkeys([None, "", *(vars(place).get("title") for place in kind.__mro__)]):
+        own = [place for place in places if vars(place).get("title") == title]
+        names = [name for place in own for name in inspect.get_annotations(place) if name in left]
+        group = add.add_argument_group(title) if title and names else add
         for name in dict.fromkeys(names):
-            if left[name].metadata["positional"]:
-                _add(add, left.pop(name), hints[name], suppress=suppress)
-        for title in dict.fromkeys([None, "", *(vars(place).get("title") for place in kind.__mro__)]):
-            own = [place for place in places if vars(place).get("title") == title]
-            names = [name for place in own for name in inspect.get_annotations(place) if name in left]
-            group = add.add_argument_group(title) if title and names else add
-            for name in dict.fromkeys(names):
-                _add(group, left.pop(name), hints[name], suppress=suppress)
+            _add(group, left.pop(name), hints[name])
 
 
-def _add(add: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, *, suppress: bool) -> None:
+def _add(add: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any) -> None:
     about, (kind, many, choices) = field.metadata, _kind_of(hint)
     text, default = about["help"], cast(Any, field.default)
     if "default" not in text and default is not None and kind is not bool and not many:
         text += " (default: %(default)s)"
     text = text.replace("%(default)s", f"{default:g}" if isinstance(default, float) else str(default))
-    how: dict[str, Any] = {"help": text.replace("%", "%%"), "default": list(default) if many else default}
-    if suppress:  # None if a positional argument may be absent, because argparse checks its default value
-        how["default"] = None if about["positional"] else argparse.SUPPRESS
-    if about["positional"]:
+    how: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if about["positional"]:  # its default is None, because argparse checks the default value
         how["nargs"] = "+" if many else None if about["required"] else "?"
     else:
-        how |= {"dest": field.name, "required": about["required"]}
+        how |= {"dest": field.name, "required": about["required"], "default": argparse.SUPPRESS}
     if kind is bool:
         how["action"] = "store_false" if default else "store_true"
     elif field.name == "settings":
@@ -119,7 +112,10 @@ def _add(add: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: A
     else:
         metavar = about["metavar"] or {int: "N", float: "X"}.get(kind)
         how |= {"type": kind, "choices": choices, "metavar": metavar}
-        how |= {"action": "append"} if many and not about["positional"] else {}
+        if about["together"]:
+            how["nargs"] = "+"
+        elif many and not about["positional"]:
+            how["action"] = "append"
     add.add_argument(field.name if about["positional"] else f"--{_name_of(field)}", **how)
 
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshadow.cli import bench, fit, library
-from jshadow.cli import eval as cli_eval
 from jshadow.cli.chat import Chat
 from jshadow.cli.compile_cache import compile_cache
 from jshadow.cli.console import SlowProgress
+from jshadow.cli.eval import Eval
 from jshadow.cli.fields import Command, add_command, command_of, option
 from jshadow.cli.generate import Generate
 from jshadow.cli.laws import Laws
@@ -116,10 +116,15 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, "policies", Policies, "list the policies, count their bytes")
     add_command(commands, "laws", Laws, "check a policy")
     add_command(commands, "plan", Plan, "count KV bytes, plan a GPU")
-    bench.add_options(commands.add_parser("bench", help="measure decode steps", description=bench.ABOUT))
+    about = commands.add_parser("bench", help="measure decode steps", description=bench.ABOUT)
+    parts = about.add_subparsers(required=True, metavar="PART")
+    add_command(parts, "layer", bench.Layer, "one decode step of one layer's attention")
+    add_command(parts, "decode", bench.Decode, "decode steps of a checkpoint")
+    add_command(parts, "prefill", bench.Prefill, "the prefill of a checkpoint")
+    add_command(parts, "ceilings", bench.Ceilings, "what the machine can do at best")
     add_command(commands, "fit", fit.Fit, "learn a policy's arrays")
     add_command(commands, "calibrate", fit.Calibrate, "find OmniKV's filter layers")
-    cli_eval.add_options(commands.add_parser("eval", help="measure policies", description=cli_eval.ABOUT))
+    add_command(commands, "eval", Eval, "measure policies")
     return top
 
 
@@ -160,12 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command, and return its exit status."""
-    args = command_of(parser().parse_args(argv))
-    with compile_cache(args):
-        if isinstance(args, Command):
-            return args.run()
-        args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
-        return int(args.run(args))
+    command = command_of(parser().parse_args(argv))
+    command.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]
+    with compile_cache(command):
+        return command.run()
 
 
 def _backend_problem() -> str | None:

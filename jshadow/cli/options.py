@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jshadow.cli.fields import JSON_HELP as JSON_HELP
 from jshadow.cli.fields import option
 from jshadow.cli.processes import placed
 from jshadow.errors import ConfigError
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from jshadow.policies import Policy
 
 MODEL_HELP = "HF directory, or hub id"
-FETCH_HELP = "auto, resident, device_put or zero_copy (default: %(default)s)"
+FETCH_HELP = "auto, resident, device_put or zero_copy"
 PREFILL_HELP = "exact (default), vertical_slash or a_shape: how the prompt's tokens attend to each other"
 
 

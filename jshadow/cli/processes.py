@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jshadow.engine.processes import Processes
 
 # Options that may differ between processes. Of files, the contents are compared instead of the paths.
-OWN = {"run", "command_line", "coordinator", "process", "join_timeout", "json", "compile_cache", "settings"}
+OWN = {"command_line", "coordinator", "process", "join_timeout", "json", "compile_cache", "settings"}
 OWN |= {"model", "prompt_file", "fitted", "data", "files", "load_state", "save_state", "out", "place"}
 OWN |= {"disk_folder", "prompt", "source"}
 

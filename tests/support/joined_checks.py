@@ -58,7 +58,7 @@ def main():
     """Join, check, print, and sum."""
     parser = argparse.ArgumentParser()
     add_options(parser, ProcessOptions)
-    args = parser.parse_args()
+    args = ProcessOptions(**vars(parser.parse_args()))
     with joined(args) as processes:
         mesh = mesh_of(parse_mesh("tp=2,data=2"))
         x = jax.make_array_from_callback(

@@ -33,12 +33,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="+", help="POLICY:MESH:FETCH")
     add_options(parser, ProcessOptions)
-    args = parser.parse_args()
+    given = vars(parser.parse_args())
+    cases, args = given.pop("cases"), ProcessOptions(**given)
     with engine.join(
         engine.ProcessOptions(args.coordinator, args.processes, args.process, args.join_timeout)
     ) as processes:
         told = {}
-        for case in args.cases:
+        for case in cases:
             name, mesh, fetch = case.split(":")
             params = spread(model(), mesh_of(parse_mesh(mesh)))
             got = results(params, name, fetch)

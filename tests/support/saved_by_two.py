@@ -39,8 +39,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     add_options(parser, ProcessOptions)
-    args = parser.parse_args()
-    folder = args.folder
+    given = vars(parser.parse_args())
+    folder, args = given.pop("folder"), ProcessOptions(**given)
+
     with joined(args) as processes:
         found, models = {}, {}
         for name, sizes in BY_TWO.items():
