@@ -84,6 +84,7 @@ def shard(directory: Path, count: int = 3) -> list[str]:
 def ggml_name(name: str, arch: str) -> str:
     """GGUF's name of a Hugging Face tensor. An architecture that does not exist has the names of llama."""
     kind = ARCHITECTURES.get(arch, ARCHITECTURES["llama"])
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     return gguf.get_tensor_name_map(kind, 9).get_name(name, try_suffixes=(".weight", ".bias"))
 
 

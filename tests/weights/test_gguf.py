@@ -101,6 +101,18 @@ FROM_REFERENCES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("rope_factors",),
     ),
     "glm4": ("glm4", "glm4", {}, ()),
+    "glm4moe": (
+        "glm4moe",
+        "glm4_moe",
+        {
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 1.5,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        },
+        (),
+    ),
     "smollm3": ("smollm3", "smollm3", {}, ()),
     "granite": (
         "granite",

@@ -265,6 +265,29 @@ def _glm4(metadata: _Metadata, hf: _Fields) -> _Fields:
     return {"attention_bias": metadata.has("blk.0.attn_q.bias"), **share}
 
 
+def _glm4_moe(metadata: _Metadata, hf: _Fields) -> _Fields:
+    gating = metadata.number("expert_gating_func", int, 2)
+    if gating != 2:
+        raise ConfigError(f"{metadata.name}.expert_gating_func must be 2 (sigmoid), got {gating}")
+    keys = {
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+    }
+    sizes = {field: metadata.number(key, int) for field, key in keys.items()}
+    groups = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+    return {
+        **_glm4(metadata, hf),
+        **sizes,
+        **{field: metadata.number(key, int, 1) for field, key in groups.items()},
+        "routed_scaling_factor": metadata.number("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": bool(metadata.file.metadata.get(f"{metadata.name}.expert_weights_norm", True)),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+    }
+
+
 def _granite(metadata: _Metadata, hf: _Fields) -> _Fields:
     keys = {
         "embedding_multiplier": "embedding_scale",
@@ -296,6 +319,7 @@ class _Architecture(NamedTuple):
 
 
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
+_GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
 _ARCHITECTURES = {
     "llama": _Architecture("llama", _biases, permuted=True),  # Mistral too
@@ -304,7 +328,8 @@ _ARCHITECTURES = {
     "qwen3moe": _Architecture("qwen3_moe", _qwen3_moe, ("expert_count",), ends=_QWEN_ENDS),
     "gemma3": _Architecture("gemma3_text", _gemma3, unit_norms=True, ends=("<end_of_turn>",)),
     "phi3": _Architecture("phi3", _phi3, ends=("<|end|>", "<|endoftext|>")),
-    "glm4": _Architecture("glm4", _glm4, ends=("<|endoftext|>", "<|user|>", "<|observation|>")),
+    "glm4": _Architecture("glm4", _glm4, ends=_GLM_ENDS),
+    "glm4moe": _Architecture("glm4_moe", _glm4_moe, ("expert_count",), ends=_GLM_ENDS),
     "smollm3": _Architecture("smollm3", _biases, permuted=True),
     "granite": _Architecture("granite", _granite, _SCALES, permuted=True),
 }
