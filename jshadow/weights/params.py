@@ -40,6 +40,7 @@ from jshadow.weights.convert.huggingface import (
     config_to_hf,
     flat_abstract,
     locate,
+    open_tensors,
     plan,
     read_config,
     read_source,
@@ -107,6 +108,8 @@ def load(
 ) -> Params:
     """Load a checkpoint: a Hugging Face directory, a directory that `convert` or `save` wrote, or a GGUF file.
 
+    Quantized weights in the formats of docs/models.md are decoded while they are read.
+
     Args:
         path_or_hub_id: a local directory with config.json, weights (safetensors files or an orbax checkpoint) and
             usually tokenizer files. Or a file whose name ends in ".gguf". Or a hub id "org/name", if there is no such
@@ -126,8 +129,9 @@ def load(
     Raises:
         CheckpointError: weights are missing, damaged or pickled, files differ from their manifest, or tensors do not
             match the config. The message lists all such tensors.
-        ConfigError: dtype, quantize, left or model_type is unknown, the model is quantized or needs remote code, a
-            value of the config is out of range, or the axes of the mesh do not fit.
+        ConfigError: dtype, quantize, left or model_type is unknown, the weights are quantized in a way that is not
+            read, the model needs remote code, a value of the config is out of range, or the axes of the mesh do not
+            fit.
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
@@ -144,19 +148,21 @@ def load(
             tokenizer = load_tokenizer(Path(folder))
         return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
     with readable(directory):
-        _, family, config = read_config(directory)
+        hf, family, config = read_config(directory)
         check_heads(mesh, config)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         config = _ended(config, tokenizer)
         orbax = kind_of(directory) == "orbax"
-        if not orbax:
-            if untied(directory, config):
+        tensors = None if orbax else open_tensors(directory, hf)
+        if tensors is not None:
+            if untied(tensors, config):
                 config = dataclasses.replace(config, tie_embeddings=False)
-            plan(directory, family, config)  # before the manifest, because its errors say more than that a file changed
+            plan(tensors, family, config)  # before the manifest, because its errors say more than that a file changed
         if verify:
             check_manifest(directory)
-    if not orbax:
-        return Params(read_weights(directory, family, config, put), config, tokenizer, left)
+    if tensors is not None:
+        wanted = target if quantize is None else np.dtype(np.float32)
+        return Params(read_weights(tensors, family, config, put, wanted), config, tokenizer, left)
     places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
     weights = read_orbax(directory, config, target, None if quantize is None else put, places)
     return Params(weights, config, tokenizer, left)
@@ -224,7 +230,8 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
     """Write a directory that `load` can read. With the format "huggingface", transformers can also read it.
 
     Args:
-        params: a model in float32, bfloat16 or float16. The files have its dtype. Its weights may be sharded.
+        params: a model in float32, bfloat16 or float16. The files have its dtype, and the bias of a router is float32.
+            Its weights may be sharded.
         directory: directory to create. It must not exist. It is written completely or not at all.
         format: "huggingface" (safetensors), or "orbax" (with a manifest).
 
@@ -248,8 +255,7 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
         if params.tokenizer is not None:
             params.tokenizer.save_pretrained(partial)
         if format == "huggingface":
-            shapes, read = tensors_of(params.weights, config)
-            write_shards(partial, shapes, dtype, read)
+            write_shards(partial, *tensors_of(params.weights, config, dtype))
         else:
             flat = traverse_util.flatten_dict(params.weights, sep="/")
             shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
@@ -279,7 +285,7 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> P
     flat = {}
     for index, (path, shape) in enumerate(sorted(flat_abstract(config).items())):
         values = _initial(path, shape, np.random.default_rng((seed, index)))
-        flat[path] = jax.device_put(values.astype(target), may_alias=False)
+        flat[path] = jax.device_put(values.astype(dtype_of(path, target)), may_alias=False)
     return Params(traverse_util.unflatten_dict(flat, sep="/"), config)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -23,7 +24,7 @@ from tiny_text import byte_tokenizer
 
 from jshadow.cli.main import main
 from jshadow.errors import CheckpointError, ConfigError
-from jshadow.models.config import RopeConfig
+from jshadow.models.config import Experts, RopeConfig
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import abstract_weights
 from jshadow.weights.convert import convert
@@ -172,7 +173,8 @@ def large_directory(path: Path, layers: int) -> int:
     shapes = {name: one.tensor_shape(wanted) for name, one in placed.items()}
     path.mkdir()
     edit_json(path / "config.json", **config_to_hf(config, "bfloat16"))
-    write_shards(path, shapes, "bfloat16", lambda name: rng.standard_normal(shapes[name], np.float32), SHARD)
+    layout = {name: ("bfloat16", shape) for name, shape in shapes.items()}
+    write_shards(path, layout, lambda name: rng.standard_normal(shapes[name], np.float32), SHARD)
     return max(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
@@ -446,3 +448,27 @@ def test_a_text_config_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": 3}))
     with pytest.raises(ConfigError, match="text_config must be an object, got 3"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["huggingface", "orbax"])
+def test_the_bias_of_a_router_is_written_in_float32(tmp_path, format):
+    """`save` and `convert` do not round it as the other weights. A checkpoint that has it rounded loads."""
+    experts = Experts(4, 2, TINY.ffn_dim, (0, 1), "sigmoid", corrected=True)
+    config = dataclasses.replace(TINY, model_type="minimax_m2", joint_qk_norm=True, experts=experts)
+    exact, params = (init_params(config, 3, dtype) for dtype in ("float32", "bfloat16"))
+    bias = np.asarray(exact.weights["layer_0"]["mlp"]["router"]["correction"])
+    assert not np.array_equal(bias, bias.astype(ml_dtypes.bfloat16).astype(np.float32))
+    save(params, tmp_path / "saved", format=format)
+    assert_same(load(tmp_path / "saved"), params)
+    save(exact, tmp_path / "exact")
+    convert(tmp_path / "exact", tmp_path / "converted", format=format)
+    assert_same(load(tmp_path / "converted"), params)
+    if format == "huggingface":
+        name = "model.layers.0.block_sparse_moe.e_score_correction_bias"
+        for folder in ("saved", "converted"):
+            stored = load_file(tmp_path / folder / "model.safetensors")
+            assert {key for key, one in stored.items() if one.dtype == np.float32} == {name, name.replace("0", "1")}
+        stored = load_file(tmp_path / "saved" / "model.safetensors")
+        save_file(stored | {name: stored[name].astype(ml_dtypes.bfloat16)}, tmp_path / "saved" / "model.safetensors")
+        rounded = load(tmp_path / "saved").weights["layer_0"]["mlp"]["router"]["correction"]
+        np.testing.assert_array_equal(rounded, bias.astype(ml_dtypes.bfloat16).astype(np.float32))

@@ -25,6 +25,7 @@ from jshadow.weights.convert.huggingface import (
     CONFIG,
     SHARD_BYTES,
     flat_abstract,
+    layout_of,
     locate,
     open_huggingface,
     read_config,
@@ -57,7 +58,7 @@ def convert(
     Args:
         src: a .gguf file, a directory (Hugging Face, or orbax as written by this function), or a hub id.
         dst: directory to create. It must not exist.
-        dtype: dtype of the written weights: "float32", "bfloat16" or "float16".
+        dtype: dtype of the written weights: "float32", "bfloat16" or "float16". The bias of a router is float32.
         progress: called after each tensor with (number of tensors written, number of all tensors).
         format: "huggingface" (safetensors) or "orbax".
         shard_bytes: maximum bytes of a safetensors file. Larger checkpoints are split into several files. A single
@@ -86,7 +87,8 @@ def convert(
         if format == "orbax":
             _write_orbax(source, partial / ORBAX_WEIGHTS, dtype, progress)
         else:
-            write_shards(partial, source.shapes, dtype, source.read, shard_bytes, progress)
+            layout = layout_of(source.shapes, source.family, source.config, dtype)
+            write_shards(partial, layout, source.read, shard_bytes, progress)
         write_manifest(partial, format)
 
 

@@ -20,23 +20,27 @@ from flax import traverse_util
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.config import ACTIVATIONS, ModelConfig, token_ids
 from jshadow.models.family import ModelFamily
+from jshadow.models.layers import dtype_of
 from jshadow.models.registry import FAMILIES, family_of, text_config
 from jshadow.models.transformer import abstract_weights
-from jshadow.weights.convert.files import check_path, read_json, readable, write_json
+from jshadow.weights.convert.files import check_path, kind_of, read_json, readable, write_json
+from jshadow.weights.convert.quantized import QUANTIZATION, scheme_of
 from jshadow.weights.convert.safetensors_file import (
-    READABLE_TAGS,
+    DTYPES,
+    Layout,
     TensorFile,
-    check_dtype,
+    UnfitTensor,
     not_finite,
     raise_all,
-    same_tensor,
     write_tensors,
 )
-from jshadow.weights.convert.source import Placement, Shape, Source, Stacks, placements
+from jshadow.weights.convert.source import Placement, Shape, Source, Stacks, placements, text_name
+from jshadow.weights.convert.tensors import Tensors
 from jshadow.weights.digest import host_array
 
 _LOG = logging.getLogger(__name__)
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_MODELOPT = "hf_quant_config.json"  # where Model Optimizer writes how the weights are quantized
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # The files that a hub download takes. It never takes *.bin, because unpickling runs code. Subfolders are ignored,
@@ -64,13 +68,8 @@ _BASE = "model."  # prefix of all names but the head's, unless the checkpoint wa
 # multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
 # They are known by the names of the parts that no other layer has.
 _IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
-# The same for images and sounds, and the names that the text has beside them.
+# The same for images and sounds.
 _NOT_TEXT = r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+"
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
 _DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
 
 
@@ -114,20 +113,33 @@ def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     """Read config.json. The end tokens are those of generation_config.json and of config.json.
 
     Returns:
-        The parsed config.json, the model family and the ModelConfig.
+        The parsed config.json, the model family and the ModelConfig. The ModelConfig does not tell how the weights are
+        quantized. A `quantization_config` in the parsed file does.
 
     Raises:
         CheckpointError: a file is missing or does not parse.
-        ConfigError: the model_type is unknown, the config is quantized or needs remote code, or a value is out of range
-            or of the wrong type.
+        ConfigError: the model_type is unknown, the weights are quantized in a way that is not read, the model needs
+            remote code, or a value is out of range or of the wrong type.
     """
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint directory {directory} does not exist")
     hf, family, config = read_config_file(directory / CONFIG)
+    if (directory / _MODELOPT).exists() and "quant_algo" not in (hf.get(QUANTIZATION) or {}):
+        hf = hf | {QUANTIZATION: {"quant_method": "modelopt"} | _object(directory / _MODELOPT, "quantization")}
+        scheme_of(hf)
+    if hf.get(QUANTIZATION) is not None and kind_of(directory) == "orbax":
+        raise ConfigError(f"config.json {QUANTIZATION} must be absent (orbax weights are plain)")
     if (directory / GENERATION).exists():
         eos = token_ids(read_json(directory / GENERATION).get("eos_token_id"))
         config = with_ends(config, eos, first=True)
     return hf, family, config
+
+
+def _object(path: Path, key: str) -> dict[str, Any]:
+    value = read_json(path).get(key)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {key} must be an object, got {value!r:.80}")
+    return value
 
 
 def with_ends(config: ModelConfig, ids: Iterable[int], *, first: bool = False) -> ModelConfig:
@@ -136,7 +148,7 @@ def with_ends(config: ModelConfig, ids: Iterable[int], *, first: bool = False) -
     return dataclasses.replace(config, eos_ids=tuple(dict.fromkeys(both)))
 
 
-def untied(directory: Path, config: ModelConfig) -> bool:
+def untied(tensors: Tensors, config: ModelConfig) -> bool:
     """Return whether a config says that the head is the embedding, but the files have another head. Warn of it.
 
     Raises:
@@ -144,13 +156,11 @@ def untied(directory: Path, config: ModelConfig) -> bool:
     """
     if not config.tie_embeddings:
         return False
-    found = {
-        text_name(name).removeprefix(_BASE): (file, name) for file in _open_files(directory) for name in file.shapes
-    }
-    if HEAD not in found or EMBEDDING not in found or same_tensor(found[HEAD], found[EMBEDDING]):
+    found = {text_name(name).removeprefix(_BASE): name for name in tensors.shapes}
+    if HEAD not in found or EMBEDDING not in found or tensors.same(found[HEAD], found[EMBEDDING]):
         return False
     _LOG.warning(
-        "%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", directory, HEAD
+        "%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", tensors.directory, HEAD
     )
     return True
 
@@ -161,7 +171,8 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     try:
         hf = text_config(hf)
         family = family_of(hf)
-        config = family.config_from_hf(hf)
+        scheme_of(hf)
+        config = family.config_from_hf({key: value for key, value in hf.items() if key != QUANTIZATION})
     except JshadowError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -171,6 +182,15 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
         if isinstance(value, int) and value > _LARGEST_SIZE:
             raise ConfigError(f"config.{field.name} must be at most {_LARGEST_SIZE}, got {value}")
     return hf, family, config
+
+
+def open_tensors(directory: Path, hf: Mapping[str, Any]) -> Tensors:
+    """Open the safetensors files of a directory. `hf` is its parsed config.json, from `read_config`.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+    """
+    return Tensors(directory, _open_files(directory), scheme_of(hf))
 
 
 def _open_files(directory: Path) -> list[TensorFile]:
@@ -209,14 +229,18 @@ def flat_abstract(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def place(
-    shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: ModelConfig
+    shapes: Mapping[str, Shape | None],
+    family: ModelFamily,
+    config: ModelConfig,
+    is_spare: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Placement], list[str]]:
     """Match the tensors of a checkpoint with the weights of a model.
 
     Args:
-        shapes: tensor name -> shape in the checkpoint.
+        shapes: tensor name -> shape in the checkpoint. None is not compared.
         family: the family, which has the rules.
         config: the config, which defines the weights and their shapes.
+        is_spare: returns whether the model may lack the tensor with this name.
 
     Returns:
         Placements by the tensor's name in the checkpoint, and one line for every tensor that is missing, extra or
@@ -234,22 +258,14 @@ def place(
     for name, shape in shapes.items():
         placement = expected.get(alone[name])
         if placement is None:
-            if alone[name] not in unused:
+            if alone[name] not in unused and not is_spare(name):
                 problems.append(f"{name}: extra, this {config.model_type} config has no such weight")
-        elif shape != (right := placement.tensor_shape(weight_shapes)):
+        elif shape is not None and shape != (right := placement.tensor_shape(weight_shapes)):
             paths = ", ".join(placement.paths)
             problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
     found = set(alone.values())
     problems += [f"{name}: missing" for name in expected if name not in found]
     return {name: expected[inner] for name, inner in alone.items() if inner in expected}, problems
-
-
-def text_name(name: str) -> str:
-    """Return the name of a tensor of the text model, without what a model of texts and images puts before it."""
-    for prefix, own in _TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return name
 
 
 def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
@@ -262,30 +278,16 @@ def _ignored(names: Iterable[str], config: ModelConfig) -> set[str]:
     }
 
 
-def plan(
-    directory: Path, family: ModelFamily, config: ModelConfig
-) -> tuple[list[tuple[TensorFile, str, Placement]], list[str]]:
-    """Open a checkpoint and match its tensors with the weights.
+def plan(tensors: Tensors, family: ModelFamily, config: ModelConfig) -> tuple[list[tuple[str, Placement]], list[str]]:
+    """Match the tensors of a checkpoint with the weights.
 
     Returns:
-        One (file, name in the file, placement) for each matching tensor, in file order, and one line for every other
-        tensor.
+        One (name in the file, placement) for each matching tensor, in file order, and one line for every other tensor.
     """
-    files = _open_files(directory)
-    shapes: dict[str, tuple[int, ...]] = {}
-    problems: list[str] = []
-    for file in files:
-        problems += [f"{name}: occurs twice, again in {file.path.name}" for name in file.shapes if name in shapes]
-        shapes |= file.shapes
-    placed, misfits = place(shapes, family, config)
-    order = []
-    for file in files:
-        for name in file.shapes:
-            if name in placed and file.tags[name] not in READABLE_TAGS:
-                problems.append(f"{name}: dtype must be one of {READABLE_TAGS}, got {file.tags[name]}")
-            elif name in placed:
-                order.append((file, name, placed.pop(name)))
-    return order, problems + misfits
+    placed, misfits = place(tensors.shapes, family, config, tensors.is_spare)
+    wrong = {name: lines for name in placed if (lines := tensors.misfits(name))}
+    problems = [*tensors.repeated, *(line for lines in wrong.values() for line in lines)]
+    return [pair for pair in placed.items() if pair[0] not in wrong], problems + misfits
 
 
 def open_huggingface(directory: Path) -> Source:
@@ -296,17 +298,18 @@ def open_huggingface(directory: Path) -> Source:
         ConfigError: see `read_config`.
     """
     hf, family, config = read_config(directory)
-    if untied(directory, config):
+    tensors = open_tensors(directory, hf)
+    if untied(tensors, config):
         hf, config = hf | {"tie_word_embeddings": False}, dataclasses.replace(config, tie_embeddings=False)
-    order, problems = plan(directory, family, config)
+    order, problems = plan(tensors, family, config)
     raise_all(str(directory), problems)
-    stored = {placement.name: (file, name) for file, name, placement in order}
+    stored, weight_shapes = {placement.name: name for name, placement in order}, flat_abstract(config)
     return Source(
-        hf,
+        {key: value for key, value in hf.items() if key != QUANTIZATION},
         family,
         config,
-        {name: file.shapes[inner] for name, (file, inner) in stored.items()},
-        lambda name: stored[name][0].read(stored[name][1]),
+        {placement.name: placement.tensor_shape(weight_shapes) for _, placement in order},
+        lambda name: tensors.read(stored[name]),
         functools.partial(copy_side_files, directory),
     )
 
@@ -317,36 +320,18 @@ def copy_side_files(directory: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
 
 
-def read_source(source: Source, put: Put) -> dict[str, Any]:
-    """Read all weights of a source, tensor by tensor. `put` and the result are those of `read_weights`.
-
-    Raises:
-        CheckpointError: tensors are not finite (all listed in one error).
-    """
-    weight_shapes = flat_abstract(source.config)
-    placed = placements(source.family, weight_shapes)
-    flat: dict[str, Any] = {}
-    stacks, problems = Stacks(), []
-    for name in source.shapes:
-        for path, part in placed[name].to_weights(source.read(name), weight_shapes, source.config).items():
-            whole = stacks.whole(path, part, placed[name].expert, weight_shapes[path])
-            if whole is not None:
-                leaves, problem = put(path, whole)
-                flat |= leaves
-                problems += [f"{name}: {problem}"] if problem else []
-    raise_all("the model", problems)
-    return dict(traverse_util.unflatten_dict(flat, sep="/"))
-
-
-def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put: Put) -> dict[str, Any]:
+def read_weights(
+    tensors: Tensors, family: ModelFamily, config: ModelConfig, put: Put, dtype: np.dtype[Any]
+) -> dict[str, Any]:
     """Read all weights, tensor by tensor.
 
     Args:
-        directory: the checkpoint.
+        tensors: the checkpoint.
         family: the family from `read_config`.
         config: the config from `read_config`.
         put: called with (weight path, NumPy value). It returns the leaf or leaves to keep, by path, and a text about
             invalid values, or None if all are valid.
+        dtype: dtype to which quantized weights are decoded.
 
     Returns:
         The nested weight tree of `abstract_weights(config)`.
@@ -355,14 +340,38 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
         CheckpointError: files are damaged, or tensors are missing, extra, misshaped or not finite (all listed in one
             error).
     """
-    order, problems = plan(directory, family, config)
+    order, problems = plan(tensors, family, config)
+    read = functools.partial(tensors.read, dtype=dtype)
+    return _filled(str(tensors.directory), order, read, config, put, problems)
+
+
+def read_source(source: Source, put: Put) -> dict[str, Any]:
+    """Read all weights of a source, tensor by tensor. `put`, the result and the errors are those of `read_weights`."""
+    placed = placements(source.family, flat_abstract(source.config))
+    order = [(name, placed[name]) for name in source.shapes]
+    return _filled("the checkpoint", order, source.read, source.config, put, [])
+
+
+def _filled(
+    owner: str,
+    order: Iterable[tuple[str, Placement]],
+    read: Callable[[str], np.ndarray],
+    config: ModelConfig,
+    put: Put,
+    problems: list[str],
+) -> dict[str, Any]:
     sound = not problems
     weight_shapes = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
     stacks = Stacks()
-    for file, name, placement in order:
+    for name, placement in order:
+        try:
+            value = read(name)
+        except UnfitTensor as error:
+            problems.append(str(error))
+            continue
         if sound:
-            for path, part in placement.to_weights(file.read(name), weight_shapes, config).items():
+            for path, part in placement.to_weights(value, weight_shapes, config).items():
                 whole = stacks.whole(path, part, placement.expert, weight_shapes[path])
                 if whole is None:
                     continue
@@ -370,9 +379,9 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
                 flat |= leaves
                 if problem:
                     problems.append(f"{name}: {problem}")
-        elif problem := not_finite(file.read(name)):  # after a problem, the rest is only checked
+        elif problem := not_finite(value):  # after a problem, the rest is only checked
             problems.append(f"{name}: {problem}")
-    raise_all(str(directory), problems)
+    raise_all(owner, problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))
 
 
@@ -407,11 +416,17 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return hf | {"architectures": [family.architecture]} | family.write(config)
 
 
-def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
-    """Map a weight tree to Hugging Face's tensors.
+def layout_of(shapes: Mapping[str, Shape], family: ModelFamily, config: ModelConfig, dtype: str) -> Layout:
+    """Return the shapes of tensors with the dtypes in which they are written. `dtype` is that of most of them."""
+    tensors = placements(family, flat_abstract(config))
+    return {name: (dtype_of(tensors[name].paths[0], DTYPES[dtype]).name, shape) for name, shape in shapes.items()}
+
+
+def tensors_of(weights: dict[str, Any], config: ModelConfig, dtype: str) -> tuple[Layout, Callable[[str], np.ndarray]]:
+    """Map a weight tree of a dtype to Hugging Face's tensors.
 
     Returns:
-        Tensor name -> shape, and a function that builds the tensor of a name.
+        Tensor name -> (dtype, shape), and a function that builds the tensor of a name.
     """
     flat = traverse_util.flatten_dict(weights, sep="/")
     weight_shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
@@ -423,13 +438,13 @@ def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, 
         tensor = tensors[name]
         return tensor.to_tensor({path: on_host(path) for path in tensor.paths}, config)
 
-    return {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}, read
+    shapes = {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}
+    return layout_of(shapes, FAMILIES[config.model_type], config, dtype), read
 
 
 def write_shards(
     directory: Path,
-    shapes: Mapping[str, Shape],
-    dtype: str,
+    layout: Layout,
     read: Callable[[str], np.ndarray],
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
@@ -438,8 +453,7 @@ def write_shards(
 
     Args:
         directory: directory to write to.
-        shapes: tensor name -> shape, in the order of the files.
-        dtype: dtype of every written tensor.
+        layout: tensor name -> (dtype, shape), in the order of the files.
         read: returns the tensor of a name, in any float dtype. It is called once for each tensor.
         shard_bytes: maximum bytes of a file. A single larger tensor gets one file.
         progress: called with (number of tensors written, number of all tensors).
@@ -447,15 +461,15 @@ def write_shards(
     Raises:
         CheckpointError: tensors have NaN or Inf. The message lists all such tensors of one file.
     """
-    item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
-    shard_size = 0
-    for name, shape in shapes.items():
-        size = item * math.prod(shape)
+    shards = [dict[str, tuple[str, Shape]]()]
+    shard_size = total = 0
+    for name, (dtype, shape) in layout.items():
+        size = DTYPES[dtype].itemsize * math.prod(shape)
         if shards[-1] and shard_size + size > shard_bytes:
             shards.append({})
             shard_size = 0
-        shards[-1][name] = shape
-        shard_size += size
+        shards[-1][name] = (dtype, shape)
+        shard_size, total = shard_size + size, total + size
     done, count = 0, len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
@@ -463,11 +477,10 @@ def write_shards(
         nonlocal done
         done += 1
         if progress:
-            progress(done, len(shapes))
+            progress(done, len(layout))
 
     for name, shard in zip(names, shards, strict=True):
-        write_tensors(directory / name, shard, dtype, read, advance)
+        write_tensors(directory / name, shard, read, advance)
     if count > 1:
         table = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = item * sum(map(math.prod, shapes.values()))
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": table})

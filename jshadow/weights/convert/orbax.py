@@ -29,7 +29,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.layers import dtype_of
 from jshadow.weights.convert.files import ORBAX_WEIGHTS
 from jshadow.weights.convert.huggingface import Put, copy_side_files, flat_abstract, read_config
-from jshadow.weights.convert.safetensors_file import cast, raise_all
+from jshadow.weights.convert.safetensors_file import UnfitTensor, cast, raise_all
 from jshadow.weights.convert.source import Shape, Source, placements
 
 _CHUNK_BYTES = 2**24  # size of a chunk of a stored array, and so the smallest read of a device that needs a part of it
@@ -111,7 +111,7 @@ def write_orbax(
     Args:
         path: directory to create.
         shapes: weight path ("layer_0/mlp/up/kernel") -> shape.
-        dtype: dtype of all written weights.
+        dtype: dtype of the written weights. The bias of a router is float32.
         read: returns the weight at a path, in any float dtype. It is called once for each weight.
         progress: called with (number of weights written, number of all weights).
 
@@ -123,7 +123,10 @@ def write_orbax(
 
     def checked(name: str) -> np.ndarray:
         nonlocal done
-        value, problem = cast(read(name), dtype)
+        try:
+            value, problem = cast(read(name), dtype_of(name, dtype))
+        except UnfitTensor as error:
+            value, problem = np.zeros(shapes[name], dtype), str(error)
         if problem:
             problems.append(f"{name}: {problem}")
         done += 1
@@ -131,7 +134,9 @@ def write_orbax(
             progress(done, len(shapes))
         return value
 
-    flat = {name: _Promise(shape, dtype, functools.partial(checked, name)) for name, shape in shapes.items()}
+    flat = {
+        name: _Promise(shape, dtype_of(name, dtype), functools.partial(checked, name)) for name, shape in shapes.items()
+    }
     tree = traverse_util.unflatten_dict(flat, sep="/")
     saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     registry = type_handlers.create_type_handler_registry((_Promise, _PromiseHandler()))

@@ -39,13 +39,24 @@ TAGS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | {"F64": np.dtype(np.float64)}
+# Those that are only read.
+_MORE_TAGS = {
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | _MORE_TAGS
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
 _CHECKED = 2**22  # how many values are checked at once
 _MAX_HEADER = 100_000_000  # maximum bytes of a header, as the format defines
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (name of its dtype, shape), in the file's order
+
+
+class UnfitTensor(CheckpointError):
+    """The numbers of a tensor are refused. Who reads many tensors goes on, and reports all of these errors."""
 
 
 def check_dtype(dtype: Any) -> np.dtype[Any]:
@@ -107,7 +118,7 @@ class TensorFile:
                 raise CheckpointError(_describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
-        """Read tensor `name` in the dtype of the file, which must be F64 or one of TAGS.
+        """Read tensor `name` in the dtype of the file, which must be one of DTYPES_OF_TAGS.
 
         The file is read and not memory-mapped, because the pages of a mapped file count as memory of the process.
         """
@@ -191,8 +202,7 @@ def not_finite(value: np.ndarray) -> str | None:
 
 def write_tensors(
     path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    layout: Layout,
     read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -200,24 +210,26 @@ def write_tensors(
 
     Args:
         path: file to write.
-        shapes: tensor name -> shape, in the order of the file.
-        dtype: dtype of every tensor in the file.
-        read: returns the tensor of a name, in any float dtype and in the shape given by `shapes`.
+        layout: tensor name -> (dtype, shape), in the order of the file.
+        read: returns the tensor of a name, in any float dtype and in the shape given by `layout`.
         progress: called with (number of tensors written, number of all tensors).
 
     Raises:
-        CheckpointError: tensors have NaN or Inf. The message lists all of them.
+        CheckpointError: tensors have NaN or Inf, or are not fit. The message lists all of them.
     """
-    target = check_dtype(dtype)
     problems: list[str] = []
 
     def checked(name: str) -> np.ndarray:
-        value, problem = cast(read(name), target)
+        dtype, shape = layout[name]
+        try:
+            value, problem = cast(read(name), DTYPES[dtype])
+        except UnfitTensor as error:
+            problems.append(str(error))
+            return np.zeros(shape, DTYPES[dtype])
         if problem:
             problems.append(f"{name}: {problem}")
         return np.ascontiguousarray(value)
 
-    layout = {name: (dtype, shape) for name, shape in shapes.items()}
     with path.open("wb") as file:
         file.write(encode_header(layout, {"format": "pt"}))  # transformers refuses a file without this key
         write_payload(file, layout, checked, progress)

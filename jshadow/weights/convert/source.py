@@ -12,6 +12,21 @@ from jshadow.models.family import ModelFamily, Rule
 
 Shape = tuple[int, ...]
 
+# The names that the text model has in a model of texts and images.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor of the text model, without what a model of texts and images puts before it."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
