@@ -520,7 +520,7 @@ def _run_layers(
         ) -> tuple[Array, Any]:
             turn = turns[spec.rope]
             step = StepKV(
-                q_pre=heads.q_pre,
+                q_pre=turn.tempered(heads.q_pre),
                 q_post=turn.queries(heads.q_pre),
                 k_pre=heads.k_pre,
                 k_post=turn.keys(heads.k_pre),

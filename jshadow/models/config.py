@@ -18,6 +18,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 ROUTERS = ("softmax", "sigmoid", "softmax_of_chosen")
+# "rms": root-mean-square norm, rounded and then multiplied by scale. "wide": multiplied by scale in float32. "unit":
+# multiplied by 1 + scale in float32. "layer": as "wide", after the mean is subtracted.
+NORMS = ("rms", "wide", "unit", "layer")
 
 
 def check_positive(owner: str, **fields: Any) -> None:
@@ -96,6 +99,12 @@ class Experts:
         return self.chosen * self.width + self.shared_width
 
 
+def experts_of(config: "ModelConfig") -> Experts:
+    """Return the experts of a model that has some."""
+    assert config.experts is not None
+    return config.experts
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer.
@@ -109,7 +118,7 @@ class ModelConfig:
         q_heads: number of query heads.
         kv_heads: number of key and value heads. q_heads is a multiple of it.
         head_dim: width of one head.
-        norm_eps: epsilon of the RMS norms.
+        norm_eps: epsilon of the norms.
         context: longest sequence, in tokens, that the model supports.
         rope: rotary position embedding.
         tie_embeddings: whether the output head is the transposed embedding.
@@ -121,7 +130,8 @@ class ModelConfig:
         joint_qk_norm: whether the queries of all heads are normalized together, and so are the keys.
         pre_norms: whether the inputs of attention and MLP are normalized.
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
-        unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
+        norm: the kind of the norms, one of NORMS.
+        parallel: whether attention and MLP have the same normalized input (GPT-J), instead of one after the other.
         activation: activation of the gated MLP, "silu" or "gelu_tanh".
         embedding_scale: factor of the embeddings.
         residual_scale: factor of the outputs of attention and MLP, before they join the residual stream.
@@ -154,7 +164,8 @@ class ModelConfig:
     joint_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
-    unit_norms: bool = False
+    norm: str = "rms"
+    parallel: bool = False
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -175,6 +186,10 @@ class ModelConfig:
             rope.check_width(self.head_dim)
         if not self.norm_eps > 0:
             raise ConfigError(f"config.norm_eps must be above 0, got {self.norm_eps!r}")
+        if self.norm not in NORMS:
+            raise ConfigError(f"config.norm must be one of {NORMS}, got {self.norm!r}")
+        if self.parallel and not self.pre_norms:
+            raise ConfigError(f"config.pre_norms must be true in a parallel block, got {self.pre_norms!r}")
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")

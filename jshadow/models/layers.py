@@ -88,28 +88,33 @@ def as_two_rows(function: Callable[[Array], Array], x: Array) -> Array:
     return function(jnp.where(first, x.reshape(1, -1), 0))[:1].reshape(*x.shape[:-1], -1)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (Llama 2, section 2.2).
+class Norm(nn.Module):
+    """Root-mean-square norm (Llama 2, section 2.2) or another of `config.NORMS`, computed in float32.
 
     Attributes:
+        kind: the kind of norm.
         eps: constant that is added to the mean square.
-        unit: whether x is multiplied by 1 + scale in float32 (Gemma), instead of by scale.
     """
 
+    kind: str
     eps: float
-    unit: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Normalize x [..., D]. The result has the shape and dtype of x."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        scale = None if self.kind == "bare" else self.param("scale", nn.initializers.ones, (x.shape[-1],))
 
         def normalize(x: Array) -> Array:
             wide = x.astype(jnp.float32)
+            if self.kind == "layer":
+                wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
             wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
-            if self.unit:
-                return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-            return scale.astype(x.dtype) * wide.astype(x.dtype)
+            if scale is None:
+                return wide.astype(x.dtype)
+            if self.kind == "rms":
+                return scale.astype(x.dtype) * wide.astype(x.dtype)
+            factor = scale.astype(jnp.float32)
+            return (wide * (1 + factor if self.kind == "unit" else factor)).astype(x.dtype)
 
         return rows_of(normalize, x)
 
@@ -180,8 +185,8 @@ class Attention(nn.Module):
         self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
         if c.qk_norm or c.joint_qk_norm:
-            self.q_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.k_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.q_norm = Norm(c.norm, c.norm_eps)
+            self.k_norm = Norm(c.norm, c.norm_eps)
 
     def query(self, x: Array) -> Array:
         """Return the queries before RoPE [B, T, h_q, d] of x [B, T, D]."""

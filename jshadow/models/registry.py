@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.models.cohere import COHERE2
 from jshadow.models.ernie import ERNIE45, ERNIE45_MOE
 from jshadow.models.exaone import EXAONE4
 from jshadow.models.family import ModelFamily
@@ -12,7 +13,7 @@ from jshadow.models.glm import GLM, GLM4, GLM4_MOE
 from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
-from jshadow.models.mistral import MISTRAL
+from jshadow.models.mistral import MINISTRAL3, MISTRAL
 from jshadow.models.olmo import OLMO2, OLMO3
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
@@ -22,7 +23,7 @@ from jshadow.models.smollm3 import SMOLLM3
 
 _FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3),
-    *(SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, ERNIE45),
+    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45),
     *(QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}

@@ -1,6 +1,6 @@
 """Reading and writing the keys of `config.json` in which sliding layers and full ones differ."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
@@ -53,6 +53,29 @@ def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]
         check_positive("config.json", sliding_window=window)
     layers = tuple(index for index, slides in enumerate(sliding) if slides)
     return {"sliding_window": window, "sliding_layers": layers} if layers else {}
+
+
+def by_pattern(hf: Mapping[str, Any], usual: int) -> list[bool]:
+    """Return whether each layer has a sliding window, by `sliding_window_pattern`.
+
+    With a number n, every n-th layer sees all tokens. Letters L and G name the layers with and without a window in
+    turn. A file without the key has the number `usual`.
+
+    Raises:
+        ConfigError: the pattern is neither.
+    """
+    pattern = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern"))
+    pattern, layers = usual if pattern is None else pattern, range(layer_count(hf))
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return [pattern[layer % len(pattern)] == "L" for layer in layers]
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
+        raise ConfigError(f"config.json sliding_window_pattern must be an integer or letters L and G, got {pattern!r}")
+    return [(layer + 1) % pattern != 0 for layer in layers]
+
+
+def others(hf: Mapping[str, Any], layers: Iterable[int]) -> tuple[int, ...]:
+    """Return the layers of a config.json that are not among `layers`."""
+    return tuple(sorted({*range(layer_count(hf))} - {*layers}))
 
 
 def layer_types(config: ModelConfig) -> list[str]:

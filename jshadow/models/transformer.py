@@ -16,7 +16,7 @@ from jax import Array
 
 from jshadow.models.config import ModelConfig
 from jshadow.models.experts import ExpertMLP
-from jshadow.models.layers import MLP, Attention, RMSNorm
+from jshadow.models.layers import MLP, Attention, Norm
 
 
 class Heads(NamedTuple):
@@ -50,11 +50,12 @@ class Block(nn.Module):
         self.attention = Attention(c)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
         if c.pre_norms:
-            self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.attention_norm = Norm(c.norm, c.norm_eps)
+        if c.pre_norms and not c.parallel:
+            self.mlp_norm = Norm(c.norm, c.norm_eps)
         if c.post_norms:
-            self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.attention_post_norm = Norm(c.norm, c.norm_eps)
+            self.mlp_post_norm = Norm(c.norm, c.norm_eps)
 
     def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
         """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
@@ -65,7 +66,9 @@ class Block(nn.Module):
             out = self.attention.output(out.astype(x.dtype))
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
+            if not c.parallel:
+                x_in = self.mlp_norm(x) if c.pre_norms else x
+            out = self.mlp(x_in)
             return x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out), aux
 
     def _scaled(self, out: Array) -> Array:
@@ -90,7 +93,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
         with_experts = () if c.experts is None else c.experts.layers
         self.blocks = [Block(c, i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps, c.unit_norms)
+        self.norm = Norm(c.norm, c.norm_eps)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
 

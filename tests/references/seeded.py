@@ -204,6 +204,27 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_end_index": 2,
         },
     ),
+    # queries grow after 32, 64, 96 and 128 tokens
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_theta": None,
+            "rope_parameters": YARN
+            | {
+                "rope_theta": 1e5,
+                "original_max_position_embeddings": ORIGINAL // 2,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5, "layer_norm_eps": 1e-3},
+    ),
+    "cohere2_biased": ("cohere2", {"sliding_window": 48, "attention_bias": True, "tie_word_embeddings": False}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     "seed_oss_output": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
     "granite": (
