@@ -12,7 +12,7 @@ from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
 from jshadow.models.sliding import FULL, SLIDING, by_pattern, layer_types, rope_of_kind, ropes_to_hf, sliding_fields
 
-_NORMS = (
+AROUND = (
     Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.weight", "layer_{0}/mlp_norm/scale"),
@@ -52,7 +52,7 @@ GEMMA3_TEXT = ModelFamily(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     models="Gemma 3, text (270M, 1B)",
-    rules=EMBEDDING + _NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
+    rules=EMBEDDING + AROUND + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
     differs="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
         "vocab_size": 262208,

@@ -92,7 +92,7 @@ class Norm(nn.Module):
     """Root-mean-square norm (Llama 2, section 2.2) or another of `config.NORMS`, computed in float32.
 
     Attributes:
-        kind: the kind of norm.
+        kind: the kind of norm. "bare": a root-mean-square norm without a scale.
         eps: constant that is added to the mean square.
     """
 
@@ -182,11 +182,14 @@ class Attention(nn.Module):
         c = self.config
         self.q = Linear(c.q_heads * c.head_dim, c.attention_bias, True)
         self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
-        self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
+        if not c.values_from_keys:
+            self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
         if c.qk_norm or c.joint_qk_norm:
             self.q_norm = Norm(c.norm, c.norm_eps)
             self.k_norm = Norm(c.norm, c.norm_eps)
+        if c.value_norm:
+            self.v_norm = Norm("bare", c.norm_eps)
 
     def query(self, x: Array) -> Array:
         """Return the queries before RoPE [B, T, h_q, d] of x [B, T, D]."""
@@ -198,8 +201,9 @@ class Attention(nn.Module):
         """Return the keys before RoPE and the values of x [B, T, D], both [B, T, h_kv, d]."""
         c, k = self.config, self.k(x)
         shape = (*x.shape[:-1], c.kv_heads, c.head_dim)
+        v = (k if c.values_from_keys else self.v(x)).reshape(shape)
         k = (self.k_norm(k) if c.joint_qk_norm else k).reshape(shape)
-        return self.k_norm(k) if c.qk_norm else k, self.v(x).reshape(shape)
+        return self.k_norm(k) if c.qk_norm else k, self.v_norm(v) if c.value_norm else v
 
     def output(self, heads: Array) -> Array:
         """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]."""

@@ -123,4 +123,4 @@ def ropes_to_hf(config: ModelConfig) -> dict[str, Any]:
         return {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
 
     full, near = parameters(config.rope), parameters(config.sliding_rope or config.rope)
-    return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: near}}
+    return {"rope_parameters": {FULL: full, SLIDING: near}}

@@ -22,6 +22,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": (("factor",), ()),
     "llama3": (("factor",), ("low_freq_factor", "high_freq_factor")),
     "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "proportional": ((), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 _COMMON = {
@@ -49,6 +50,8 @@ class RopeConfig:
       with a linear ramp between them. The ramp is a step if low_freq_factor and high_freq_factor are equal.
     - "yarn" (arXiv 2309.00071, section 3): like "llama3", but the ramp goes from beta_slow to beta_fast turns in the
       original context.
+    - "proportional" (Gemma 4): as "linear". Only a share of the pairs is rotated, but a pair is half a head apart and
+      the frequencies fall as if all pairs were rotated.
     - "longrope" (arXiv 2402.13753): each frequency is divided by a separate number. There is one list of divisors for
       short sequences and one for long ones.
     - "none": no rotation, so the layer's keys carry no position.
@@ -56,12 +59,13 @@ class RopeConfig:
     Attributes:
         theta: base of the geometric series of frequencies.
         kind: the variant.
-        factor: scaling factor of "linear", "dynamic", "llama3" and "yarn".
+        factor: scaling factor of "linear", "proportional", "dynamic", "llama3" and "yarn".
         low_freq_factor: for "llama3". Wavelengths above original_context / low_freq_factor are fully scaled.
         high_freq_factor: for "llama3". Wavelengths below original_context / high_freq_factor are kept.
         original_context: for "dynamic", "llama3", "yarn", "longrope" and the temperature. Context length, in tokens, of
             the first training.
-        rotary_share: share of each head that is rotated, counted from its first column.
+        rotary_share: share of each head that is rotated, counted from its first column. With "proportional", it is that
+            of the pairs.
         attention_factor: for "yarn" and "longrope". The rotated columns of queries and keys are multiplied by it.
         beta_fast: for "yarn". Frequencies with more turns than this in the original context are kept.
         beta_slow: for "yarn". Frequencies with fewer turns than this are divided by factor.
@@ -121,8 +125,8 @@ class RopeConfig:
                 raise ConfigError(f"rope.{name} must be above 0, got {min(factors)!r}")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many columns of a head are rotated."""
-        return int(head_dim * self.rotary_share)
+        """Return how many columns of a head are rotated, with those that "proportional" rotates by an angle of 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.rotary_share)
 
     def check_width(self, head_dim: int) -> None:
         """Raise ConfigError unless the rotated columns of a head form whole pairs and every pair has its divisors."""
@@ -170,7 +174,7 @@ class RopeConfig:
     def to_hf(self) -> dict[str, Any]:
         """Undo `from_hf`: return `rope_theta`, `rope_scaling` and `partial_rotary_factor` for config.json."""
         settings: dict[str, Any] = {"rope_type": self.kind}
-        if self.kind in ("linear", "dynamic", "llama3", "yarn"):
+        if self.kind in ("linear", "proportional", "dynamic", "llama3", "yarn"):
             settings["factor"] = self.factor
         if self.kind == "llama3":
             settings |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
@@ -185,6 +189,8 @@ class RopeConfig:
         if self.kind in ("llama3", "yarn", "longrope") or self.temperature:
             settings[ORIGINAL] = self.original_context
         share = {"partial_rotary_factor": self.rotary_share} if self.rotary_share != 1 else {}
+        if self.kind == "proportional":
+            settings, share = settings | share, {}
         return {"rope_theta": self.theta, "rope_scaling": settings if len(settings) > 1 else None, **share}
 
 
@@ -194,7 +200,7 @@ def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
 
 
 def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {"factor": float(scaling["factor"])}
+    return {"factor": float(scaling.get("factor", 1.0))}
 
 
 def _read_dynamic(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +251,7 @@ def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[st
 
 _READERS = {
     "linear": _read_linear,
+    "proportional": _read_linear,
     "dynamic": _read_dynamic,
     "llama3": _read_llama3,
     "yarn": _read_yarn,
@@ -274,7 +281,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
         grown = rope.factor * longest / rope.original_context - (rope.factor - 1)
         theta *= grown ** (width / (width - 2))
     inverse = (1.0 / np.float32(theta) ** exponent).astype(np.float32)
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        inverse[int(rope.rotary_share * head_dim // 2) :] = 0
+    if rope.kind in ("linear", "proportional"):
         return inverse / np.float32(rope.factor)
     if rope.kind == "longrope":
         divisors = rope.long_factors if tokens > rope.original_context else rope.short_factors

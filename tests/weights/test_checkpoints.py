@@ -406,7 +406,7 @@ def test_load_without_torch_is_silent(tmp_path, source):
 
 OLDER, NEWER = ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")
 # A case of a text model -> the type of the whole model
-WRAPPERS = {"gemma3": "gemma3", "mistral": "mistral3", "ministral3": "mistral3"}
+WRAPPERS = {"gemma3": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma4": "gemma4"}
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
