@@ -78,16 +78,16 @@ def walk_layers(
     config, count = params.config, tokens.shape[1]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
 
-    def layer(weights: dict, x: Array, inverse: Array, kind: Any) -> tuple[Array, Any]:
+    def layer(weights: dict, x: Array, inverse: Array, sizes: ModelConfig, kind: Any) -> tuple[Array, Any]:
         turn = rotation(kind.rope, inverse, positions)
-        return apply_block({"layer_0": weights}, config, 0, x, lambda heads: keep(heads, turn, kind))
+        return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: keep(heads, turn, kind))
 
-    run = jax.jit(layer, static_argnames=("kind",))
+    run = jax.jit(layer, static_argnames=("sizes", "kind"))
     x = embed(params.weights, config, tokens)
     for index in range(config.num_layers):
-        kind = config.attention_kind(index)
-        inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
-        x, result = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
+        kind, sizes = config.attention_kind(index), config.at(index)
+        inverse = jnp.asarray(inverse_frequencies(kind.rope, sizes.head_dim, count))
+        x, result = run(params.weights[f"layer_{index}"], x, inverse, sizes=sizes, kind=kind)
         yield result
         if progress is not None:
             progress(index + 1, config.num_layers)

@@ -200,17 +200,22 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
         raise StateMismatch(f"state must be a KVState, as prefill and generate return it, got {state!r:.80}")
     state.check_alive()
     spec, config = state.specs[0], params.config
+    kinds = tuple(map(config.at, range(config.num_layers)))
     want = (
         config.num_layers,
         config.q_heads,
-        config.kv_heads,
-        config.head_dim,
+        tuple((kind.kv_heads, kind.head_dim) for kind in kinds),
         config.model_dim,
         config.attention_kinds,
     )
-    kinds = tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs)
     tp = spec.shards.tp if spec.shards else 1  # a spec has the heads of one device
-    got = (spec.num_layers, spec.q_heads * tp, spec.kv_heads * tp, spec.head_dim, spec.model_dim, kinds)
+    got = (
+        spec.num_layers,
+        spec.q_heads * tp,
+        tuple((spec.kv_heads * tp, spec.head_dim) for spec in state.specs),
+        spec.model_dim,
+        tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs),
+    )
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
     if policy is None:

@@ -518,9 +518,9 @@ def _run_layers(
         def cache(
             heads: Heads, index: int = index, spec: CacheSpec = spec, foreseen: Array | None = foreseen
         ) -> tuple[Array, Any]:
-            turn = turns[spec.rope]
+            turn = turns[spec.rope, spec.head_dim]
             step = StepKV(
-                q_pre=heads.q_pre,
+                q_pre=turn.tempered(heads.q_pre),
                 q_post=turn.queries(heads.q_pre),
                 k_pre=heads.k_pre,
                 k_post=turn.keys(heads.k_pre),
@@ -537,7 +537,9 @@ def _run_layers(
             out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None
             if foresees and index + 1 < len(specs):
-                ahead = turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, heads.x_in))
+                later = specs[index + 1]
+                queries = block_query(weights, config, index + 1, heads.x_in)
+                ahead = turns[later.rope, later.head_dim].queries(queries)
             return out, (layer, ahead, work)
 
         x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
@@ -546,12 +548,12 @@ def _run_layers(
     return x, layers, works
 
 
-def _rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
-    """Return the rotation at `positions`, int32 [B, T], for each different RopeConfig of the layers."""
-    capacity, width, turns = specs[0].capacity, specs[0].head_dim, {}
-    for rope in dict.fromkeys(spec.rope for spec in specs):
+def _rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[tuple[RopeConfig, int], Rotation]:
+    """Return the rotation at `positions`, int32 [B, T], for each different RopeConfig and head width of the layers."""
+    capacity, turns = specs[0].capacity, {}
+    for rope, width in dict.fromkeys((spec.rope, spec.head_dim) for spec in specs):
         turn = rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)
         # The barrier makes XLA compute the tables once. Its GPU compiler would compute them again in each layer.
         cos, sin = lax.optimization_barrier((turn.cos, turn.sin))
-        turns[rope] = turn._replace(cos=cos, sin=sin)
+        turns[rope, width] = turn._replace(cos=cos, sin=sin)
     return turns

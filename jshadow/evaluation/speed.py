@@ -452,7 +452,8 @@ def _costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) ->
     table = config.vocab_size * config.model_dim * (1 if config.tie_embeddings else 2)
     numbers = planner.weights_bytes // planner.item - table
     # Each token is multiplied by each weight, and attends to half of the prompt on average.
-    prefill = 2 * request.tokens * (numbers + config.num_layers * request.tokens * config.q_heads * config.head_dim)
+    columns = sum(config.at(layer).query_columns for layer in range(config.num_layers))
+    prefill = 2 * request.tokens * (numbers + request.tokens * columns)
     return {
         "policy": resolved.name,
         "fetch": fetch if offloads else "resident",

@@ -18,6 +18,9 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 ROUTERS = ("softmax", "sigmoid", "softmax_of_chosen")
+# "rms": root-mean-square norm, rounded and then multiplied by scale. "wide": multiplied by scale in float32. "unit":
+# multiplied by 1 + scale in float32. "layer": as "wide", after the mean is subtracted.
+NORMS = ("rms", "wide", "unit", "layer")
 
 
 def check_positive(owner: str, **fields: Any) -> None:
@@ -58,6 +61,9 @@ class Experts:
         groups: number of groups of experts.
         chosen_groups: number of groups whose experts a token may choose.
         shared_width: width of the MLP that every token uses beside its experts, or 0.
+        own_norms: whether the experts and the router norm the residual stream on their own, the outputs of the experts
+            and of the shared MLP are normed before they are added, and the shares of each expert have a weight as
+            factor (Gemma 4).
     """
 
     count: int
@@ -72,6 +78,7 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_width: int = 0
+    own_norms: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("count", "chosen", "width", "groups", "chosen_groups")
@@ -96,6 +103,12 @@ class Experts:
         return self.chosen * self.width + self.shared_width
 
 
+def experts_of(config: "ModelConfig") -> Experts:
+    """Return the experts of a model that has some."""
+    assert config.experts is not None
+    return config.experts
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches of a decoder-only transformer.
@@ -107,9 +120,10 @@ class ModelConfig:
         model_dim: width of the residual stream.
         ffn_dim: width of the gated MLP.
         q_heads: number of query heads.
-        kv_heads: number of key and value heads. q_heads is a multiple of it.
+        kv_heads: number of key and value heads. q_heads is a multiple of it. If the sliding layers have other heads,
+            this and head_dim are those of the layers that see all tokens.
         head_dim: width of one head.
-        norm_eps: epsilon of the RMS norms.
+        norm_eps: epsilon of the norms.
         context: longest sequence, in tokens, that the model supports.
         rope: rotary position embedding.
         tie_embeddings: whether the output head is the transposed embedding.
@@ -119,16 +133,23 @@ class ModelConfig:
         output_bias: whether attention_bias also applies to the o projection.
         qk_norm: whether each head's queries and keys are normalized before RoPE.
         joint_qk_norm: whether the queries of all heads are normalized together, and so are the keys.
+        value_norm: whether each head's values are normalized, without a scale.
+        values_from_keys: whether values are the projected keys, before the norm of the keys. With `sliding_heads`, this
+            holds only in the layers that see all tokens.
         pre_norms: whether the inputs of attention and MLP are normalized.
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
-        unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
+        norm: the kind of the norms, one of NORMS.
+        parallel: whether attention and MLP have the same normalized input (GPT-J), instead of one after the other.
         activation: activation of the gated MLP, "silu" or "gelu_tanh".
         embedding_scale: factor of the embeddings.
         residual_scale: factor of the outputs of attention and MLP, before they join the residual stream.
+        layer_scale: whether the output of each block is multiplied by a weight.
         logit_scale: factor of the logits.
+        logit_cap: logits x become logit_cap * tanh(x / logit_cap). None means that they stay as they are.
         query_scalar: scores are divided by the square root of this number. None means head_dim.
         sliding_window: number of tokens that a query of a sliding layer sees, including itself.
         sliding_layers: indices of the sliding layers. All other layers see all tokens.
+        sliding_heads: number and width of the KV heads of the sliding layers. None means those of the other layers.
         sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
         unrotated_layers: indices of the layers without RoPE.
         experts: the experts of some or all layers, or None.
@@ -152,16 +173,22 @@ class ModelConfig:
     output_bias: bool = True
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    value_norm: bool = False
+    values_from_keys: bool = False
     pre_norms: bool = True
     post_norms: bool = False
-    unit_norms: bool = False
+    norm: str = "rms"
+    parallel: bool = False
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    layer_scale: bool = False
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     query_scalar: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    sliding_heads: tuple[int, int] | None = None
     sliding_rope: RopeConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
     experts: Experts | None = None
@@ -169,12 +196,23 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
         check_positive("config", **{name: getattr(self, name) for name in sizes})
-        if self.q_heads % self.kv_heads:
-            raise ConfigError(f"config.q_heads must be a multiple of kv_heads={self.kv_heads}, got {self.q_heads}")
-        for rope in {self.rope, self.sliding_rope or self.rope}:
-            rope.check_width(self.head_dim)
+        near = self.sliding_heads or (self.kv_heads, self.head_dim)
+        check_positive("config.sliding_heads", number=near[0], width=near[1])
+        for rope, (kv_heads, width) in (
+            (self.rope, (self.kv_heads, self.head_dim)),
+            (self.sliding_rope or self.rope, near),
+        ):
+            if self.q_heads % kv_heads:
+                raise ConfigError(f"config.q_heads must be a multiple of kv_heads={kv_heads}, got {self.q_heads}")
+            rope.check_width(width)
+        if self.sliding_heads and self.query_scalar is None:
+            raise ConfigError("config.query_scalar must be given with sliding_heads, so that layers have one scale")
         if not self.norm_eps > 0:
             raise ConfigError(f"config.norm_eps must be above 0, got {self.norm_eps!r}")
+        if self.norm not in NORMS:
+            raise ConfigError(f"config.norm must be one of {NORMS}, got {self.norm!r}")
+        if self.parallel and not self.pre_norms:
+            raise ConfigError(f"config.pre_norms must be true in a parallel block, got {self.pre_norms!r}")
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
@@ -182,7 +220,7 @@ class ModelConfig:
             raise ConfigError(
                 f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
             )
-        for name in ("query_scalar", "embedding_scale", "residual_scale", "logit_scale"):
+        for name in ("query_scalar", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"config.{name} must be above 0 and finite, got {value!r}")
@@ -205,6 +243,34 @@ class ModelConfig:
         """Width of all KV heads side by side. ShadowKV factorizes the matrix of keys that has these columns."""
         return self.kv_heads * self.head_dim
 
+    def at(self, layer: int) -> "ModelConfig":
+        """Return the config whose heads and widths are those of one layer. It is this one if all layers are alike."""
+        return self.kinds[layer not in self.sliding_layers] if self.sliding_heads else self
+
+    @functools.cached_property
+    def kinds(self) -> tuple["ModelConfig", ...]:
+        """The different results of `at`: this config, or those of the sliding layers and of the others."""
+        if self.sliding_heads is None:
+            return (self,)
+        heads, width = self.sliding_heads
+        far = dataclasses.replace(self, sliding_heads=None)
+        return dataclasses.replace(far, kv_heads=heads, head_dim=width, values_from_keys=False), far
+
+    @property
+    def query_columns(self) -> int:
+        """Width of all query heads side by side."""
+        return self.q_heads * self.head_dim
+
+    @property
+    def most_query_columns(self) -> int:
+        """Width of all query heads of the layer in which it is largest."""
+        return max(kind.query_columns for kind in self.kinds)
+
+    @property
+    def most_key_columns(self) -> int:
+        """Width of all KV heads of the layer in which it is largest."""
+        return max(kind.key_columns for kind in self.kinds)
+
     @property
     def active_width(self) -> int:
         """Width of the MLPs that a token uses in a layer. If layers differ, it is that of the widest."""
@@ -224,9 +290,12 @@ class ModelConfig:
 
     @functools.cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The attention kind of every layer. A window that covers the whole context counts as no window."""
+        """The attention kind of every layer.
+
+        A window that covers the whole context counts as no window, unless the layers that have it have other heads.
+        """
         window = self.sliding_window
-        if window is not None and window >= self.context:
+        if window is not None and window >= self.context and self.sliding_heads is None:
             window = None
         near = AttentionKind(self.sliding_rope or self.rope, window)
         kinds = []

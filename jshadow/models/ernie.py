@@ -1,16 +1,14 @@
 """ERNIE 4.5 (Baidu, "ERNIE 4.5 technical report"): RoPE in pairs of neighboring columns; some models have experts."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig, check_positive
+from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
 from jshadow.models.family import ModelFamily, Rule
-from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, VALUES
+from jshadow.models.llama import DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, INTERLEAVED, NORMS, OUTPUT, VALUES
 from jshadow.models.sliding import layer_count
 
-_INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
-_RULES = EMBEDDING + NORMS + _INTERLEAVED + VALUES + OUTPUT + GATE_AND_UP + DOWN
+_RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + GATE_AND_UP + DOWN
 _CORRECTION = Rule(
     r"model\.layers\.(\d+)\.mlp\.moe_statics\.e_score_correction_bias", "layer_{0}/mlp/router/correction", "flatten"
 )
@@ -51,8 +49,7 @@ def _read_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    experts = experts_of(config)
     return {
         **_write(config),
         "moe_num_experts": experts.count,

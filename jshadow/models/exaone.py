@@ -3,28 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
 from jshadow.models.olmo import POST_NORMS
-from jshadow.models.sliding import layer_count, layer_types, sliding_fields
+from jshadow.models.sliding import by_pattern, layer_types, others, sliding_fields
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     switches = {"pre_norms": False, "post_norms": True, "qk_norm": True}
     if hf.get("sliding_window") is None:
         return switches
-    layers, pattern = layer_count(hf), hf["sliding_window_pattern"]
-    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
-        sliding = [pattern[layer % len(pattern)] == "L" for layer in range(layers)]
-    elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
-        sliding = [(layer + 1) % pattern != 0 for layer in range(layers)]
-    else:
-        raise ConfigError(f"config.json sliding_window_pattern must be an integer or letters L and G, got {pattern!r}")
-    fields = sliding_fields(hf, sliding)
-    near = fields.get("sliding_layers", ())
-    fields["unrotated_layers"] = tuple(layer for layer in range(layers) if layer not in near)
+    fields = sliding_fields(hf, by_pattern(hf, 4))
+    fields["unrotated_layers"] = others(hf, fields.get("sliding_layers", ()))
     return fields | switches
 
 
@@ -47,7 +38,6 @@ EXAONE4 = ModelFamily(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
-        "sliding_window_pattern": 4,
         "eos_token_id": 2,
     },
     read=_read,

@@ -1,5 +1,6 @@
 """The mixture-of-experts MLP (arXiv 1701.06538): a router chooses a few experts for each token, and only these run."""
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -7,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.models.config import Experts, ModelConfig
-from jshadow.models.layers import MLP, activate
+from jshadow.models.config import Experts, ModelConfig, experts_of
+from jshadow.models.layers import MLP, Norm, activate
 
 _MOST_TILE = 64  # rows that one product of an expert takes
 
@@ -19,25 +20,35 @@ class ExpertMLP(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """Apply the MLP to x [..., D]. The result has the same shape and dtype."""
-        experts = self.config.experts
-        assert experts is not None
-        rows = x.reshape(-1, x.shape[-1])
-        ids, shares = _Router(experts, name="router")(rows)
-        out = _Experts(self.config, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
+    def __call__(self, x: Array, stream: Array | None = None) -> Array:
+        """Apply the MLP to x [..., D]. The result has the same shape and dtype.
+
+        `stream` has the same numbers before the norm, which experts with norms of their own take. None: x.
+        """
+        c, experts = self.config, experts_of(self.config)
+        norm = functools.partial(Norm, c.norm, c.norm_eps)
+        rows = (stream if stream is not None and experts.own_norms else x).reshape(-1, x.shape[-1])
+        ids, shares = _Router(c, name="router")(rows)
+        rows = norm(name="experts_norm")(rows) if experts.own_norms else rows
+        out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
-            out = out + MLP(self.config, experts.shared_width, name="shared")(x)
+            shared = MLP(c, experts.shared_width, name="shared")(x)
+            if experts.own_norms:
+                out, shared = norm(name="experts_post_norm")(out), norm(name="shared_post_norm")(shared)
+            out = out + shared
         return out
 
 
 class _Router(nn.Module):
-    experts: Experts
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """Return the chosen experts of rows x [N, D], int32 [N, k], and their shares, float32 [N, k]."""
-        e = self.experts
+        e = experts_of(self.config)
+        if e.own_norms:
+            scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).astype(jnp.float32)
+            x = Norm("bare", self.config.norm_eps)(x.astype(jnp.float32)) * scale * x.shape[-1] ** -0.5
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], e.count))
         scores = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
         if e.router == "softmax_of_chosen":
@@ -53,6 +64,8 @@ class _Router(nn.Module):
         shares = jnp.take_along_axis(shares, ids, axis=-1)
         if e.normalized:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + e.least_sum)
+        if e.own_norms:
+            shares = shares * self.param("expert_scale", nn.initializers.ones, (e.count,)).astype(jnp.float32)[ids]
         return ids, shares * e.scale
 
 
@@ -107,8 +120,7 @@ class _Experts(nn.Module):
 
         The loop goes over tiles, so a step reads the weights of the chosen experts alone.
         """
-        c, e = self.config, self.config.experts
-        assert e is not None
+        c, e = self.config, experts_of(self.config)
         gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
         down = _Stack(e.count, c.model_dim, name="down")(e.width)
         size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import ModelConfig, activation_of, check_positive
+from jshadow.models.config import ModelConfig, activation_of
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
-from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, rope_of_kind, ropes_to_hf, sliding_fields
+from jshadow.models.sliding import FULL, SLIDING, by_pattern, layer_types, rope_of_kind, ropes_to_hf, sliding_fields
 
-_NORMS = (
+AROUND = (
     Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.weight", "layer_{0}/mlp_norm/scale"),
@@ -25,16 +25,14 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key in _NOT_BUILT:
         if hf.get(key):
             raise ConfigError(f"config.json {key} must be absent (it is not supported), got {hf[key]!r}")
-    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    check_positive("config.json", sliding_window_pattern=pattern)
     return {
-        **sliding_fields(hf, [(layer + 1) % pattern != 0 for layer in range(layer_count(hf))]),
+        **sliding_fields(hf, by_pattern(hf, 6)),
         "rope": rope_of_kind(hf, FULL, hf["rope_theta"], hf.get("rope_scaling")),
         "sliding_rope": rope_of_kind(hf, SLIDING, hf["rope_local_base_freq"]),
         "activation": activation_of(hf, "hidden_activation"),
         "qk_norm": True,
         "post_norms": True,
-        "unit_norms": True,
+        "norm": "unit",
         "embedding_scale": hf["hidden_size"] ** 0.5,
         "query_scalar": hf["query_pre_attn_scalar"],
     }
@@ -54,7 +52,7 @@ GEMMA3_TEXT = ModelFamily(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     models="Gemma 3, text (270M, 1B)",
-    rules=EMBEDDING + _NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
+    rules=EMBEDDING + AROUND + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
     differs="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
         "vocab_size": 262208,

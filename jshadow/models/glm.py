@@ -3,18 +3,17 @@
 RoPE rotates half of each head. In GLM-4, the columns of a pair are neighbors. GLM-4.5 has experts.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig
+from jshadow.models.config import Experts, ModelConfig, experts_of
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import (
-    ATTENTION,
     DOWN,
     EMBEDDING,
     EXPERTS,
     FUSED_GATE_AND_UP,
+    INTERLEAVED,
     NORMS,
     OUTPUT,
     QK_NORMS,
@@ -23,12 +22,11 @@ from jshadow.models.llama import (
 )
 from jshadow.models.sliding import layer_count
 
-_INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
 _POST_NORMS = (
     Rule(r"model\.layers\.(\d+)\.post_self_attn_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
     Rule(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
 )
-_RULES = EMBEDDING + NORMS + _INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
+_RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
 _CORRECTION = Rule(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias", "layer_{0}/mlp/router/correction")
 _DEFAULTS = {
     "vocab_size": 151552,
@@ -73,8 +71,7 @@ def _glm4_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    experts = experts_of(config)
     return {
         **_share(config),
         "use_qk_norm": config.qk_norm,

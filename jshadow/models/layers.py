@@ -88,28 +88,33 @@ def as_two_rows(function: Callable[[Array], Array], x: Array) -> Array:
     return function(jnp.where(first, x.reshape(1, -1), 0))[:1].reshape(*x.shape[:-1], -1)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (Llama 2, section 2.2).
+class Norm(nn.Module):
+    """Root-mean-square norm (Llama 2, section 2.2) or another of `config.NORMS`, computed in float32.
 
     Attributes:
+        kind: the kind of norm. "bare": a root-mean-square norm without a scale.
         eps: constant that is added to the mean square.
-        unit: whether x is multiplied by 1 + scale in float32 (Gemma), instead of by scale.
     """
 
+    kind: str
     eps: float
-    unit: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Normalize x [..., D]. The result has the shape and dtype of x."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        scale = None if self.kind == "bare" else self.param("scale", nn.initializers.ones, (x.shape[-1],))
 
         def normalize(x: Array) -> Array:
             wide = x.astype(jnp.float32)
+            if self.kind == "layer":
+                wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
             wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
-            if self.unit:
-                return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-            return scale.astype(x.dtype) * wide.astype(x.dtype)
+            if scale is None:
+                return wide.astype(x.dtype)
+            if self.kind == "rms":
+                return scale.astype(x.dtype) * wide.astype(x.dtype)
+            factor = scale.astype(jnp.float32)
+            return (wide * (1 + factor if self.kind == "unit" else factor)).astype(x.dtype)
 
         return rows_of(normalize, x)
 
@@ -177,11 +182,14 @@ class Attention(nn.Module):
         c = self.config
         self.q = Linear(c.q_heads * c.head_dim, c.attention_bias, True)
         self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
-        self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
+        if not c.values_from_keys:
+            self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
         if c.qk_norm or c.joint_qk_norm:
-            self.q_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.k_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.q_norm = Norm(c.norm, c.norm_eps)
+            self.k_norm = Norm(c.norm, c.norm_eps)
+        if c.value_norm:
+            self.v_norm = Norm("bare", c.norm_eps)
 
     def query(self, x: Array) -> Array:
         """Return the queries before RoPE [B, T, h_q, d] of x [B, T, D]."""
@@ -193,8 +201,9 @@ class Attention(nn.Module):
         """Return the keys before RoPE and the values of x [B, T, D], both [B, T, h_kv, d]."""
         c, k = self.config, self.k(x)
         shape = (*x.shape[:-1], c.kv_heads, c.head_dim)
+        v = (k if c.values_from_keys else self.v(x)).reshape(shape)
         k = (self.k_norm(k) if c.joint_qk_norm else k).reshape(shape)
-        return self.k_norm(k) if c.qk_norm else k, self.v(x).reshape(shape)
+        return self.k_norm(k) if c.qk_norm else k, self.v_norm(v) if c.value_norm else v
 
     def output(self, heads: Array) -> Array:
         """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]."""

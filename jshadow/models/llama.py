@@ -1,5 +1,7 @@
 """Llama 2, 3 and 3.1, and other models in their checkpoint format. The other families reuse parts of this table."""
 
+import dataclasses
+
 from jshadow.models.family import ModelFamily, Rule
 
 EMBEDDING = (
@@ -17,6 +19,7 @@ ATTENTION = (
     Rule(r"model\.layers\.(\d+)\.self_attn\.q_proj\.bias", "layer_{0}/attention/q/bias"),
     Rule(r"model\.layers\.(\d+)\.self_attn\.k_proj\.bias", "layer_{0}/attention/k/bias"),
 )
+INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
 VALUES = (
     Rule(r"model\.layers\.(\d+)\.self_attn\.v_proj\.weight", "layer_{0}/attention/v/kernel", "transpose"),
     Rule(r"model\.layers\.(\d+)\.self_attn\.v_proj\.bias", "layer_{0}/attention/v/bias"),

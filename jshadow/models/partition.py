@@ -51,8 +51,9 @@ def check_left(left: str) -> None:
 
 def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:
     """Raise ConfigError unless the mesh's axis `tp` divides the KV heads of the model."""
-    if mesh is not None and config.kv_heads % mesh.shape["tp"]:
-        raise ConfigError(f"mesh axis tp must divide the {config.kv_heads} KV heads, got tp={mesh.shape['tp']}")
+    for kind in config.kinds:
+        if mesh is not None and kind.kv_heads % mesh.shape["tp"]:
+            raise ConfigError(f"mesh axis tp must divide the {kind.kv_heads} KV heads, got tp={mesh.shape['tp']}")
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, path: str, shape: tuple[int, ...]) -> NamedSharding:

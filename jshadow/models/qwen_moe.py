@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import Experts, ModelConfig, check_positive
+from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import EXPERTS, QK_NORMS, RULES
 from jshadow.models.sliding import layer_count
@@ -29,8 +29,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    experts = experts_of(config)
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.chosen,

@@ -4,15 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.models.cohere import COHERE2
 from jshadow.models.ernie import ERNIE45, ERNIE45_MOE
 from jshadow.models.exaone import EXAONE4
 from jshadow.models.family import ModelFamily
 from jshadow.models.gemma import GEMMA3_TEXT
+from jshadow.models.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from jshadow.models.glm import GLM, GLM4, GLM4_MOE
 from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
-from jshadow.models.mistral import MISTRAL
+from jshadow.models.mistral import MINISTRAL3, MISTRAL
 from jshadow.models.olmo import OLMO2, OLMO3
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
@@ -22,7 +24,7 @@ from jshadow.models.smollm3 import SMOLLM3
 
 _FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3),
-    *(SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, ERNIE45),
+    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
@@ -30,7 +32,12 @@ FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAM
 
 # Models of texts and images: the type of the text model inside, where the file leaves it out. Its keys are under
 # `text_config`. These keys of the whole model count for the text too.
-_WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "mistral3": "mistral",
+}
 _SHARED_KEYS = ("eos_token_id", "tie_word_embeddings", "quantization_config", "auto_map")
 
 

@@ -1,6 +1,6 @@
 """Reading and writing the keys of `config.json` in which sliding layers and full ones differ."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
@@ -55,6 +55,29 @@ def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]
     return {"sliding_window": window, "sliding_layers": layers} if layers else {}
 
 
+def by_pattern(hf: Mapping[str, Any], usual: int) -> list[bool]:
+    """Return whether each layer has a sliding window, by `sliding_window_pattern`.
+
+    With a number n, every n-th layer sees all tokens. Letters L and G name the layers with and without a window in
+    turn. A file without the key has the number `usual`.
+
+    Raises:
+        ConfigError: the pattern is neither.
+    """
+    pattern = hf.get("sliding_window_pattern", hf.get("_sliding_window_pattern"))
+    pattern, layers = usual if pattern is None else pattern, range(layer_count(hf))
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return [pattern[layer % len(pattern)] == "L" for layer in layers]
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
+        raise ConfigError(f"config.json sliding_window_pattern must be an integer or letters L and G, got {pattern!r}")
+    return [(layer + 1) % pattern != 0 for layer in layers]
+
+
+def others(hf: Mapping[str, Any], layers: Iterable[int]) -> tuple[int, ...]:
+    """Return the layers of a config.json that are not among `layers`."""
+    return tuple(sorted({*range(layer_count(hf))} - {*layers}))
+
+
 def layer_types(config: ModelConfig) -> list[str]:
     """Return the `layer_types` list of config.json for a config."""
     return [SLIDING if layer in config.sliding_layers else FULL for layer in range(config.num_layers)]
@@ -100,4 +123,4 @@ def ropes_to_hf(config: ModelConfig) -> dict[str, Any]:
         return {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
 
     full, near = parameters(config.rope), parameters(config.sliding_rope or config.rope)
-    return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: near}}
+    return {"rope_parameters": {FULL: full, SLIDING: near}}

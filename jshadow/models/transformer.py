@@ -16,7 +16,7 @@ from jax import Array
 
 from jshadow.models.config import ModelConfig
 from jshadow.models.experts import ExpertMLP
-from jshadow.models.layers import MLP, Attention, RMSNorm
+from jshadow.models.layers import MLP, Attention, Norm
 
 
 class Heads(NamedTuple):
@@ -50,11 +50,14 @@ class Block(nn.Module):
         self.attention = Attention(c)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
         if c.pre_norms:
-            self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.attention_norm = Norm(c.norm, c.norm_eps)
+        if c.pre_norms and not c.parallel:
+            self.mlp_norm = Norm(c.norm, c.norm_eps)
         if c.post_norms:
-            self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
-            self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.attention_post_norm = Norm(c.norm, c.norm_eps)
+            self.mlp_post_norm = Norm(c.norm, c.norm_eps)
+        if c.layer_scale:
+            self.scale = self.param("scale", nn.initializers.ones, (1,))
 
     def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
         """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
@@ -65,8 +68,11 @@ class Block(nn.Module):
             out = self.attention.output(out.astype(x.dtype))
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
-            return x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out), aux
+            if not c.parallel:
+                x_in = self.mlp_norm(x) if c.pre_norms else x
+            out = self.mlp(x_in, x) if isinstance(self.mlp, ExpertMLP) else self.mlp(x_in)
+            x = x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out)
+            return x * self.scale.astype(x.dtype) if c.layer_scale else x, aux
 
     def _scaled(self, out: Array) -> Array:
         return out if self.config.residual_scale == 1 else out * jnp.asarray(self.config.residual_scale, out.dtype)
@@ -89,8 +95,8 @@ class Transformer(nn.Module):
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
         with_experts = () if c.experts is None else c.experts.layers
-        self.blocks = [Block(c, i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps, c.unit_norms)
+        self.blocks = [Block(c.at(i), i in with_experts, name=f"layer_{i}") for i in range(c.num_layers)]
+        self.norm = Norm(c.norm, c.norm_eps)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
 
@@ -111,7 +117,9 @@ class Transformer(nn.Module):
     def logits(self, x: Array) -> Array:
         """Apply the final norm and the output head to x [..., D]. Return float32 logits [..., V]."""
         out = self._products(self.norm(x))
-        return out if self.config.logit_scale == 1 else out * self.config.logit_scale
+        out = out if self.config.logit_scale == 1 else out * self.config.logit_scale
+        cap = self.config.logit_cap
+        return out if cap is None else cap * jnp.tanh(out / cap)
 
     def _products(self, x: Array) -> Array:
         if self.config.tie_embeddings:
@@ -130,13 +138,13 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
     """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
     own = weights[f"layer_{layer}"]
-    return Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache)
+    return Block(config.at(layer), "experts" in own["mlp"]).apply({"params": own}, x, cache)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
     """Return the queries before RoPE [B, T, h_q, d] of block `layer` for x_in [B, T, D]."""
     # This runs inside the apply of another block. parent=None keeps it from becoming a submodule of that block.
-    block = Block(config, parent=None)
+    block = Block(config.at(layer), parent=None)
     return cast(Array, block.apply({"params": weights[f"layer_{layer}"]}, x_in, method="query"))
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.rotation import rotate as rotate
 
 CONTEXT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+TEMPERATURE = "llama_4_scaling_beta"  # read by the families that have it
 # Variant -> (keys that `config.json` must have, keys that it may have), in addition to the base frequency.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -21,6 +22,7 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": (("factor",), ()),
     "llama3": (("factor",), ("low_freq_factor", "high_freq_factor")),
     "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "proportional": ((), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 _COMMON = {
@@ -48,6 +50,8 @@ class RopeConfig:
       with a linear ramp between them. The ramp is a step if low_freq_factor and high_freq_factor are equal.
     - "yarn" (arXiv 2309.00071, section 3): like "llama3", but the ramp goes from beta_slow to beta_fast turns in the
       original context.
+    - "proportional" (Gemma 4): as "linear". Only a share of the pairs is rotated, but a pair is half a head apart and
+      the frequencies fall as if all pairs were rotated.
     - "longrope" (arXiv 2402.13753): each frequency is divided by a separate number. There is one list of divisors for
       short sequences and one for long ones.
     - "none": no rotation, so the layer's keys carry no position.
@@ -55,16 +59,19 @@ class RopeConfig:
     Attributes:
         theta: base of the geometric series of frequencies.
         kind: the variant.
-        factor: scaling factor of "linear", "dynamic", "llama3" and "yarn".
+        factor: scaling factor of "linear", "proportional", "dynamic", "llama3" and "yarn".
         low_freq_factor: for "llama3". Wavelengths above original_context / low_freq_factor are fully scaled.
         high_freq_factor: for "llama3". Wavelengths below original_context / high_freq_factor are kept.
-        original_context: for "dynamic", "llama3", "yarn" and "longrope". Context length, in tokens, of the first
-            training.
-        rotary_share: share of each head that is rotated, counted from its first column.
+        original_context: for "dynamic", "llama3", "yarn", "longrope" and the temperature. Context length, in tokens, of
+            the first training.
+        rotary_share: share of each head that is rotated, counted from its first column. With "proportional", it is that
+            of the pairs.
         attention_factor: for "yarn" and "longrope". The rotated columns of queries and keys are multiplied by it.
         beta_fast: for "yarn". Frequencies with more turns than this in the original context are kept.
         beta_slow: for "yarn". Frequencies with fewer turns than this are divided by factor.
         truncate: for "yarn". Whether the ends of the ramp are rounded to whole indices of frequencies.
+        temperature: the queries at position p are multiplied by
+            1 + temperature * ln(1 + floor(p / original_context)).
         short_factors: for "longrope". One divisor for each rotated pair, for sequences up to original_context tokens.
         long_factors: for "longrope". One divisor for each rotated pair, for longer sequences.
     """
@@ -80,6 +87,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    temperature: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -110,13 +118,15 @@ class RopeConfig:
             )
         if self.kind in ("dynamic", "llama3", "yarn", "longrope") and not self.original_context > 1:
             raise ConfigError(f"rope.original_context must be above 1 token, got {self.original_context!r}")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"rope.temperature must be at least 0 and finite, got {self.temperature!r}")
         for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
             if not all(factor > 0 for factor in factors):
                 raise ConfigError(f"rope.{name} must be above 0, got {min(factors)!r}")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many columns of a head are rotated."""
-        return int(head_dim * self.rotary_share)
+        """Return how many columns of a head are rotated, with those that "proportional" rotates by an angle of 0."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.rotary_share)
 
     def check_width(self, head_dim: int) -> None:
         """Raise ConfigError unless the rotated columns of a head form whole pairs and every pair has its divisors."""
@@ -164,7 +174,7 @@ class RopeConfig:
     def to_hf(self) -> dict[str, Any]:
         """Undo `from_hf`: return `rope_theta`, `rope_scaling` and `partial_rotary_factor` for config.json."""
         settings: dict[str, Any] = {"rope_type": self.kind}
-        if self.kind in ("linear", "dynamic", "llama3", "yarn"):
+        if self.kind in ("linear", "proportional", "dynamic", "llama3", "yarn"):
             settings["factor"] = self.factor
         if self.kind == "llama3":
             settings |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
@@ -174,9 +184,13 @@ class RopeConfig:
             settings |= {"short_factor": list(self.short_factors), "long_factor": list(self.long_factors)}
         if self.kind in ("yarn", "longrope"):
             settings["attention_factor"] = self.attention_factor
-        if self.kind in ("llama3", "yarn", "longrope"):
+        if self.temperature:
+            settings[TEMPERATURE] = self.temperature
+        if self.kind in ("llama3", "yarn", "longrope") or self.temperature:
             settings[ORIGINAL] = self.original_context
         share = {"partial_rotary_factor": self.rotary_share} if self.rotary_share != 1 else {}
+        if self.kind == "proportional":
+            settings, share = settings | share, {}
         return {"rope_theta": self.theta, "rope_scaling": settings if len(settings) > 1 else None, **share}
 
 
@@ -186,7 +200,7 @@ def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
 
 
 def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {"factor": float(scaling["factor"])}
+    return {"factor": float(scaling.get("factor", 1.0))}
 
 
 def _read_dynamic(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,6 +251,7 @@ def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[st
 
 _READERS = {
     "linear": _read_linear,
+    "proportional": _read_linear,
     "dynamic": _read_dynamic,
     "llama3": _read_llama3,
     "yarn": _read_yarn,
@@ -266,7 +281,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
         grown = rope.factor * longest / rope.original_context - (rope.factor - 1)
         theta *= grown ** (width / (width - 2))
     inverse = (1.0 / np.float32(theta) ** exponent).astype(np.float32)
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        inverse[int(rope.rotary_share * head_dim // 2) :] = 0
+    if rope.kind in ("linear", "proportional"):
         return inverse / np.float32(rope.factor)
     if rope.kind == "longrope":
         divisors = rope.long_factors if tokens > rope.original_context else rope.short_factors
@@ -327,16 +344,22 @@ class Rotation(NamedTuple):
         sin: float32 sines of the angles, in the shape of cos.
         query_factor: rotated queries are multiplied by it. It is the product of the attention factors of queries and
             keys. Only the product of a query and a key matters, so keys are stored and rebuilt without a factor.
+        temperature: queries are multiplied by it, float32 in the shape of [B, T, 1, 1]. None: by 1.
     """
 
     inverse: Array
     cos: Array
     sin: Array
     query_factor: float
+    temperature: Array | None = None
+
+    def tempered(self, x: Float[Array, "B T h d"]) -> Float[Array, "B T h d"]:
+        """Multiply projected queries [B, T, h_q, d] by the temperature. What follows may rotate them in another way."""
+        return x if self.temperature is None else (x.astype(jnp.float32) * self.temperature).astype(x.dtype)
 
     def queries(self, x: Float[Array, "B T h d"]) -> Float[Array, "B T h d"]:
-        """Apply RoPE to queries [B, T, h_q, d], including the query factor."""
-        return rotate(x, self.cos, self.sin, self.query_factor)
+        """Apply the temperature, RoPE and the query factor to queries [B, T, h_q, d]."""
+        return rotate(self.tempered(x), self.cos, self.sin, self.query_factor)
 
     def keys(self, x: Float[Array, "B T h d"]) -> Float[Array, "B T h d"]:
         """Apply RoPE to keys [B, T, h_kv, d]."""
@@ -351,4 +374,8 @@ def query_factor(rope: RopeConfig) -> float:
 def rotation(rope: RopeConfig, inverse: Float[Array, " half"], positions: Int[Array, "#B T"]) -> Rotation:
     """Return the rotation at positions, int [B or 1, T]. `inverse` is from `inverse_frequencies`."""
     cos, sin = cos_sin(positions, inverse)
-    return Rotation(inverse, cos[:, :, None], sin[:, :, None], query_factor(rope))
+    temperature = None
+    if rope.temperature:
+        turns = jnp.floor(positions / rope.original_context)[:, :, None, None]
+        temperature = 1 + rope.temperature * jnp.log1p(turns)
+    return Rotation(inverse, cos[:, :, None], sin[:, :, None], query_factor(rope), temperature)

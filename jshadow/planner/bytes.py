@@ -102,7 +102,7 @@ def cache_specs(
     """
     specs = []
     for layer in range(config.num_layers):
-        kind = config.attention_kind(layer)
+        kind, sizes = config.attention_kind(layer), config.at(layer)
         cache: LayerCache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
         specs.append(
             CacheSpec(
@@ -111,12 +111,12 @@ def cache_specs(
                 batch=batch,
                 capacity=capacity,
                 window=cache.window_slots(capacity, shortest),
-                q_heads=config.q_heads,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
+                q_heads=sizes.q_heads,
+                kv_heads=sizes.kv_heads,
+                head_dim=sizes.head_dim,
                 model_dim=config.model_dim,
                 dtype=dtype,
-                scale=config.attention_scale,
+                scale=sizes.attention_scale,
                 rope=kind.rope,
                 sliding_window=kind.window,
                 fetch=fetch,
@@ -172,11 +172,11 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
 
     A layer with a sliding window holds only its window.
     """
-    slots = [
-        capacity if window is None else SlidingWindow(window).slots(capacity)
-        for window in (config.attention_kind(layer).window for layer in range(config.num_layers))
-    ]
-    return 2 * sum(slots) * config.key_columns * itemsize
+    numbers = 0
+    for layer, kind in enumerate(config.attention_kinds):
+        slots = capacity if kind.window is None else SlidingWindow(kind.window).slots(capacity)
+        numbers += 2 * slots * config.at(layer).key_columns
+    return numbers * itemsize
 
 
 def prefill_parts(
@@ -190,20 +190,20 @@ def prefill_parts(
 ) -> dict[str, int]:
     """Return `prefill_peak` of a workload with a fetch mode other than "auto", for a resolved policy on one device."""
     batch, dtype, tokens = workload.batch or 1, workload.dtype, workload.prompt_width
-    item, columns = jnp.dtype(dtype).itemsize, config.key_columns
+    item, columns = jnp.dtype(dtype).itemsize, config.most_key_columns
     sparse_attention = attention or attention_of(policy)
     sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
     count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
     state = abstract_of(workload.specs(config, policy), policy)
     parts = state_nbytes(state)
-    queries = config.q_heads * config.head_dim
+    queries = config.most_query_columns
     token, tile = token_numbers(config), tile_numbers(config)  # attention in pieces has a tile
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
-    for spec in state.specs:
+    for layer, spec in enumerate(state.specs):
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries
-        ways |= whole_or_pieces(config, dtype, backend) if exact else {False}
+        ways |= whole_or_pieces(config.at(layer), dtype, backend) if exact else {False}
     in_pieces = batch * (tile + size * token) * 4 + sparse if False in ways else 0
     # The keys and values of some of the rows are copied.
     whole = rows * count * size * (2 * queries + (2 * columns if rows < batch else 0)) * item if True in ways else 0
@@ -235,9 +235,10 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
         policy: the resolved policy.
         specs: the spec of each layer on one device, for the rows of the step.
     """
-    c, spec, rows = config, specs[0], specs[0].batch * rows_of(policy)
-    tp = 1 if spec.shards is None else spec.shards.tp
-    token = 6 * c.model_dim - 3 * (-c.active_width // tp) + 3 * (spec.q_heads + 2 * spec.kv_heads) * c.head_dim
+    c, rows = config, specs[0].batch * rows_of(policy)
+    tp = 1 if specs[0].shards is None else specs[0].shards.tp
+    heads = max((spec.q_heads + 2 * spec.kv_heads) * spec.head_dim for spec in specs)
+    token = 6 * c.model_dim - 3 * (-c.active_width // tp) + 3 * heads
     return {
         "logits": 4 * rows * (2 * c.vocab_size - (-c.vocab_size // tp if tp > 1 else 0)),
         "activations": 4 * rows * token,

@@ -280,8 +280,9 @@ def checked(config: ModelConfig, workload: Workload, gpu: Gpu) -> Workload:
     ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    if config.kv_heads % workload.tp:
-        raise ConfigError(f"tp must divide the {config.kv_heads} KV heads, got tp={workload.tp}")
+    for kind in config.kinds:
+        if kind.kv_heads % workload.tp:
+            raise ConfigError(f"tp must divide the {kind.kv_heads} KV heads, got tp={workload.tp}")
     if workload.capacity > config.context:
         raise CapacityError(
             f"context + max_new_tokens must be at most the model's context={config.context}, "

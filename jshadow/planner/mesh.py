@@ -109,8 +109,10 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
     if experts is not None:
         widths = {name: -(-getattr(experts, name) // count) for name in ("width", "shared_width")}
         experts = dataclasses.replace(experts, **widths)
+    near = config.sliding_heads
     return dataclasses.replace(
         config,
+        sliding_heads=near and (near[0] // count, near[1]),
         q_heads=config.q_heads // count,
         kv_heads=config.kv_heads // count,
         ffn_dim=-(-config.ffn_dim // count),

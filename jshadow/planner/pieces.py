@@ -53,9 +53,7 @@ def token_numbers(config: ModelConfig) -> int:
     They are the residual and the normalized input, the queries before and after RoPE and the attention's output, the
     keys before and after RoPE and the values, and the two halves of the MLP.
     """
-    return (
-        2 * config.model_dim + 3 * config.q_heads * config.head_dim + 3 * config.key_columns + 2 * config.active_width
-    )
+    return 2 * config.model_dim + 3 * config.most_query_columns + 3 * config.most_key_columns + 2 * config.active_width
 
 
 def tile_numbers(config: ModelConfig) -> int:
@@ -78,8 +76,8 @@ def second_pass_bytes(config: ModelConfig, second: SecondPass, batch: int, token
     size, chunks = second.most_tokens(tokens), -(-tokens // second.chunk)
     keys = second.sinks + min(second.chunk, tokens) + size
     hidden = batch * chunks * size * config.model_dim * item
-    scores = 2 * batch * config.kv_heads * tokens * 4
-    row = 2 * (tokens + size) * config.key_columns + keys * config.key_columns  # a copy of the keys and values
+    scores = 2 * batch * max(kind.kv_heads for kind in config.kinds) * tokens * 4
+    row = (2 * (tokens + size) + keys) * config.most_key_columns  # a copy of the keys and values
     shares = 3 * config.q_heads * keys * QUERIES + 2 * size * keys  # with the mask
     return hidden + scores + 4 * (batch * size * token_numbers(config) + row + shares + tile_numbers(config))
 
@@ -199,15 +197,15 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
         {"weights", "piece", "hooks", "logits", "state"}. The peak is their sum.
     """
     batch, size = state.specs[0].batch, turn_tokens(state, tokens, extend_chunk)
-    item, columns = jnp.dtype(state.specs[0].dtype).itemsize, config.key_columns
+    item, columns = jnp.dtype(state.specs[0].dtype).itemsize, config.most_key_columns
     # As in a prefill: the residual and the normalized input, queries, keys and values before and after RoPE, the
     # attention's output and the two halves of the MLP. The hooks cut queries, keys, values and output into blocks.
-    token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.active_width
+    token = 2 * config.model_dim + 6 * config.most_query_columns + 6 * columns + 2 * config.active_width
     hooks = 0
     for spec, layer in zip(state.specs, state.layers, strict=True):
         split, block = split_of(spec), block_tokens(spec, size)
         # A float32 tile of scores, its weights and mask, and the running sums.
-        tile = 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim)
+        tile = 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + spec.head_dim)
         if split is not None and size > spec.policy.reads.piece:
             work = max(tile, block * split.query_temporaries(spec))
         else:

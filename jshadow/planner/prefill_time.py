@@ -11,13 +11,13 @@ from jshadow.policies.prefill_attention import SecondPass
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the query, key and value projections of one layer."""
-    columns = (config.q_heads + 2 * config.kv_heads) * config.head_dim
+    columns = config.query_columns + 2 * config.key_columns
     return 2 * tokens * config.model_dim * columns
 
 
 def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
-    return 2 * tokens * config.model_dim * (config.q_heads * config.head_dim + 3 * config.active_width)
+    return 2 * tokens * config.model_dim * (config.query_columns + 3 * config.active_width)
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:
@@ -35,7 +35,7 @@ def attention_operations(config: ModelConfig, window: int | None, first: int, to
     else:
         growing = max(0, min(last, window) - first)  # queries that see all earlier tokens
         seen = (2 * first + 1 + growing) * growing // 2 + (tokens - growing) * window
-    return 4 * config.q_heads * config.head_dim * seen
+    return 4 * config.query_columns * seen
 
 
 def layer_operations(config: ModelConfig, window: int | None, tokens: int) -> int:
@@ -55,7 +55,7 @@ def request_operations(config: ModelConfig, window: int | None, prompt: int, tok
         prompt: number of tokens of the prompt.
         tokens: number of tokens of the request, which contains the chunk.
     """
-    scores = 4 * config.q_heads * config.head_dim * tokens * tokens
+    scores = 4 * config.query_columns * tokens * tokens
     block = projection_operations(config, tokens) + rest_operations(config, tokens)
     return block + attention_operations(config, window, prompt, tokens) + scores
 
@@ -118,10 +118,11 @@ def prefill_time(
         step_seconds: time of a decode step of one row.
     """
     rate = PREFILL_SHARE * gpu.flops
-    flops = sum(layer_operations(config, spec.sliding_window, tokens) for spec in specs)
+    layers = [(config.at(index), spec.sliding_window) for index, spec in enumerate(specs)]
+    flops = sum(layer_operations(*layer, tokens) for layer in layers)
     second = next((spec.policy.reads.second_pass for spec in specs if spec.policy.reads.second_pass), None)
     if second is not None:
-        flops += sum(_second_pass_operations(config, spec.sliding_window, tokens, second) for spec in specs)
+        flops += sum(_second_pass_operations(*layer, tokens, second) for layer in layers)
     work = [spec.policy.compress_work(spec, tokens) for spec in specs]
     compress, launches = (sum(part) for part in zip(*work, strict=True))
     compress_seconds = compress / rate + launches * LAUNCH_SECONDS

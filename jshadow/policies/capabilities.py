@@ -143,9 +143,13 @@ class LearnsBasis(Learns):
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """Return the basis of each layer and KV head, float32 [L, h_kv, d, d]. Only the first row of a text is used."""
+        """Return the basis of each layer and KV head, float32 [L, h_kv, d, d]. Only the first row of a text is used.
+
+        A sliding layer whose heads differ from those of the others gets zeros.
+        """
+        shape = self.fitted_shapes(params.config)[self.basis_name][1:]
         found = [self.basis_of(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)]
-        return {self.basis_name: jnp.stack(found)}
+        return {self.basis_name: jnp.stack([one if one.shape == shape else jnp.zeros(shape) for one in found])}
 
     def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:
         """Return this layer's learned basis, repeated for every row, float32 [B, h_kv, d, d].

@@ -74,8 +74,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     what it can. Nothing is allocated.
     """
     policy = policy.resolve(config, num_tokens)
-    row = 2 * config.key_columns * 2  # bytes of a token's key and value
-    sliding, full = layer_slots(num_tokens, config)
+    sliding, full = layer_bytes(num_tokens, config)
     specs = [layer_spec(policy, layer, num_tokens, config) for layer in full_layers(config)]
     speculation = capability(policy, Speculates)
     small = 0
@@ -87,7 +86,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
         if spec.policy not in sizes:
             state = jax.eval_shape(functools.partial(spec.policy.init, spec))
             sizes[spec.policy] = sum(device for device, _ in layer_nbytes(state).values())
-    return (sliding * row + small + sum(sizes[spec.policy] for spec in specs)) / ((sliding + full) * row)
+    return (sliding + small + sum(sizes[spec.policy] for spec in specs)) / (sliding + full)
 
 
 def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig) -> CacheSpec:
@@ -115,8 +114,16 @@ def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig)
     )
 
 
-def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
-    """Return the slots that full attention needs for `num_tokens`: the sum over sliding layers, and over the others."""
-    windows = [kind.window for kind in config.attention_kinds]
-    sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
-    return sliding, num_tokens * windows.count(None)
+def layer_bytes(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
+    """Return the bytes that full attention needs for `num_tokens`: those of the sliding layers, and of the others.
+
+    Keys and values are bfloat16.
+    """
+    sliding = full = 0
+    for layer, kind in enumerate(config.attention_kinds):
+        row = 2 * config.at(layer).key_columns * 2
+        if kind.window is None:
+            full += num_tokens * row
+        else:
+            sliding += sliding_slots(kind.window, num_tokens) * row
+    return sliding, full

@@ -10,14 +10,15 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, PROMPT, SMALL, run_steps
+from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, SMALL, mode_of, run_steps, setting
 from family_cases import ONE_OF_EACH, family_config
 
 import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
 from jshadow.planner.machine import abstract_state
-from jshadow.policies import Full, Policy, ShadowKV
+from jshadow.policies import Full, OmniKV, Policy, ShadowKV
+from jshadow.policies.base import full_layers
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import init_params
 
@@ -26,9 +27,9 @@ TURN = np.random.default_rng(5).integers(3, 97, (len(LENGTHS), 20), dtype=np.int
 NEW = np.array([20, 7, 0])
 TOKENS = PROMPT % 97
 SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
-# Windows and two kinds of rotation, layers without rotation, and experts. Sliding layers of `full` are those of
-# `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed")
+# Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
+# Sliding layers of `full` are those of `shadowkv`.
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full())]
 params_of = functools.cache(lambda name: init_params(family_config(name), seed=4))
 
@@ -56,6 +57,27 @@ def agree(*cases) -> None:
 def test_every_family_is_lossless(name):
     lossless = dataclasses.replace(ShadowKV.lossless(CAPACITY, family_config(name)), **SMALL)
     agree(((name, lossless, "device_put"), {}), ((name, Full()), {}))  # the other laws here run resident
+
+
+# All policies, where keys are made from values in layers of other heads; and those that rotate queries on their own,
+# where queries grow. The first layer of the probe must see all tokens.
+EVERYWHERE = [("gemma4", name) for name in POLICY_CASES if name != "probe"]
+EVERYWHERE += [("ministral3", name) for name in ("streaming_llm", "infllm", "infinigen", "shadowkv")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), EVERYWHERE)
+def test_policies_on_a_family(name, policy):
+    """A policy with lossless settings is full attention. The others run."""
+    kind = "restricted" if POLICY_CASES[policy].lossless is None else "lossless"
+    chosen = setting(policy, kind, family_config(name))
+    if isinstance(chosen, OmniKV):
+        chosen = dataclasses.replace(chosen, filter_layers=full_layers(family_config(name))[:1])
+    case = (name, chosen, mode_of(policy))
+    if kind == "lossless":
+        agree((case, {}), ((name, Full()), {}))
+    else:
+        assert np.isfinite(six_steps(*case)).all()
 
 
 @pytest.mark.slow

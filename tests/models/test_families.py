@@ -139,6 +139,20 @@ REFUSED = [
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"sliding_window_pattern": "two"}, "sliding_window_pattern"),
     ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_scalar"),
+    ("ministral3", scaled(**YARN), "lacks llama_4_scaling_beta"),
+    ("ministral3", scaled(**YARN, llama_4_scaling_beta=-1, original_max_position_embeddings=9), "temperature must be"),
+    ("mistral", scaled(**YARN, llama_4_scaling_beta=0.1), "unknown keys llama_4_scaling_beta"),
+    ("cohere2", {"logit_scale": 0}, "logit_scale must be above 0"),
+    ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 0}, "letters L and G, got 0"),
+    ("gemma4_text", {}, "hidden_size_per_layer_input must be 0 or false (embeddings of each layer"),
+    ("gemma4_unified_text", {"num_kv_shared_layers": 1}, "layers that share keys and values are not supported"),
+    ("gemma4_unified_text", {"use_bidirectional_attention": "all"}, "must be null or 'vision', got 'all'"),
+    ("gemma4_unified_text", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config must have the layers"),
+    ("gemma4_unified_text", {"per_layer_config": {"2": {"window": 8}}}, "per_layer_config must have the layers"),
+    ("gemma4_unified_text", {"sliding_window": 8, "global_head_dim": 7}, "even rotated part"),
+    ("gemma4_unified_text", {"sliding_window": 8, "num_key_value_heads": 3}, "multiple of kv_heads=3"),
+    ("gemma4_unified_text", {"hidden_activation": "relu"}, "hidden_activation must be one of"),
+    ("gemma4_unified_text", {"final_logit_softcapping": -1}, "logit_cap must be above 0"),
     ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
     ("mistral", {"num_hidden_layers": 10**9}, "at most 65536, got 1000000000"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 3"),
@@ -157,11 +171,13 @@ def test_an_unknown_variant_is_refused_by_name(model_type, changes, told):
 def test_what_a_file_leaves_out_is_what_transformers_says(model_type):
     """A checkpoint need not repeat the defaults of transformers' config classes.
 
-    The class of GLM-4.5 has heads that RoPE cannot rotate, so the width of the published ones is the default.
+    The class of GLM-4.5 has heads that RoPE cannot rotate, so the width of the published ones is the default. That of
+    Gemma 4 has embeddings of each layer, which are refused.
     """
     told, family = CONFIG_MAPPING[model_type]().to_dict(), FAMILIES[model_type]
     told |= {"head_dim": 128} if model_type == "glm4_moe" else {}
-    assert family.config_from_hf({"model_type": model_type}) == family.config_from_hf(told)
+    left_out = {"hidden_size_per_layer_input": 0} if model_type == "gemma4_text" else {}
+    assert family.config_from_hf({"model_type": model_type, **left_out}) == family.config_from_hf(told | left_out)
 
 
 def test_the_text_config_of_gemma_3_4b_as_published():
@@ -228,8 +244,9 @@ def test_the_page_of_models_has_the_support_matrix():
 def test_families_and_kinds_of_rope_all_have_a_parity_case():
     assert {model_type for model_type, _ in FAMILY_CASES.values()} == set(FAMILIES)
     kinds = {(settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()}
-    # llama3 is tested on Llama in test_parity.py. "none" is for SmolLM3's layers without RoPE.
-    assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)
+    # llama3 is tested on Llama in test_parity.py. "none" is for SmolLM3's layers without RoPE, and "proportional" for
+    # Gemma 4's global ones.
+    assert kinds | {"llama3", "none", "proportional"} == set(RopeConfig.KINDS)
 
 
 def test_length_decides_longrope_and_dynamic_alone():

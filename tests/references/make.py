@@ -39,10 +39,9 @@ def described(case: str, folder: Path) -> dict[str, Any]:
         short = f"{first}{layer}*.{rest.split('.', 1)[1]}" if layer else name
         found.setdefault(short, {})[name] = list(value.shape)
     shapes: dict[str, list[int]] = {}
-    for short, named in found.items():  # a name that only some layers have is not shortened
-        if len({str(shape) for shape in named.values()}) > 1:
-            raise ValueError(f"{case}: {short} has several shapes")
-        everywhere = "*" not in short or len(named) == config.num_hidden_layers
+    for short, named in found.items():  # a name that only some layers have, or in several shapes, is not shortened
+        alike = len({str(shape) for shape in named.values()}) == 1
+        everywhere = alike and ("*" not in short or len(named) == config.num_hidden_layers)
         shapes |= {short: next(iter(named.values()))} if everywhere else named
     files = sorted(path.name for path in folder.glob("*.json"))
     return {name: json.loads((folder / name).read_text()) for name in files} | {"tensors": dict(sorted(shapes.items()))}

@@ -204,6 +204,77 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_end_index": 2,
         },
     ),
+    # queries grow after 32, 64, 96 and 128 tokens
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_theta": None,
+            "rope_parameters": YARN
+            | {
+                "rope_theta": 1e5,
+                "original_max_position_embeddings": ORIGINAL // 2,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "cohere2": (
+        "cohere2",
+        {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5, "layer_norm_eps": 1e-3},
+    ),
+    "cohere2_biased": ("cohere2", {"sliding_window": 48, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "rope_theta": None,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {
+            "rope_theta": None,
+            "head_dim": 20,
+            "global_head_dim": 32,
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1e5,
+                    "factor": 2.0,
+                },
+            },
+        },
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            "rope_theta": None,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     "seed_oss_output": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
     "granite": (
@@ -317,7 +388,7 @@ def parts_of_many(logits: np.ndarray) -> dict[str, np.ndarray]:
 def tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The weights of a case that have a name, in float32."""
     uniform = np.random.RandomState(zlib.crc32(f"{case}/{name}".encode())).random_sample(shape) - 0.5
-    scale = "norm" in name
+    scale = any(part in name for part in ("norm", "scalar", "scale"))
     mean = 1.0 if scale and CASES[case][0] != "gemma3_text" else 0.0  # Gemma adds 1 itself
     # transformers starts biases at 0 and matrices at 0.02: too tame to show a mistake
     deviation = 0.1 if scale or "bias" in name else 0.25 if case in LLAMA_CASES else 0.2

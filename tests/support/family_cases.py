@@ -23,6 +23,9 @@ ONE_OF_EACH = (
     "olmo3",
     "glm4_moe_groups",
     "smollm3",
+    "ministral3",
+    "cohere2",
+    "gemma4",
 )
 
 

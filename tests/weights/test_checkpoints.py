@@ -405,26 +405,21 @@ def test_load_without_torch_is_silent(tmp_path, source):
     assert done.stdout.strip() == str([TINY.vocab_size - 3])
 
 
-WRAPPERS = {  # the type of the whole model -> a case of its text model, and the text's prefixes in files old and new
-    "gemma3": ("gemma3", ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")),
-    "mistral3": (
-        "mistral",
-        ("language_model.model.", "language_model.lm_head."),
-        ("model.language_model.", "lm_head."),
-    ),
-}
+OLDER, NEWER = ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")
+# A case of a text model -> the type of the whole model
+WRAPPERS = {"gemma3": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma4": "gemma4"}
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("age", [1, 2], ids=["older", "newer"])
-def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, wrapper, age):
+@pytest.mark.parametrize("case", WRAPPERS)
+@pytest.mark.parametrize("prefixes", [OLDER, NEWER], ids=["older", "newer"])
+def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, case, prefixes):
     """A conversion and a save write the text model alone."""
-    case, prefixes = WRAPPERS[wrapper][0], WRAPPERS[wrapper][age]
     plain = seeded.write_checkpoint(case, tmp_path / "plain")
     whole = seeded.write_checkpoint(case, tmp_path / "whole")
     config = json.loads((whole / "config.json").read_text())
-    outer = {"model_type": wrapper, "tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"a": 1}}
-    if wrapper == "mistral3":
+    outer = {"tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"a": 1}}
+    outer["model_type"] = WRAPPERS[case]
+    if case == "mistral":
         del config["model_type"]  # that of the text may be left out
     (whole / "config.json").write_text(json.dumps(outer | {"text_config": config}))
     tensors = load_file(whole / "model.safetensors")

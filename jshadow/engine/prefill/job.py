@@ -225,8 +225,8 @@ class PrefillJob:
         The prompt is processed in `count` pieces of `size` tokens. On an NVIDIA GPU, cuDNN computes exact attention of
         the whole prompt in one call. With several devices it does so only if the prompt is one piece.
         """
-        config, policies = self.params.config, [plan[index].policy for plan in self.plans]
-        kind = config.attention_kind(index)
+        config, policies = self.params.config.at(index), [plan[index].policy for plan in self.plans]
+        kind = self.params.config.attention_kind(index)
         if self.options.attention:
             attention = self.attention if kind.window is None else None
         else:

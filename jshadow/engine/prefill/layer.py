@@ -167,7 +167,7 @@ class _LayerRun:
                 v=put(prompt.v, v, first, self.row),
                 q_tail=tail,
             )
-            return attend(PrefillPiece(heads.q_pre, q, first, turn.inverse), extended)
+            return attend(PrefillPiece(turn.tempered(heads.q_pre), q, first, turn.inverse), extended)
 
         return self.block(first, x, cache)
 

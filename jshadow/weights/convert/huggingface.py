@@ -413,7 +413,10 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **config.rope.to_hf(),
     }
     family = FAMILIES[config.model_type]
-    return hf | {"architectures": [family.architecture]} | family.write(config)
+    own = family.write(config)
+    if "rope_parameters" in own:  # the newer form of the same key
+        del hf["rope_scaling"]
+    return hf | {"architectures": [family.architecture]} | own
 
 
 def layout_of(shapes: Mapping[str, Shape], family: ModelFamily, config: ModelConfig, dtype: str) -> Layout:
