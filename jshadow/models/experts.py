@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig
-from jshadow.models.layers import MLP, activate
+from jshadow.models.layers import MLP, activate, projection
+from jshadow.ops.projections import Weights, product
 
 _MOST_TILE = 64  # rows that one product of an expert takes
 
@@ -19,12 +20,17 @@ class ExpertMLP(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """Apply the MLP to x [..., D]. The result has the same shape and dtype."""
+    def __call__(self, x: Array, valid: Array | None = None) -> Array:
+        """Apply the MLP to x [..., D]. The result has the same shape and dtype.
+
+        `valid` says which rows are real, bool [...]. No expert runs for the others. None: all of them.
+        """
         experts = self.config.experts
         assert experts is not None
         rows = x.reshape(-1, x.shape[-1])
         ids, shares = _Router(experts, name="router")(rows)
+        if valid is not None:
+            ids = jnp.where(valid.reshape(-1, 1), ids, experts.count)  # the number of no expert
         out = _Experts(self.config, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
             out = out + MLP(self.config, experts.shared_width, name="shared")(x)
@@ -84,8 +90,11 @@ class _Tiles(NamedTuple):
     order: Array
 
 
-def _tiles(ids: Array, experts: int, size: int) -> _Tiles:
-    """Return the tiles of at most `size` pairs. `ids` has the expert of each pair, int32 [P]."""
+def expert_tiles(ids: Array, experts: int, size: int) -> _Tiles:
+    """Return the tiles of at most `size` pairs. `ids` has the expert of each pair, int32 [P].
+
+    A pair whose number is that of no expert is in no tile.
+    """
     order = jnp.argsort(ids, stable=True)
     counts = jnp.bincount(ids, length=experts)
     ends = jnp.cumsum(counts)
@@ -112,7 +121,7 @@ class _Experts(nn.Module):
         gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
         down = _Stack(e.count, c.model_dim, name="down")(e.width)
         size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
-        tiles, chosen = _tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
+        tiles, chosen = expert_tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
         shares = shares.reshape(-1)
 
         def add(tile: Array, out: Array) -> Array:
@@ -129,7 +138,7 @@ class _Experts(nn.Module):
 
 
 class _Stack(nn.Module):
-    """The kernels of one projection of all experts, [E, D, F]: floating, or int8 with a float32 factor [E, F]."""
+    """The kernels of one projection of all experts, [E, D, F], plain or quantized."""
 
     count: int
     features: int
@@ -137,18 +146,12 @@ class _Stack(nn.Module):
     @nn.compact
     def __call__(self, inputs: int) -> "_Product":
         """Return the product with the kernel of an expert."""
-        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (self.count, inputs, self.features))
-        int8 = self.has_variable("params", "kernel_scale")
-        return _Product(kernel, self.get_variable("params", "kernel_scale") if int8 else None)
+        shape = (self.count, inputs, self.features)
+        return _Product(projection(self, shape, nn.initializers.lecun_normal(batch_axis=0)))
 
 
 class _Product(NamedTuple):
-    kernel: Array
-    factors: Array | None
+    stack: Weights
 
     def __call__(self, x: Array, expert: Array) -> Array:
-        kernel = lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False).astype(x.dtype)
-        if self.factors is None:
-            return x @ kernel
-        wide = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-        return (wide * lax.dynamic_index_in_dim(self.factors, expert, keepdims=False)).astype(x.dtype)
+        return product(x, self.stack.each(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False)))

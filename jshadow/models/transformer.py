@@ -56,8 +56,11 @@ class Block(nn.Module):
             self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
-    def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
-        """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
+    def __call__(self, x: Array, cache: _Cache, valid: Array | None = None) -> tuple[Array, Any]:
+        """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`.
+
+        `valid` says which tokens are real, bool [B, T]. No expert runs for the others. None: all of them.
+        """
         c = self.config
         x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
@@ -65,7 +68,8 @@ class Block(nn.Module):
             out = self.attention.output(out.astype(x.dtype))
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
-            out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
+            inner = self.mlp_norm(x) if c.pre_norms else x
+            out = self.mlp(inner, valid) if isinstance(self.mlp, ExpertMLP) else self.mlp(inner)
             return x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out), aux
 
     def _scaled(self, out: Array) -> Array:
@@ -127,10 +131,12 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
     return cast(Array, Transformer(config).apply({"params": weights}, tokens, method="embedding"))
 
 
-def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
-    """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
+def apply_block(
+    weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache, valid: Array | None = None
+) -> tuple[Array, Any]:
+    """Apply block `layer` to x [B, T, D]. The other arguments and the results are those of `Block`."""
     own = weights[f"layer_{layer}"]
-    return Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache)
+    return Block(config, "experts" in own["mlp"]).apply({"params": own}, x, cache, valid)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import Array
@@ -15,9 +14,12 @@ from jax.sharding import Mesh
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.layers import check_quantize, dtype_of, quantize_int8, quantized
+from jshadow.models.layers import dtype_of
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
+from jshadow.models.quantization import check_quantize, quantize_kernel, quantized
 from jshadow.models.registry import FAMILIES
+from jshadow.ops.projections import KINDS as CODES
+from jshadow.ops.projections import record_of
 from jshadow.weights.convert.files import (
     KINDS,
     ORBAX_WEIGHTS,
@@ -60,7 +62,7 @@ class Params:
 
     Attributes:
         weights: nested dict of arrays with the structure of `models.transformer.abstract_weights(config)`. All have one
-            dtype, except that an int8 `kernel` has a float32 `kernel_scale` beside it.
+            dtype, except that a quantized `kernel` has its factors beside it (`jshadow.ops.projections`).
         config: sizes and switches. Its end tokens are those that config.json, generation_config.json, the tokenizer and
             its chat template name. Two loads of one checkpoint have equal configs.
         tokenizer: a transformers tokenizer, or None if the checkpoint has none. Without it prompts must be token ids.
@@ -74,7 +76,7 @@ class Params:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the weights that are not int8."""
+        """Dtype of the weights that are not quantized."""
         return np.dtype(self.weights["embed"]["embedding"].dtype)
 
     @functools.cached_property
@@ -108,7 +110,8 @@ def load(
             usually tokenizer files. Or a hub id "org/name", if there is no such directory. Only JSON, safetensors and
             tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
-        quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
+        quantize: "int8", "fp8" (E4M3) or "int4" stores the projections of all layers in that type. Each output has a
+            float32 factor, in int4 one for each group of 128 inputs (fewer if 128 does not divide their number).
         mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch) and
             `tp` (heads, MLP and vocabulary); see docs/several_devices.md. From an orbax checkpoint, each device reads
             only its part. None means the default device.
@@ -123,7 +126,8 @@ def load(
         CheckpointError: weights are missing, damaged, pickled or in GGUF, files differ from their manifest, or tensors
             do not match the config. The message lists all such tensors.
         ConfigError: dtype, quantize, left or model_type is unknown, the model is quantized or needs remote code, a
-            value of the config is out of range, or the axes of the mesh do not fit.
+            value of the config is out of range, the axes of the mesh do not fit, or int4 cannot pack a kernel or split
+            its groups.
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
@@ -134,6 +138,8 @@ def load(
     with readable(directory):
         _, family, config = read_config(directory)
         check_heads(mesh, config)
+        if quantize is not None:
+            check_records(quantize, config, mesh)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         if tokenizer is not None:
             config = with_ends(config, (token for token in end_tokens(tokenizer) if token < config.vocab_size))
@@ -154,14 +160,23 @@ def load(
         value_cast, problem = cast(value, dtype_of(path, target))
         if quantize is None or not quantized(path) or problem:
             return {path: give(path, value_cast)}, problem
-        kernel, factors = quantize_int8(value)
-        return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
+        own = path.removesuffix("kernel")
+        return {own + name: give(own + name, part) for name, part in quantize_kernel(quantize, value).items()}, None
 
     if not orbax:
         return Params(read_weights(directory, family, config, put), config, tokenizer, left)
     places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
     weights = read_orbax(directory, config, target, None if quantize is None else put, places)
     return Params(weights, config, tokenizer, left)
+
+
+def check_records(quantize: str, config: ModelConfig, mesh: Mesh | None) -> None:
+    """Raise ConfigError if a kernel cannot be quantized, or its codes cannot be split as it is."""
+    for path, shape in flat_abstract(config).items():
+        if quantized(path):
+            for name, (size, _) in record_of(quantize, shape).items():
+                if mesh is not None:
+                    sharding_of(mesh, path.removesuffix("kernel") + name, size)
 
 
 def spread(params: Params, mesh: Mesh, left: str = "split") -> Params:
@@ -216,8 +231,9 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
         raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
     if config.model_type not in FAMILIES:
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
-    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params.weights)):
-        raise ConfigError("params must hold plain weights, got int8: save what they were loaded from")
+    held = {leaf.dtype for leaf in jax.tree.leaves(params.weights)}
+    if codes := [kind for kind, code in CODES.items() if code in held]:
+        raise ConfigError(f"params must hold plain weights, got {codes[0]}: save what they were loaded from")
     with staged(check_path("directory", directory)) as partial:
         special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
