@@ -48,7 +48,7 @@ class _LibraryCommand(PolicyOptions, CacheOptions, Command):
         f"at most {_MOST_CAPACITY:,})",
     )
     dtype: str | None = option(f"dtype of weights, keys and values (default: that of DIR, or {_DEFAULT_DTYPE})")
-    quantize: str | None = option("int8: keep the projections' weights in int8")
+    quantize: str | None = option("int8, fp8 or int4: keep the projections' weights in that type")
     disk_bytes: int | None = option("bytes of all files in DIR (default: no limit)")
     disk_folder: str | None = option("folder for copies of objects of an object store", metavar="FOLDER")
 

@@ -58,7 +58,7 @@ class WeightOptions:
 
     title: ClassVar[str] = "weights"
     dtype: str = option("dtype of weights, keys and values", "bfloat16")
-    quantize: str | None = option("int8: keep the projections' weights in int8")
+    quantize: str | None = option("int8, fp8 or int4: keep the projections' weights in that type")
 
 
 def sampler_of(args: SamplingOptions) -> "Sampler":

@@ -451,7 +451,10 @@ def step_state(
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
     # The guessed token attends to the cache, but its key and value are not stored.
     valid = jnp.arange(asked.shape[1]) < new[:, None]
-    x, layers, works = _run_layers(weights, config, asked, state, positions, valid, run_layer)
+    routed = None
+    if config.experts is not None:  # a guess too
+        routed = valid if speculation is None else jnp.broadcast_to(valid[:, :1], valid.shape)
+    x, layers, works = _run_layers(weights, config, asked, state, positions, (valid, routed), run_layer)
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
     if not (every or speculation):
@@ -489,7 +492,7 @@ def _run_layers(
     tokens: Array,
     state: KVState,
     positions: Array,
-    valid: Array,
+    real: tuple[Array, Array | None],
     run_layer: Callable[..., tuple[Array, LayerState, LayerWork]],
 ) -> tuple[Array, list[LayerState], list[LayerWork]]:
     """Run the tokens of a step through all layers.
@@ -497,12 +500,12 @@ def _run_layers(
     Args:
         tokens: token ids, int32 [B, T], including a guessed token.
         positions: positions of the tokens, int32 [B, T].
-        valid: which tokens are stored, bool [B, T].
+        real: which tokens are stored, bool [B, T], and which are routed to experts. None: all of them.
 
     Returns:
         The hidden states [B, T, D] after the last layer, the new state of each layer, and the units that each fetched.
     """
-    reads, specs = state.reads(), state.specs
+    (valid, routed), reads, specs = real, state.reads(), state.specs
     foresees = capability(state.policy, Foresees) is not None
     turns = _rotations(specs, positions)
     layers = list(state.layers)
@@ -542,7 +545,7 @@ def _run_layers(
                 ahead = turns[later.rope, later.head_dim].queries(queries)
             return out, (layer, ahead, work)
 
-        x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
+        x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache, routed)
         everyone.tiers[index] = layers[index].host
         works.append(work)
     return x, layers, works

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.layers import MLP, Norm, activate
+from jshadow.models.layers import MLP, Norm, activate, projection
+from jshadow.ops.projections import Weights, product
 
 _MOST_TILE = 64  # rows that one product of an expert takes
 
@@ -20,15 +21,18 @@ class ExpertMLP(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: Array, stream: Array | None = None) -> Array:
+    def __call__(self, x: Array, stream: Array | None = None, valid: Array | None = None) -> Array:
         """Apply the MLP to x [..., D]. The result has the same shape and dtype.
 
-        `stream` has the same numbers before the norm, which experts with norms of their own take. None: x.
+        `stream` has the same numbers before the norm, which experts with norms of their own take. None: x. `valid` says
+        which rows are real, bool [...]. No expert runs for the others. None: all of them.
         """
         c, experts = self.config, experts_of(self.config)
         norm = functools.partial(Norm, c.norm, c.norm_eps)
         rows = (stream if stream is not None and experts.own_norms else x).reshape(-1, x.shape[-1])
         ids, shares = _Router(c, name="router")(rows)
+        if valid is not None:
+            ids = jnp.where(valid.reshape(-1, 1), ids, experts.count)  # the number of no expert
         rows = norm(name="experts_norm")(rows) if experts.own_norms else rows
         out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
@@ -97,8 +101,11 @@ class _Tiles(NamedTuple):
     order: Array
 
 
-def _tiles(ids: Array, experts: int, size: int) -> _Tiles:
-    """Return the tiles of at most `size` pairs. `ids` has the expert of each pair, int32 [P]."""
+def expert_tiles(ids: Array, experts: int, size: int) -> _Tiles:
+    """Return the tiles of at most `size` pairs. `ids` has the expert of each pair, int32 [P].
+
+    A pair whose number is that of no expert is in no tile.
+    """
     order = jnp.argsort(ids, stable=True)
     counts = jnp.bincount(ids, length=experts)
     ends = jnp.cumsum(counts)
@@ -124,7 +131,7 @@ class _Experts(nn.Module):
         gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
         down = _Stack(e.count, c.model_dim, name="down")(e.width)
         size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
-        tiles, chosen = _tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
+        tiles, chosen = expert_tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
         shares = shares.reshape(-1)
 
         def add(tile: Array, out: Array) -> Array:
@@ -141,7 +148,7 @@ class _Experts(nn.Module):
 
 
 class _Stack(nn.Module):
-    """The kernels of one projection of all experts, [E, D, F]: floating, or int8 with a float32 factor [E, F]."""
+    """The kernels of one projection of all experts, [E, D, F], plain or quantized."""
 
     count: int
     features: int
@@ -149,18 +156,12 @@ class _Stack(nn.Module):
     @nn.compact
     def __call__(self, inputs: int) -> "_Product":
         """Return the product with the kernel of an expert."""
-        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (self.count, inputs, self.features))
-        int8 = self.has_variable("params", "kernel_scale")
-        return _Product(kernel, self.get_variable("params", "kernel_scale") if int8 else None)
+        shape = (self.count, inputs, self.features)
+        return _Product(projection(self, shape, nn.initializers.lecun_normal(batch_axis=0)))
 
 
 class _Product(NamedTuple):
-    kernel: Array
-    factors: Array | None
+    stack: Weights
 
     def __call__(self, x: Array, expert: Array) -> Array:
-        kernel = lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False).astype(x.dtype)
-        if self.factors is None:
-            return x @ kernel
-        wide = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-        return (wide * lax.dynamic_index_in_dim(self.factors, expert, keepdims=False)).astype(x.dtype)
+        return product(x, self.stack.each(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False)))

@@ -1,6 +1,5 @@
 """The parts of a block as flax.linen modules. They hold only weights, and depend on no cache, position or policy."""
 
-import re
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -9,23 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-
-_CHOICES = (None, "int8")
-_PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp(/experts|/shared)?)/(q|k|v|o|gate|up|down)/kernel")
-BLOCK = 2**22  # how many numbers are converted to float32 at once
-
-
-def check_quantize(quantize: str | None) -> None:
-    """Raise ConfigError unless `quantize` is None or "int8"."""
-    if quantize not in _CHOICES:
-        raise ConfigError(f"quantize must be one of {_CHOICES}, got {quantize!r}")
-
-
-def quantized(path: str) -> bool:
-    """Whether the weight at `path` is a projection of a layer's attention or MLP, which are stored in int8."""
-    return _PROJECTIONS.fullmatch(path) is not None
+from jshadow.ops.projections import Weights, scaled, sums, weights_of
 
 
 def dtype_of(path: str, dtype: np.dtype) -> np.dtype:
@@ -34,28 +18,6 @@ def dtype_of(path: str, dtype: np.dtype) -> np.dtype:
     The bias behind the choice of experts is float32, because the choice is sensitive to its rounding.
     """
     return np.dtype(np.float32) if path.endswith("/router/correction") else dtype
-
-
-def quantize_int8(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize a kernel [D, F] column by column, so that the largest magnitude of a column becomes 127.
-
-    Returns:
-        The kernel as int8 [D, F], and the factors of its columns, float32 [F]. For kernels [E, D, F], both have the
-        first axis E.
-    """
-    if kernel.ndim == 3:
-        both = [quantize_int8(one) for one in kernel]
-        return np.stack([one for one, _ in both]), np.stack([factors for _, factors in both])
-    factors = np.empty(kernel.shape[1], np.float32)
-    out = np.empty(kernel.shape, np.int8, order="F" if kernel.flags.f_contiguous else "C")
-    step = max(1, BLOCK // kernel.shape[0])
-    for start in range(0, kernel.shape[1], step):
-        columns = slice(start, start + step)
-        wide = kernel[:, columns].astype(np.float32)
-        top = np.abs(wide).max(axis=0)
-        factors[columns] = np.where(top > 0, top / 127, 1)
-        out[:, columns] = np.rint(wide / factors[columns])
-    return out, factors
 
 
 def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
@@ -119,8 +81,22 @@ class Norm(nn.Module):
         return rows_of(normalize, x)
 
 
+def projection(module: nn.Module, shape: tuple[int, ...], init: Callable[..., Array]) -> Weights:
+    """Return the weights of a module that holds a kernel of this shape, plain or quantized.
+
+    Raises:
+        ConfigError: see `weights_of`.
+    """
+    if module.is_initializing():
+        return Weights(module.param("kernel", init, shape))
+    named = module.variables["params"]
+    if jnp.issubdtype(named["kernel"].dtype, jnp.floating) and "kernel_scale" not in named:
+        return Weights(module.param("kernel", init, shape))
+    return weights_of(named, shape, "/".join(module.path))
+
+
 class Linear(nn.Module):
-    """A linear projection. Its weights are floating, or int8 with a float32 factor for each output.
+    """A linear projection. Its weights are floating or quantized; see `jshadow.ops.projections`.
 
     Attributes:
         features: number of outputs.
@@ -135,18 +111,9 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Project x [..., D] to [..., features] in x's dtype."""
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        int8 = self.has_variable("params", "kernel_scale")
-        # Before it is multiplied by its factor, an output of int8 weights may exceed the range of float16.
-        wide = jnp.float32 if int8 else None
-
-        def product(x: Array) -> Array:
-            sums = (((x.ndim - 1,), (0,)), ((), ()))
-            return lax.dot_general(x, kernel.astype(x.dtype), sums, preferred_element_type=wide)
-
-        out = rows_of(product, x) if self.shares_input else product(x)
-        if int8:
-            out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
+        weights = projection(self, (x.shape[-1], self.features), nn.initializers.lecun_normal())
+        out = rows_of(lambda x: sums(x, weights), x) if self.shares_input else sums(x, weights)
+        out = scaled(out, weights, x.dtype)
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
         return out

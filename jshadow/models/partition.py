@@ -15,13 +15,12 @@ _LEFT = ("split", "everywhere")  # how left rows of a key code lie on the device
 # (pattern of the weight's path, axis that is split). All other weights are replicated.
 _SPLITS = (
     (r"embed/embedding", 0),
-    (r"head/kernel", 1),
-    (r"layer_\d+/(attention/(q|k|v)|mlp/(shared/)?(gate|up))/kernel", 1),
-    (r"layer_\d+/(attention/(q|k|v)|mlp/(shared/)?(gate|up))/(bias|kernel_scale)", 0),
-    (r"layer_\d+/(attention/o|mlp/(shared/)?down)/kernel", 0),
-    (r"layer_\d+/mlp/experts/(gate|up)/kernel", 2),
-    (r"layer_\d+/mlp/experts/(down/kernel|(gate|up)/kernel_scale)", 1),
+    (r"head/kernel", -1),
+    (r"layer_\d+/(attention/(q|k|v)|mlp/((shared|experts)/)?(gate|up))/(bias|kernel|kernel_scale|kernel_zero)", -1),
+    (r"layer_\d+/(attention/o|mlp/((shared|experts)/)?down)/kernel", -2),
 )
+# Factors of groups of inputs (see `jshadow.ops.projections`), with as many axes as their kernel
+_GROUPS = r"layer_\d+/(attention/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"
 
 
 def check_mesh(mesh: Any) -> Mesh | None:
@@ -61,8 +60,17 @@ def sharding_of(mesh: Mesh | AbstractMesh, path: str, shape: tuple[int, ...]) ->
 
     A weight in SPLITS is split over `tp` if the size of its split axis is a multiple of that axis. All other weights
     are replicated.
+
+    Raises:
+        ConfigError: the groups of inputs of int4 are split, but `tp` does not divide their number.
     """
+    splits = mesh.shape["tp"]
+    groups = re.fullmatch(_GROUPS, path)
+    if groups and len(shape) == (3 if groups[3] else 2):
+        if shape[-2] % splits:
+            raise ConfigError(f"mesh axis tp must divide the {shape[-2]} groups of {path}, got tp={splits}")
+        return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 2), "tp"))
     for pattern, axis in _SPLITS:
-        if re.fullmatch(pattern, path) and shape[axis] % mesh.shape["tp"] == 0:
-            return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
+        if re.fullmatch(pattern, path) and shape[axis] % splits == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * (axis % len(shape)), "tp"))
     return NamedSharding(mesh, PartitionSpec())

@@ -59,8 +59,11 @@ class Block(nn.Module):
         if c.layer_scale:
             self.scale = self.param("scale", nn.initializers.ones, (1,))
 
-    def __call__(self, x: Array, cache: _Cache) -> tuple[Array, Any]:
-        """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
+    def __call__(self, x: Array, cache: _Cache, valid: Array | None = None) -> tuple[Array, Any]:
+        """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`.
+
+        `valid` says which tokens are real, bool [B, T]. No expert runs for the others. None: all of them.
+        """
         c = self.config
         x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
@@ -70,7 +73,7 @@ class Block(nn.Module):
         with jax.named_scope("mlp"):
             if not c.parallel:
                 x_in = self.mlp_norm(x) if c.pre_norms else x
-            out = self.mlp(x_in, x) if isinstance(self.mlp, ExpertMLP) else self.mlp(x_in)
+            out = self.mlp(x_in, x, valid) if isinstance(self.mlp, ExpertMLP) else self.mlp(x_in)
             x = x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out)
             return x * self.scale.astype(x.dtype) if c.layer_scale else x, aux
 
@@ -135,10 +138,12 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
     return cast(Array, Transformer(config).apply({"params": weights}, tokens, method="embedding"))
 
 
-def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache) -> tuple[Array, Any]:
-    """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
+def apply_block(
+    weights: dict, config: ModelConfig, layer: int, x: Array, cache: _Cache, valid: Array | None = None
+) -> tuple[Array, Any]:
+    """Apply block `layer` to x [B, T, D]. The other arguments and the results are those of `Block`."""
     own = weights[f"layer_{layer}"]
-    return Block(config.at(layer), "experts" in own["mlp"]).apply({"params": own}, x, cache)
+    return Block(config.at(layer), "experts" in own["mlp"]).apply({"params": own}, x, cache, valid)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:

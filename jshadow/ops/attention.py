@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jshadow.ops.projections import Weights, dequantized
 from pallas_kernels import sparse_attention
 from pallas_kernels.tiles import exact
 
@@ -547,11 +548,11 @@ def output_products(projection: Mapping[str, Array], kv_heads: int, head_dim: in
     With them, the norm of a projected value is computed without the projection: |W v|^2 = v^T (W^T W) v.
 
     Args:
-        projection: the weights of the output projection: "kernel" [h_q * d, D], and "kernel_scale" if they are int8.
+        projection: the weights of the output projection; see `jshadow.ops.projections.weights_of`.
         kv_heads: number of KV heads.
         head_dim: width of a head.
     """
-    kernel = projection["kernel"].astype(jnp.float32) * projection.get("kernel_scale", 1.0)
+    kernel = dequantized(Weights.of(projection), jnp.float32)
     kernel = kernel.reshape(kv_heads, -1, head_dim, kernel.shape[-1])
     return jnp.einsum("hgdm,hgem->hgde", kernel, kernel, precision="highest")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import Array
@@ -16,9 +15,12 @@ from jax.sharding import Mesh
 
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.models.layers import check_quantize, dtype_of, quantize_int8, quantized
+from jshadow.models.layers import dtype_of
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
+from jshadow.models.quantization import check_quantize, quantize_kernel, quantized
 from jshadow.models.registry import FAMILIES
+from jshadow.ops.projections import KINDS as CODES
+from jshadow.ops.projections import record_of
 from jshadow.weights.convert.files import (
     KINDS,
     ORBAX_WEIGHTS,
@@ -65,7 +67,7 @@ class Params:
 
     Attributes:
         weights: nested dict of arrays with the structure of `models.transformer.abstract_weights(config)`. All have one
-            dtype, except that an int8 `kernel` has a float32 `kernel_scale` beside it.
+            dtype, except that a quantized `kernel` has its factors beside it (`jshadow.ops.projections`).
         config: sizes and switches. Its end tokens are those that config.json, generation_config.json, the tokenizer and
             its chat template name. Two loads of one checkpoint have equal configs.
         tokenizer: a transformers tokenizer, or None if the checkpoint has none. Without it prompts must be token ids.
@@ -79,7 +81,7 @@ class Params:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the weights that are not int8."""
+        """Dtype of the weights that are not quantized."""
         return np.dtype(self.weights["embed"]["embedding"].dtype)
 
     @functools.cached_property
@@ -115,7 +117,8 @@ def load(
             usually tokenizer files. Or a file whose name ends in ".gguf". Or a hub id "org/name", if there is no such
             directory. Only JSON, safetensors and tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
-        quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
+        quantize: "int8", "fp8" (E4M3) or "int4" stores the projections of all layers in that type. Each output has a
+            float32 factor. int4 has a factor and a smallest value for each group of 32 inputs; see docs/models.md.
         mesh: devices over which the model and its states are split. Its axes are named `data` (rows of a batch) and
             `tp` (heads, MLP and vocabulary); see docs/several_devices.md. From an orbax checkpoint, each device reads
             only its part. None means the default device.
@@ -130,8 +133,8 @@ def load(
         CheckpointError: weights are missing, damaged or pickled, files differ from their manifest, or tensors do not
             match the config. The message lists all such tensors.
         ConfigError: dtype, quantize, left or model_type is unknown, the weights are quantized in a way that is not
-            read, the model needs remote code, a value of the config is out of range, or the axes of the mesh do not
-            fit.
+            read, the model needs remote code, a value of the config is out of range, the axes of the mesh do not fit,
+            or int4 cannot pack a kernel or split its groups.
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
@@ -143,6 +146,7 @@ def load(
     if directory.suffix == ".gguf":
         source = open_gguf(directory)
         check_heads(mesh, source.config)
+        _check_records(quantize, source.config, mesh)
         with tempfile.TemporaryDirectory() as folder:
             source.accompany(Path(folder))
             tokenizer = load_tokenizer(Path(folder))
@@ -150,6 +154,7 @@ def load(
     with readable(directory):
         hf, family, config = read_config(directory)
         check_heads(mesh, config)
+        _check_records(quantize, config, mesh)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         config = _ended(config, tokenizer)
         orbax = kind_of(directory) == "orbax"
@@ -187,10 +192,19 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
         value_cast, problem = cast(value, dtype_of(path, dtype))
         if quantize is None or not quantized(path) or problem:
             return {path: give(path, value_cast)}, problem
-        kernel, factors = quantize_int8(value)
-        return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
+        own = path.removesuffix("kernel")
+        return {own + name: give(own + name, part) for name, part in quantize_kernel(quantize, value).items()}, None
 
     return put
+
+
+def _check_records(quantize: str | None, config: ModelConfig, mesh: Mesh | None) -> None:
+    """Raise ConfigError if a kernel cannot be quantized, or its codes cannot be split as it is."""
+    for path, shape in flat_abstract(config).items() if quantize is not None else ():
+        if quantized(path):
+            for name, (size, _) in record_of(quantize, shape).items():
+                if mesh is not None:
+                    sharding_of(mesh, path.removesuffix("kernel") + name, size)
 
 
 def spread(params: Params, mesh: Mesh, left: str = "split") -> Params:
@@ -246,8 +260,9 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
         raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
     if config.model_type not in FAMILIES:
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
-    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params.weights)):
-        raise ConfigError("params must hold plain weights, got int8: save what they were loaded from")
+    held = {leaf.dtype for leaf in jax.tree.leaves(params.weights)}
+    if codes := [kind for kind, code in CODES.items() if code in held]:
+        raise ConfigError(f"params must hold plain weights, got {codes[0]}: save what they were loaded from")
     with staged(check_path("directory", directory)) as partial:
         special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)

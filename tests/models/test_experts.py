@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_cases import family_config
+from quantized_cases import meant
 from seeded import write_checkpoint
 
 import jshadow
+from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import Experts
-from jshadow.models.experts import ExpertMLP
-from jshadow.models.layers import quantize_int8, quantized
+from jshadow.models.experts import ExpertMLP, expert_tiles
+from jshadow.models.quantization import quantize_kernel, quantized
+from jshadow.ops.projections import KINDS
 from jshadow.planner.bytes import Workload
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import GPUS
@@ -106,6 +110,33 @@ def test_all_rows_may_choose_the_same_experts():
     np.testing.assert_allclose(got, expected(experts, wide, x), atol=2e-5)
 
 
+@pytest.mark.parametrize("real", [(3, 5), (0, 1)])
+def test_padding_runs_through_no_expert(real):
+    """NaN in the rows of padding would come out of any expert. The router may see it."""
+    experts = CASES["softmax"]
+    weights, x = layer_of(experts), np.random.default_rng(8).standard_normal((2, 5, 48)).astype(np.float32)
+    valid = np.arange(5) < np.array(real)[:, None]
+    got = jax.jit(lambda x, valid: ExpertMLP(config_of(experts)).apply({"params": weights}, x, valid))(
+        np.where(valid[..., None], x, np.nan), valid
+    )
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+    np.testing.assert_allclose(np.asarray(got)[valid], expected(experts, wide, x[valid]), atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(got)[~valid], 0)
+    ids = jnp.where(valid.reshape(-1, 1), jnp.arange(30).reshape(10, 3) % 6, 6)
+    assert expert_tiles(ids.reshape(-1), 6, 1).number == 3 * sum(real)
+
+
+def test_a_prefill_says_which_tokens_are_real(monkeypatch):
+    told = []
+    monkeypatch.setattr(prefill_layer, "apply_block", lambda *given: told.append(given[5]) or given[3:5])
+    for experts in (CASES["softmax"], None):
+        plan = SimpleNamespace(config=SimpleNamespace(experts=experts), size=4)
+        run = prefill_layer._LayerRun(plan, {}, np.array([7, 3]), np.ones(4))
+        run.block(np.int32(4), np.zeros((2, 8, 48), np.float32), None)
+    np.testing.assert_array_equal(told[0], [[True, True, True, False], [False] * 4])
+    assert told[1] is None
+
+
 def users_of(jaxpr, shape):
     """The names of the operations that take an array of a shape, also inside loops."""
     names = set()
@@ -141,21 +172,19 @@ def test_a_plan_counts_what_a_step_reads():
     assert held == 4 * (rest + stacks + config.vocab_size * 48)
 
 
-def test_int8_experts_have_a_factor_for_each_output():
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_experts(kind):
     """The products are those of the dequantized weights."""
     config = config_of(CASES["sigmoid in groups"])
     weights, x = layer_of(CASES["sigmoid in groups"]), np.random.default_rng(5).standard_normal((4, 48))
     assert quantized("layer_0/mlp/experts/up/kernel")
     assert quantized("layer_0/mlp/shared/up/kernel")
     assert not quantized("layer_0/mlp/router/kernel")
-    small = {**weights, "experts": {}}
+    small, wide = ({**weights, "experts": {}} for _ in range(2))
     for name, part in weights["experts"].items():
-        kernel, factors = quantize_int8(np.asarray(part["kernel"]))
-        assert (kernel.shape, factors.shape) == (part["kernel"].shape, (6, part["kernel"].shape[-1]))
-        small["experts"][name] = {"kernel": kernel, "kernel_scale": factors}
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), small)
-    for part in wide["experts"].values():
-        part["kernel"] = part["kernel"] * part.pop("kernel_scale")[:, None]
+        record = small["experts"][name] = quantize_kernel(kind, np.asarray(part["kernel"]))
+        wide["experts"][name] = {"kernel": meant(record)}
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), wide)
     got = run(config, small, x)
     np.testing.assert_allclose(got, expected(config.experts, wide, x), atol=2e-5)
 

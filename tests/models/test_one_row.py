@@ -13,7 +13,7 @@ from few import quick
 from flax import traverse_util
 
 from jshadow.models import layers
-from jshadow.models.layers import quantize_int8, quantized
+from jshadow.models.quantization import quantize_kernel, quantized
 from jshadow.models.registry import family_of
 from jshadow.models.transformer import Transformer, abstract_weights
 from jshadow.weights.params import init_params
@@ -30,7 +30,8 @@ def weights_of(config, bits):
     """Random weights, with the projections in int8 if bits is 8."""
     flat = traverse_util.flatten_dict(init_params(config).weights, sep="/")
     for path in [path for path in flat if bits == 8 and quantized(path)]:
-        flat[path], flat[f"{path}_scale"] = quantize_int8(np.asarray(flat[path]))
+        record = quantize_kernel("int8", np.asarray(flat[path]))
+        flat |= {path.removesuffix("kernel") + name: part for name, part in record.items()}
     return traverse_util.unflatten_dict(flat, sep="/")
 
 

@@ -133,6 +133,10 @@ save(params, sys.argv[2], format="orbax")
 jax.tree.map(np.testing.assert_array_equal, load(sys.argv[2], "float32").weights, alone.weights)
 int8 = load(sys.argv[1], "float32", quantize="int8", mesh=four)
 assert len(int8.weights["layer_0"]["mlp"]["up"]["kernel"].addressable_shards) == 4
+one, two = (load(sys.argv[1], "float32", quantize="int4", mesh=mesh) for mesh in (None, jax.make_mesh((2,), ("tp",))))
+assert len(two.weights["layer_0"]["mlp"]["down"]["kernel_scale"].addressable_shards) == 2
+want, got = (prefill(params, tokens, np.array([40]), **asked)[0] for params in (one, two))
+np.testing.assert_allclose(got, want, atol=1e-4)
 print("spread")
 """
 
@@ -142,7 +146,12 @@ print("spread")
 @pytest.mark.parametrize("format", ["huggingface", "orbax"])
 def test_weights_go_straight_to_a_mesh(tmp_path, format):
     """In a process of four CPU devices, each holds its part, results are the same, and saving gathers the weights."""
-    save(init_params(dataclasses.replace(TINY, kv_heads=4, vocab_size=96, eos_ids=()), seed=1), tmp_path / "m")
+    save(
+        init_params(
+            dataclasses.replace(TINY, kv_heads=4, head_dim=2 * TINY.head_dim, vocab_size=96, eos_ids=()), seed=1
+        ),
+        tmp_path / "m",
+    )
     convert(tmp_path / "m", tmp_path / "c", "float32", format=format)
     assert run(MESH, tmp_path / "c", tmp_path / "again", XLA_FLAGS=FLAGS.format(8)) == "spread\n"
 

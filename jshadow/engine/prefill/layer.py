@@ -141,7 +141,10 @@ class _LayerRun:
         """
         plan = self.plan
         piece = lax.dynamic_slice(x, (self.row, first, 0), (len(self.lengths), plan.size, x.shape[-1]))
-        return apply_block({"layer_0": self.weights}, plan.config, 0, piece, cache)
+        valid = None
+        if plan.config.experts is not None:
+            valid = first + jnp.arange(plan.size, dtype=jnp.int32) < self.lengths[:, None]
+        return apply_block({"layer_0": self.weights}, plan.config, 0, piece, cache, valid)
 
     def piece(self, index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
         """Apply the block to piece number `index` of the hidden states x [B, S, D].
@@ -472,7 +475,8 @@ def read_request(
         new = (turn.queries(heads.q_pre), turn.keys(heads.k_pre), heads.v, heads.x_in)
         return lax.map(row, (*new, prompt.k_post, prompt.v, prompt.second_pass, lengths, counts))
 
-    x, scores = apply_block({"layer_0": given.weights}, config, 0, x, cache)
+    valid = None if config.experts is None else jnp.arange(size) < counts[:, None]
+    x, scores = apply_block({"layer_0": given.weights}, config, 0, x, cache, valid)
     return work._replace(x=work.x.at[index].set(x)), prompt.replace(second_pass=scores)
 
 

@@ -1,8 +1,8 @@
-"""Compare int8 projections with bfloat16: `python benchmarks/int8.py MODEL [--json]`.
+"""Compare quantized projections with bfloat16: `python benchmarks/quantized_weights.py MODEL [--json]`.
 
 The logits of a text (Python's documentation) are computed with full attention. Float32 is the reference. Bfloat16, and
-int8 with float32 and bfloat16 activations, are compared with it by the error of the logits, top-1 agreement, KL
-divergence and perplexity. For needle tasks, run
+each kind of quantized weights with float32 and bfloat16 activations, are compared with it by the error of the logits,
+top-1 agreement, KL divergence and perplexity. For needle tasks, run
 `jshadow eval MODEL --tasks needle_noise,needle_docs [--quantize int8]`.
 """
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 import jshadow
+from jshadow.ops.projections import KINDS
 
 TOPICS = (
     "assert",
@@ -71,16 +72,14 @@ def main() -> None:
     assert len(ids) == args.tokens, f"the text has {len(ids)} tokens only"
     truth, whole = logits_of(args.model, ids, "float32", None)
     half, halved = logits_of(args.model, ids, "bfloat16", None)
-    int8, least = logits_of(args.model, ids, "bfloat16", "int8")
-    wide, _ = logits_of(args.model, ids, "float32", "int8")
-    rows = [
-        compared("float32", truth, truth, ids),
-        compared("bfloat16 to float32", half, truth, ids),
-        compared("int8, float32 activations, to float32", wide, truth, ids),
-        compared("int8, bfloat16 activations, to float32", int8, truth, ids),
-        compared("int8 to bfloat16", int8, half, ids),
-    ]
-    sizes = {"float32": whole, "bfloat16": halved, "int8": least}
+    rows = [compared("float32", truth, truth, ids), compared("bfloat16 to float32", half, truth, ids)]
+    sizes = {"float32": whole, "bfloat16": halved}
+    for kind in KINDS:
+        wide, _ = logits_of(args.model, ids, "float32", kind)
+        rows.append(compared(f"{kind}, float32 activations, to float32", wide, truth, ids))
+        short, sizes[kind] = logits_of(args.model, ids, "bfloat16", kind)
+        rows.append(compared(f"{kind}, bfloat16 activations, to float32", short, truth, ids))
+        rows.append(compared(f"{kind} to bfloat16", short, half, ids))
     if args.json:
         print(json.dumps({"tokens": len(ids), "bytes": sizes, "results": rows}))
         return
