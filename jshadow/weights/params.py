@@ -146,7 +146,7 @@ def load(
     if directory.suffix == ".gguf":
         source = open_gguf(directory)
         check_heads(mesh, source.config)
-        _check_records(quantize, source.config, mesh)
+        check_records(quantize, source.config, mesh)
         with tempfile.TemporaryDirectory() as folder:
             source.accompany(Path(folder))
             tokenizer = load_tokenizer(Path(folder))
@@ -154,7 +154,7 @@ def load(
     with readable(directory):
         hf, family, config = read_config(directory)
         check_heads(mesh, config)
-        _check_records(quantize, config, mesh)
+        check_records(quantize, config, mesh)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         config = _ended(config, tokenizer)
         orbax = kind_of(directory) == "orbax"
@@ -198,7 +198,7 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
     return put
 
 
-def _check_records(quantize: str | None, config: ModelConfig, mesh: Mesh | None) -> None:
+def check_records(quantize: str | None, config: ModelConfig, mesh: Mesh | None) -> None:
     """Raise ConfigError if a kernel cannot be quantized, or its codes cannot be split as it is."""
     for path, shape in flat_abstract(config).items() if quantize is not None else ():
         if quantized(path):

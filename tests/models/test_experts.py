@@ -116,7 +116,7 @@ def test_padding_runs_through_no_expert(real):
     experts = CASES["softmax"]
     weights, x = layer_of(experts), np.random.default_rng(8).standard_normal((2, 5, 48)).astype(np.float32)
     valid = np.arange(5) < np.array(real)[:, None]
-    got = jax.jit(lambda x, valid: ExpertMLP(config_of(experts)).apply({"params": weights}, x, valid))(
+    got = jax.jit(lambda x, valid: ExpertMLP(config_of(experts)).apply({"params": weights}, x, valid=valid))(
         np.where(valid[..., None], x, np.nan), valid
     )
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
