@@ -140,7 +140,7 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
             parts = [name.replace(".experts.0.", f".experts.{expert}.") for expert in range(config.experts.count)]
             tensors[name.replace(".experts.0.", ".experts.")] = np.stack([tensors.pop(part) for part in parts])
     for name, value in tensors.items():
-        if arch in ("llama", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
+        if arch in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
         if arch == "gemma3" and "norm" in name:
             value = value + 1

@@ -15,7 +15,7 @@ from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.family import ModelFamily
 from jshadow.models.registry import FAMILIES, family_of
-from jshadow.ops.rope import inverse_frequencies
+from jshadow.ops.rope import TEMPERATURE, inverse_frequencies
 from jshadow.weights.convert.files import write_json
 from jshadow.weights.convert.gguf_file import GGUFFile, gguf_package
 from jshadow.weights.convert.gguf_tokenizer import write_tokenizer
@@ -108,7 +108,7 @@ _SIZES = (
 # Keys that change what a model computes. They must be absent or 0, unless the architecture reads them.
 _MEANINGFUL = (
     *("attn_logit_softcapping", "final_logit_softcapping", "attention.scale", "attention.temperature_scale"),
-    *("logit_scale", "residual_scale", "embedding_scale", "expert_count"),
+    *("logit_scale", "residual_scale", "embedding_scale", "expert_count", "rope.dimension_sections"),
 )
 _LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The settings of llama3 scaling in every published model. GGUF stores only the divisors that follow from them."""
@@ -181,13 +181,14 @@ def _rope_scaling(metadata: _Metadata, head_dim: int) -> dict[str, Any] | None:
 
 
 def _yarn(metadata: _Metadata) -> dict[str, Any]:
-    for key in ("yarn_log_multiplier", "yarn_ext_factor", "attn_factor", "yarn_attn_factor"):
+    for key in ("yarn_log_multiplier", "yarn_ext_factor", "attn_factor"):
         if (value := metadata.number(f"rope.scaling.{key}", float, 0.0)) not in (0.0, 1.0):
             raise ConfigError(f"{metadata.name}.rope.scaling.{key} must be absent, 0 or 1, got {value}")
     scaling = {"rope_type": "yarn", "factor": metadata.number("rope.scaling.factor", float)}
     original = metadata.number("rope.scaling.original_context_length", int)
-    betas = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-    found = {name: metadata.number(f"rope.scaling.{key}", float, 0.0) for name, key in betas.items()}
+    keys = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+    keys |= dict.fromkeys(("mscale", "mscale_all_dim"), "yarn_log_multiplier")  # all files have one number for both
+    found = {name: metadata.number(f"rope.scaling.{key}", float, 0.0) for name, key in keys.items()}
     return scaling | {"original_max_position_embeddings": original} | {name: one for name, one in found.items() if one}
 
 
@@ -240,6 +241,13 @@ def _qwen3_moe(metadata: _Metadata, hf: _Fields) -> _Fields:
     keys["moe_intermediate_size"] = "expert_feed_forward_length"
     sizes = {field: metadata.number(key, int) for field, key in keys.items()}
     return sizes | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _ministral3(metadata: _Metadata, hf: _Fields) -> _Fields:
+    if hf["rope_scaling"] is None or hf["rope_scaling"]["rope_type"] != "yarn":
+        raise ConfigError(f"{metadata.name}.rope.scaling.type must be 'yarn' in this architecture")
+    temperature = metadata.number("attention.temperature_scale", float)
+    return {"rope_scaling": {**hf["rope_scaling"], TEMPERATURE: temperature}, "sliding_window": None}
 
 
 def _gemma3(metadata: _Metadata, hf: _Fields) -> _Fields:
@@ -323,6 +331,7 @@ _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
 _ARCHITECTURES = {
     "llama": _Architecture("llama", _biases, permuted=True),  # Mistral too
+    "mistral3": _Architecture("ministral3", _ministral3, ("attention.temperature_scale",), permuted=True),
     "qwen2": _Architecture("qwen2", ends=_QWEN_ENDS),
     "qwen3": _Architecture("qwen3", ends=_QWEN_ENDS),
     "qwen3moe": _Architecture("qwen3_moe", _qwen3_moe, ("expert_count",), ends=_QWEN_ENDS),
