@@ -330,7 +330,7 @@ CASES: dict[str, Case] = {
     "awq one group": Case(AWQ | {"group_size": -1}, awq(-1), (40, 48)),
     "gptq": Case(GPTQ, gptq(4, 16, order=True), (40, 40)),
     "gptq v2": Case(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": False}, gptq(4, 16, 2), (40, 40)),
-    "gptq 8 bits": Case(GPTQ | {"bits": 8, "group_size": -1}, gptq(8, -1), (40, 36)),
+    "gptq 8 bits": Case(GPTQ | {"bits": 8, "group_size": -1, "dynamic": {"-:.*head": {}}}, gptq(8, -1), (40, 36)),
     "gptq 2 bits": Case(GPTQ | {"bits": 2}, gptq(2, 16), (48, 48)),
     "modelopt nvfp4": Case(NVFP4, nvfp4(".weight", ".weight_scale_2", False), (37, 48)),
     "modelopt fp8": Case(NVFP4 | {"quant_algo": "FP8"}, fp8_blocks("F32", None, ".weight_scale"), (37, 45)),
@@ -360,4 +360,4 @@ def quantize_directory(directory: Path, case: Case, names: Callable[[str], bool]
     for shard, held in shards.items():
         write_file(target / shard, {name: stored[name] for name in held})
     table = {name: shard for shard, held in shards.items() for name in held}
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))

@@ -214,7 +214,7 @@ def _integers(
     half = 2 ** (group.bits - 1)  # packed numbers are stored with this added
     zeros, index = arrays.get(_ZERO), arrays.get(_INDEX)
     if zeros is not None and zeros.dtype == np.int32:
-        zeros = unpacked(zeros.T, group.bits, grid[0]).T.astype(np.float32) - half
+        zeros = unpacked(zeros.T, group.bits, grid[0]).T - half
     elif zeros is not None:
         zeros = zeros.astype(np.float32)
     if index is not None and (index == -1).all():  # the writer has not set it
@@ -225,7 +225,7 @@ def _integers(
     def levels(start: int, end: int) -> np.ndarray:
         if _PLAIN in arrays:
             return arrays[_PLAIN][start:end].astype(np.float32)
-        return unpacked(arrays[_PACKED][start:end], group.bits, columns).astype(np.float32) - half
+        return unpacked(arrays[_PACKED][start:end], group.bits, columns) - half
 
     scales = arrays[_SCALE].reshape(grid)
     return Codes(levels, scales, block, None if zeros is None else zeros.reshape(grid), index)
