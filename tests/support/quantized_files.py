@@ -119,7 +119,7 @@ def fp8_blocks(tag: str, block: tuple[int, int] | None, name: str = ".weight_sca
         high, wide = block or (out, columns)
         grid = (-(-out // high), -(-columns // wide))
         codes = e4m3_bytes(rng, out, columns)
-        if tag == "F8_E8M0":
+        if tag in ("F8_E8M0", "U8"):
             scale = rng.integers(100, 140, grid, np.uint8)
             factors = np.array([[e8m0(one) for one in row] for row in scale])
         else:
@@ -326,6 +326,11 @@ CASES: dict[str, Case] = {
         (37, 48),
     ),
     "mxfp4 matrix": Case(compressed("mxfp4-pack-quantized", "float", 4, **group_of(32)), mxfp4_matrix, (37, 64)),
+    "mxfp8": Case(
+        compressed("mxfp8-quantized", "float", 8, **group_of(32)),
+        fp8_blocks("U8", (1, 32), ".weight_scale"),
+        (37, 64),
+    ),
     "awq": Case(AWQ, awq(16), (40, 48)),
     "awq one group": Case(AWQ | {"group_size": -1}, awq(-1), (40, 48)),
     "gptq": Case(GPTQ, gptq(4, 16, order=True), (40, 40)),

@@ -2,12 +2,12 @@
 
 On 2026-11-28, the decoder was compared with the formats' own tools on random weights, and all numbers were equal to the
 bit: compressed-tensors 0.20.0 (float-, int- and pack-quantized of 2, 3, 4, 5 and 8 bits, with and without zero points,
-in float32 and bfloat16; nvfp4 and mxfp4 in float32), auto-gptq 0.7.1 (2, 4 and 8 bits, with and without act-order),
-AutoAWQ 0.2.9 (gemm), Model Optimizer 0.47.0 (NVFP4), and transformers 5.23.0 (fp8 with scales in float32, bfloat16 and
-E8M0, and mxfp4 of gpt-oss). So were the weights of whole tiny models that compressed-tensors (float, 4 bits with and
-without zero points, nvfp4) and Model Optimizer (NVFP4, FP8) wrote, and those that transformers read from fp8 files of
-these tests. Not compared with a tool: GPTQ's second version, zero points of 0 in its first one, and act-order of
-compressed-tensors, which version 0.20.0 no longer writes.
+in float32 and bfloat16; nvfp4, mxfp4 and mxfp8 in float32), auto-gptq 0.7.1 (2, 4 and 8 bits, with and without
+act-order), AutoAWQ 0.2.9 (gemm), Model Optimizer 0.47.0 (NVFP4), and transformers 5.23.0 (fp8 with scales in float32,
+bfloat16 and E8M0, and mxfp4 of gpt-oss). So were the weights of whole tiny models that compressed-tensors (float, 4
+bits with and without zero points, nvfp4) and Model Optimizer (NVFP4, FP8) wrote, and those that transformers read from
+fp8 files of these tests. Not compared with a tool: GPTQ's second version, zero points of 0 in its first one, and
+act-order of compressed-tensors, which version 0.20.0 no longer writes.
 """
 
 import dataclasses

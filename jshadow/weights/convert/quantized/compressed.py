@@ -40,6 +40,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], range]] = {
     "pack-quantized": (("int",), range(1, 9)),
     "nvfp4-pack-quantized": (("float",), range(4, 5)),
     "mxfp4-pack-quantized": (("float",), range(4, 5)),
+    "mxfp8-quantized": (("float",), range(8, 9)),
 }
 
 
@@ -162,7 +163,8 @@ def _packing(module: str, found: Mapping[str, Stored], group: _Group) -> Packing
     shape = _shape(found) if main == _PACKED else matrix(found[main], "F8_E4M3" if group.kind == "float" else "I8")
     block = (group.size[0] or shape[0], group.size[1] or shape[1])
     grid = blocks_of(shape, block)
-    scale = Part(FLOATS, ONE_NUMBER if group.strategy == "tensor" else (grid,), is_scale=True)
+    tags = ("U8", "F8_E8M0") if group.format == "mxfp8-quantized" else FLOATS
+    scale = Part(tags, ONE_NUMBER if group.strategy == "tensor" else (grid,), is_scale=True)
     parts = {_SCALE: scale}
     if group.kind == "float":
         parts[main] = Part(("F8_E4M3",), (shape,))
