@@ -119,7 +119,7 @@ def fp8_blocks(tag: str, block: tuple[int, int] | None, name: str = ".weight_sca
         high, wide = block or (out, columns)
         grid = (-(-out // high), -(-columns // wide))
         codes = e4m3_bytes(rng, out, columns)
-        if tag == "F8_E8M0":
+        if tag in ("F8_E8M0", "U8"):
             scale = rng.integers(100, 140, grid, np.uint8)
             factors = np.array([[e8m0(one) for one in row] for row in scale])
         else:
@@ -326,11 +326,16 @@ CASES: dict[str, Case] = {
         (37, 48),
     ),
     "mxfp4 matrix": Case(compressed("mxfp4-pack-quantized", "float", 4, **group_of(32)), mxfp4_matrix, (37, 64)),
+    "mxfp8": Case(
+        compressed("mxfp8-quantized", "float", 8, **group_of(32)),
+        fp8_blocks("U8", (1, 32), ".weight_scale"),
+        (37, 64),
+    ),
     "awq": Case(AWQ, awq(16), (40, 48)),
     "awq one group": Case(AWQ | {"group_size": -1}, awq(-1), (40, 48)),
     "gptq": Case(GPTQ, gptq(4, 16, order=True), (40, 40)),
     "gptq v2": Case(GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": False}, gptq(4, 16, 2), (40, 40)),
-    "gptq 8 bits": Case(GPTQ | {"bits": 8, "group_size": -1}, gptq(8, -1), (40, 36)),
+    "gptq 8 bits": Case(GPTQ | {"bits": 8, "group_size": -1, "dynamic": {"-:.*head": {}}}, gptq(8, -1), (40, 36)),
     "gptq 2 bits": Case(GPTQ | {"bits": 2}, gptq(2, 16), (48, 48)),
     "modelopt nvfp4": Case(NVFP4, nvfp4(".weight", ".weight_scale_2", False), (37, 48)),
     "modelopt fp8": Case(NVFP4 | {"quant_algo": "FP8"}, fp8_blocks("F32", None, ".weight_scale"), (37, 45)),
@@ -360,4 +365,4 @@ def quantize_directory(directory: Path, case: Case, names: Callable[[str], bool]
     for shard, held in shards.items():
         write_file(target / shard, {name: stored[name] for name in held})
     table = {name: shard for shard, held in shards.items() for name in held}
-    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, s
 from family_cases import FAMILY_CASES, family_config
 from few import one_of
 from forced_devices import FLAGS
+from quantized_files import read_file, write_file
 from safetensors.numpy import load_file, save_file
 from tiny_text import byte_tokenizer
 
@@ -187,6 +189,22 @@ def large_directory(path: Path, layers: int) -> int:
     return max(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
+def in_fp8(source: Path, target: Path) -> None:
+    """Write a checkpoint in bfloat16 again, with codes of fp8 in the place of its projections."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    edit_json(target / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": None})
+    codes, scale, table = np.random.default_rng(0).integers(0, 127, 2**22, np.uint8), np.ones(1, np.float32), {}
+    for path in source.glob("*.safetensors"):
+        stored = read_file(path)
+        for name, (_, array) in list(stored.items()):
+            if "_proj." in name:
+                stored[name] = ("F8_E4M3", codes[: array.size].reshape(array.shape))
+                stored[name.replace("weight", "weight_scale_inv")] = ("F32", scale)
+        write_file(target / path.name, stored)
+        table |= dict.fromkeys(stored, path.name)
+    edit_json(target / "model.safetensors.index.json", weight_map=table)
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("layers", [12, 48])
@@ -194,10 +212,12 @@ def test_memory_of_a_conversion_does_not_grow_with_it(tmp_path, layers):
     """The checkpoints have layers of 32 MiB, and 0.4 or 1.5 GiB in all. The process has imported everything before."""
     largest = large_directory(tmp_path / "m", layers)
     assert largest <= SHARD + 10_000
+    in_fp8(tmp_path / "m", tmp_path / "fp8")
     for source, target, dtype, format in (
         ("m", "orbax", "bfloat16", "orbax"),
         ("orbax", "back", "bfloat16", "huggingface"),
         ("m", "cast", "float16", "huggingface"),
+        ("fp8", "decoded", "bfloat16", "huggingface"),
     ):
         raised = int(run(MEMORY, tmp_path / source, tmp_path / target, dtype, format, SHARD))
         assert raised <= 2 * largest + 64 * 10**6, target

@@ -124,8 +124,8 @@ class Source:
         family: the model family.
         config: the ModelConfig that config.json describes.
         shapes: tensor name -> shape, in the order in which reading is fastest.
-        read: function that returns the tensor with a given name. Tensors from GGUF are float32. Other tensors have
-            their stored dtype.
+        read: function that returns the tensor with a given name. Tensors from GGUF and quantized ones are float32, or
+            of a smaller dtype that holds all their numbers. Other tensors have their stored dtype.
         accompany: function that writes the tokenizer and generation files into a directory.
     """
 

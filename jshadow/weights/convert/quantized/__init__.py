@@ -8,7 +8,7 @@ from jshadow.weights.convert.quantized.base import Scheme
 from jshadow.weights.convert.quantized.compressed import compressed_tensors
 from jshadow.weights.convert.quantized.fp4 import mxfp4
 from jshadow.weights.convert.quantized.fp8 import fp8
-from jshadow.weights.convert.quantized.int4 import awq, gptq
+from jshadow.weights.convert.quantized.gptq_awq import awq, gptq
 from jshadow.weights.convert.quantized.modelopt import modelopt
 
 QUANTIZATION = "quantization_config"  # the key of config.json

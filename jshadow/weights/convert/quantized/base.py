@@ -13,7 +13,7 @@ from jshadow.weights.convert.quantized.codes import from_e4m3, from_e8m0
 from jshadow.weights.convert.safetensors_file import TensorFile, UnfitTensor
 from jshadow.weights.convert.source import Shape
 
-_BLOCK = 2**20  # how many numbers are decoded at once
+_BLOCK = 2**16  # how many numbers are decoded at once, so that they stay in the cache of a CPU
 FLOATS = ("F32", "BF16", "F16")
 ONE_NUMBER: tuple[Shape, ...] = ((), (1,), (1, 1))  # the shapes of a scale for a whole tensor
 

@@ -8,8 +8,15 @@ _E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _E8M0 = _BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-# Both numbers of a byte, as one item of eight bytes, so that one look-up finds both.
-_E2M1_PAIRS = np.stack([_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]], axis=1).view(np.complex64)[:, 0]
+
+
+def _pairs(numbers: np.ndarray) -> np.ndarray:
+    """Return both numbers of each byte as one item of eight bytes, so that one look-up finds both."""
+    return np.stack([numbers[_BYTES & 15], numbers[_BYTES >> 4]], axis=1).view(np.complex64)[:, 0]
+
+
+_E2M1_PAIRS = _pairs(_E2M1)
+_INTEGER_PAIRS = _pairs(np.arange(16, dtype=np.float32))
 
 
 def from_e4m3(codes: np.ndarray) -> np.ndarray:
@@ -31,15 +38,15 @@ def from_e2m1(codes: np.ndarray) -> np.ndarray:
 
 
 def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Return unsigned integers of 1 to 8 bits, uint8 [R, count].
+    """Return unsigned integers of 1 to 8 bits as float32 [R, count].
 
     They lie in the words of a row, int32 or uint32 [R, W], from the lowest bit of the first word upwards. An integer
     may begin in one word and end in the next.
     """
     octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
     if bits == 8:
-        return octets[:, :count]
+        return octets[:, :count].astype(np.float32)
     if bits == 4:
-        return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)[:, :count]
-    stream = np.unpackbits(octets, axis=1, count=count * bits, bitorder="little")
-    return np.packbits(stream.reshape(len(octets), count, bits), axis=-1, bitorder="little")[..., 0]
+        return np.take(_INTEGER_PAIRS, octets).view(np.float32)[:, :count]
+    stream = np.unpackbits(octets, axis=1, count=count * bits, bitorder="little").reshape(len(octets), count, bits)
+    return np.packbits(stream, axis=-1, bitorder="little")[..., 0].astype(np.float32)

@@ -40,6 +40,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], range]] = {
     "pack-quantized": (("int",), range(1, 9)),
     "nvfp4-pack-quantized": (("float",), range(4, 5)),
     "mxfp4-pack-quantized": (("float",), range(4, 5)),
+    "mxfp8-quantized": (("float",), range(8, 9)),
 }
 
 
@@ -162,7 +163,8 @@ def _packing(module: str, found: Mapping[str, Stored], group: _Group) -> Packing
     shape = _shape(found) if main == _PACKED else matrix(found[main], "F8_E4M3" if group.kind == "float" else "I8")
     block = (group.size[0] or shape[0], group.size[1] or shape[1])
     grid = blocks_of(shape, block)
-    scale = Part(FLOATS, ONE_NUMBER if group.strategy == "tensor" else (grid,), is_scale=True)
+    tags = ("U8", "F8_E8M0") if group.format == "mxfp8-quantized" else FLOATS
+    scale = Part(tags, ONE_NUMBER if group.strategy == "tensor" else (grid,), is_scale=True)
     parts = {_SCALE: scale}
     if group.kind == "float":
         parts[main] = Part(("F8_E4M3",), (shape,))
@@ -214,7 +216,7 @@ def _integers(
     half = 2 ** (group.bits - 1)  # packed numbers are stored with this added
     zeros, index = arrays.get(_ZERO), arrays.get(_INDEX)
     if zeros is not None and zeros.dtype == np.int32:
-        zeros = unpacked(zeros.T, group.bits, grid[0]).T.astype(np.float32) - half
+        zeros = unpacked(zeros.T, group.bits, grid[0]).T - half
     elif zeros is not None:
         zeros = zeros.astype(np.float32)
     if index is not None and (index == -1).all():  # the writer has not set it
@@ -225,7 +227,7 @@ def _integers(
     def levels(start: int, end: int) -> np.ndarray:
         if _PLAIN in arrays:
             return arrays[_PLAIN][start:end].astype(np.float32)
-        return unpacked(arrays[_PACKED][start:end], group.bits, columns).astype(np.float32) - half
+        return unpacked(arrays[_PACKED][start:end], group.bits, columns) - half
 
     scales = arrays[_SCALE].reshape(grid)
     return Codes(levels, scales, block, None if zeros is None else zeros.reshape(grid), index)

@@ -18,7 +18,7 @@ from jshadow.weights.convert.safetensors_file import UnfitTensor
 _WHERE = "config.json quantization_config"
 _WORD = 32
 _COMPANIONS = (".weight", ".qzeros", ".scales", ".g_idx")
-_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # of the eight integers of a word, from its lowest bits upwards
+_AWQ_SHIFTS = 4 * np.array([0, 4, 1, 5, 2, 6, 3, 7], np.int32)  # where each of eight outputs lies in a word
 
 
 def gptq(settings: Mapping[str, Any]) -> Scheme:
@@ -47,18 +47,18 @@ def gptq(settings: Mapping[str, Any]) -> Scheme:
         groups = -(-columns // (size or columns))
 
         def codes(arrays: Mapping[str, np.ndarray]) -> Codes:
-            qweight, index = arrays[".qweight"], arrays.get(".g_idx")
+            columns_of, index = np.ascontiguousarray(arrays[".qweight"].T), arrays.get(".g_idx")
             if index is not None:
                 if index.min() < 0 or index.max() >= groups:
                     raise UnfitTensor(
                         f"{found['.g_idx'].name}: must lie in [0, {groups}), got {index.min()} to {index.max()}"
                     )
-                index = index if index.any() else None  # some writers leave zeros where no input changed its place
+                index = index if index.any() else None  # some writers leave zeros if the inputs are in order
             return Codes(
-                lambda start, end: unpacked(qweight[:, start:end].T, bits, columns).astype(np.float32),
+                lambda start, end: unpacked(columns_of[start:end], bits, columns),
                 arrays[".scales"].T,
                 (1, size or columns),
-                unpacked(arrays[".qzeros"].view(np.uint32) + below, bits, out).T.astype(np.float32),
+                unpacked(arrays[".qzeros"].view(np.uint32) + below, bits, out).T,
                 index,
             )
 
@@ -83,24 +83,23 @@ def awq(settings: Mapping[str, Any]) -> Scheme:
         raise ConfigError(f"{_WHERE}.version must be 'gemm', got {version!r}")
     if settings.get("zero_point", True) is not True:
         raise ConfigError(f"{_WHERE}.zero_point must be true, got {settings['zero_point']!r}")
-    order = np.argsort(_AWQ_COLUMNS)
 
     def integers(words: np.ndarray) -> np.ndarray:
-        flat = unpacked(words, bits, words.shape[1] * len(order))
-        return flat.reshape(len(flat), -1, len(order))[..., order].reshape(len(flat), -1).T.astype(np.float32)
+        """Return the integers [8 W, N] of words [W, N]."""
+        return (words[:, None] >> _AWQ_SHIFTS[:, None] & 15).reshape(-1, words.shape[1]).astype(np.float32)
 
     def packing(module: str, found: Mapping[str, Stored]) -> Packing:
         columns, words = matrix(found[".qweight"], "I32")
-        out = words * len(order)
+        out = words * len(_AWQ_SHIFTS)
         groups = -(-columns // (size or columns))
 
         def codes(arrays: Mapping[str, np.ndarray]) -> Codes:
-            qweight = arrays[".qweight"]
+            rows = np.ascontiguousarray(arrays[".qweight"].T)
             return Codes(
-                lambda start, end: integers(qweight[:, start // len(order) : -(-end // len(order))]),
+                lambda start, end: integers(rows[start // len(_AWQ_SHIFTS) : end // len(_AWQ_SHIFTS)]),
                 arrays[".scales"].T,
                 (1, size or columns),
-                integers(arrays[".qzeros"]),
+                integers(arrays[".qzeros"].T),
             )
 
         return Packing((out, columns), _parts(found, out, groups, bits), codes)
