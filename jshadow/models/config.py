@@ -15,8 +15,10 @@ from jshadow.ops.rope import RopeConfig as RopeConfig
 
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_CLAMPED = "swiglu_clamped"  # has settings of its own, so no key of config.json names it alone
 
 
+_POSITIVE = ("query_scalar", "embedding_scale", "residual_scale", "logit_scale", "swiglu_alpha", "swiglu_limit")
 ROUTERS = ("softmax", "sigmoid", "softmax_of_chosen")
 
 
@@ -58,6 +60,7 @@ class Experts:
         groups: number of groups of experts.
         chosen_groups: number of groups whose experts a token may choose.
         shared_width: width of the MLP that every token uses beside its experts, or 0.
+        biases: whether the router and the projections of the experts have biases.
     """
 
     count: int
@@ -72,6 +75,7 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_width: int = 0
+    biases: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("count", "chosen", "width", "groups", "chosen_groups")
@@ -122,7 +126,10 @@ class ModelConfig:
         pre_norms: whether the inputs of attention and MLP are normalized.
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
         unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
-        activation: activation of the gated MLP, "silu" or "gelu_tanh".
+        activation: activation of the gated MLP: "silu", "gelu_tanh", or "swiglu_clamped", which is
+            g * sigmoid(swiglu_alpha * g) * (u + 1) of a gate g and an up u that are clamped (gpt-oss).
+        swiglu_alpha: for "swiglu_clamped", the factor inside the sigmoid.
+        swiglu_limit: for "swiglu_clamped". The gate is at most this number. Up is at most this far from 0.
         embedding_scale: factor of the embeddings.
         residual_scale: factor of the outputs of attention and MLP, before they join the residual stream.
         logit_scale: factor of the logits.
@@ -132,6 +139,7 @@ class ModelConfig:
         sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
         unrotated_layers: indices of the layers without RoPE.
         experts: the experts of some or all layers, or None.
+        sinks: whether each query head has an attention sink, a learned logit (`jshadow/ops/attention.py`).
     """
 
     model_type: str
@@ -165,6 +173,9 @@ class ModelConfig:
     sliding_rope: RopeConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
     experts: Experts | None = None
+    sinks: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
@@ -178,11 +189,10 @@ class ModelConfig:
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
-        if self.activation not in ACTIVATIONS.values():
-            raise ConfigError(
-                f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
-            )
-        for name in ("query_scalar", "embedding_scale", "residual_scale", "logit_scale"):
+        activations = sorted([*ACTIVATIONS.values(), _CLAMPED])
+        if self.activation not in activations:
+            raise ConfigError(f"config.activation must be one of {activations}, got {self.activation!r}")
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"config.{name} must be above 0 and finite, got {value!r}")

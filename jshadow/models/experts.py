@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig
-from jshadow.models.layers import MLP, activate
+from jshadow.models.layers import MLP, gated
 
 _MOST_TILE = 64  # rows that one product of an expert takes
 
@@ -40,6 +40,8 @@ class _Router(nn.Module):
         e = self.experts
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], e.count))
         scores = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+        if e.biases:
+            scores = scores + self.param("bias", nn.initializers.zeros, (e.count,)).astype(jnp.float32)
         if e.router == "softmax_of_chosen":
             best, ids = lax.top_k(scores, e.chosen)
             return ids, jax.nn.softmax(best, axis=-1) * e.scale
@@ -109,8 +111,8 @@ class _Experts(nn.Module):
         """
         c, e = self.config, self.config.experts
         assert e is not None
-        gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
-        down = _Stack(e.count, c.model_dim, name="down")(e.width)
+        gate, up = (_Stack(e.count, e.width, e.biases, name=name)(x.shape[-1]) for name in ("gate", "up"))
+        down = _Stack(e.count, c.model_dim, e.biases, name="down")(e.width)
         size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
         tiles, chosen = _tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
         shares = shares.reshape(-1)
@@ -121,7 +123,7 @@ class _Experts(nn.Module):
             pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
             rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
             taken = x[jnp.minimum(rows, len(x) - 1)]
-            inner = activate(c.activation, gate(taken, expert)) * up(taken, expert)
+            inner = gated(c, gate(taken, expert), up(taken, expert))
             made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
             return out.at[rows].add(made, mode="drop")
 
@@ -129,26 +131,39 @@ class _Experts(nn.Module):
 
 
 class _Stack(nn.Module):
-    """The kernels of one projection of all experts, [E, D, F]: floating, or int8 with a float32 factor [E, F]."""
+    """The kernels of one projection of all experts, [E, D, F]: floating, or int8 with a float32 factor [E, F].
+
+    With `use_bias`, each expert has a bias [F].
+    """
 
     count: int
     features: int
+    use_bias: bool
 
     @nn.compact
     def __call__(self, inputs: int) -> "_Product":
         """Return the product with the kernel of an expert."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (self.count, inputs, self.features))
         int8 = self.has_variable("params", "kernel_scale")
-        return _Product(kernel, self.get_variable("params", "kernel_scale") if int8 else None)
+        bias = self.param("bias", nn.initializers.zeros, (self.count, self.features)) if self.use_bias else None
+        return _Product(kernel, self.get_variable("params", "kernel_scale") if int8 else None, bias)
 
 
 class _Product(NamedTuple):
     kernel: Array
     factors: Array | None
+    bias: Array | None
 
     def __call__(self, x: Array, expert: Array) -> Array:
-        kernel = lax.dynamic_index_in_dim(self.kernel, expert, keepdims=False).astype(x.dtype)
+        out = self._product(x, expert)
+        return out if self.bias is None else out + self._of(self.bias, expert).astype(x.dtype)
+
+    def _of(self, stack: Array, expert: Array) -> Array:
+        return lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+
+    def _product(self, x: Array, expert: Array) -> Array:
+        kernel = self._of(self.kernel, expert).astype(x.dtype)
         if self.factors is None:
             return x @ kernel
         wide = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-        return (wide * lax.dynamic_index_in_dim(self.factors, expert, keepdims=False)).astype(x.dtype)
+        return (wide * self._of(self.factors, expert)).astype(x.dtype)

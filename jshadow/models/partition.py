@@ -20,7 +20,8 @@ _SPLITS = (
     (r"layer_\d+/(attention/(q|k|v)|mlp/(shared/)?(gate|up))/(bias|kernel_scale)", 0),
     (r"layer_\d+/(attention/o|mlp/(shared/)?down)/kernel", 0),
     (r"layer_\d+/mlp/experts/(gate|up)/kernel", 2),
-    (r"layer_\d+/mlp/experts/(down/kernel|(gate|up)/kernel_scale)", 1),
+    (r"layer_\d+/mlp/experts/(down/kernel|(gate|up)/(bias|kernel_scale))", 1),
+    (r"layer_\d+/attention/sinks", 0),
 )
 
 

@@ -205,7 +205,7 @@ class SelfDraft(Drafter):
 
     def attend(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> Array:
         """Return the attention of a draft step's query [B, 1, h_q, d]. The arguments are those of `pieces`."""
-        return attend(step.q_post, self.pieces(spec, state, step, summaries, held), spec.scale)
+        return attend(step.q_post, self.pieces(spec, state, step, summaries, held), spec.scale, step.sinks)
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> list[Piece]:
         """Return the newest tokens and the selected units as pieces for attention.
