@@ -180,8 +180,9 @@ def test_experts_are_stored_and_read_again(tmp_path, form):
     jax.tree.map(np.testing.assert_array_equal, params.weights, again.weights)
 
 
-def test_an_orbax_checkpoint_of_experts_becomes_files_and_back(tmp_path):
-    theirs = write_checkpoint("glm4_moe", tmp_path / "theirs")
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+def test_an_orbax_checkpoint_of_experts_becomes_files_and_back(tmp_path, name):
+    theirs = write_checkpoint(name, tmp_path / "theirs")
     jshadow.weights.convert.convert(theirs, tmp_path / "orbax", "float32", format="orbax")
     jshadow.weights.convert.convert(tmp_path / "orbax", tmp_path / "again", "float32")
     first, last = (load(tmp_path / name, dtype="float32").weights for name in ("theirs", "again"))

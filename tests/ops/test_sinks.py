@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from few import quick
 from prefill_cases import PROMPTS, prefill_inputs, prefill_truth
 from random_arrays import normal, wide
 
-from jshadow.cache.records import PromptKV
+from jshadow.cache.records import PromptKV, StepKV
 from jshadow.engine.sparse_prefill import AShape
 from jshadow.evaluation.laws.law import TINY
 from jshadow.ops import attention
 from jshadow.ops.attention import Piece, Stream
+from jshadow.planner.bytes import cache_specs
+from jshadow.policies import TOVA, AdaKV
 from jshadow.policies.infllm import InfLLMPrefill
 from jshadow.policies.prefill_attention import PrefillPiece
 from pallas_kernels import sparse_attention, sparse_prefill
@@ -125,18 +128,35 @@ def prompts(q, k, v, sinks):
     kind = CONFIG.attention_kind(0)
     rows, keys, values = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
     positions = jnp.broadcast_to(jnp.arange(TOKENS + 1, dtype=jnp.int32), (ROWS, TOKENS + 1))
-    prompt = PromptKV(keys, keys, values, LENGTHS, positions)
+    prompt = PromptKV(keys, keys, values, jnp.asarray(LENGTHS), positions)
     piece = PrefillPiece(rows, rows, jnp.int32(0), jnp.zeros(DIM // 2), sinks)  # angles of 0: nothing is rotated
 
     def own(method):
         aux = method.begin(CONFIG, kind, prompt, None, None)
         return method.attend(CONFIG, kind, piece, prompt, aux)[0][:, :TOKENS]
 
+    def after_the_prompt(policy):
+        """Two more tokens, which have the keys and values of the first ones."""
+        spec = cache_specs(CONFIG, policy.resolve(CONFIG, 64), ROWS, 64, min(LENGTHS), q.dtype.name, "resident")[0]
+        tail = jnp.take_along_axis(rows, prompt.lengths[:, None, None, None] - 1, axis=1)
+        given = prompt.replace(q_tail=jnp.repeat(tail, policy.reads.last_queries, axis=1), sinks=sinks)
+        state, _ = policy.compress(spec, policy.init(spec), given)
+        places, valid, none = prompt.lengths[:, None] + jnp.arange(2), jnp.ones((ROWS, 2), bool), jnp.zeros(0)
+        new = [x[:, :2] for x in (q, q, k, k, v)]
+        step = StepKV(*new, places, valid, prompt.lengths, none, none, none, sinks=sinks)
+        state, _ = policy.append(spec, state, step)
+        return policy.attend(spec, state, step, None)[0], policy.score(spec, given)[0]
+
     infllm = dict(sinks=2, count=1, unit=4, representatives=2, multiple=8)
+    pieces = attention.causal_attention(q[:, 7:], k, v, SCALE, 7, None, sinks)
+    lse = attention.causal_attention(q, k, v, SCALE, sinks=sinks)[1]
     return {
-        "pieces": attention.causal_attention(q[:, 7:], k, v, SCALE, 7, None, sinks),
+        "pieces": pieces,
+        "mass": attention.key_mass(q, k, lse, prompt.lengths, SCALE),
+        "adakv": after_the_prompt(AdaKV(kept=64)),
+        "tova": after_the_prompt(TOVA(kept=64)),
         "window": attention.causal_attention(q, k, v, SCALE, 0, 6, sinks),
-        "whole": attention.whole_with_sinks(q, k, v, jnp.asarray(LENGTHS), SCALE, "xla", sinks),
+        "whole": attention.whole_with_sinks(q, k, v, prompt.lengths, SCALE, "xla", sinks),
         "infllm": own(InfLLMPrefill(window=64, **infllm)),
         "a shape": own(AShape(block=16, initial=3, local=6)),
     }
@@ -161,9 +181,21 @@ def test_a_prompt_starts_its_softmax_with_the_sink(dtype):
     want, lse = expected(q, keys, values, np.broadcast_to(causal, (ROWS, TOKENS, TOKENS)))
     np.testing.assert_allclose(wide(got["pieces"][0]), want[:, 7:], atol=TOLERANCES[dtype])
     np.testing.assert_allclose(wide(got["pieces"][1]), lse[:, 7:].swapaxes(1, 2), rtol=1e-5, atol=1e-2)
+    scores = np.einsum("bthd,bhnd->bthn", wide(q), np.repeat(wide(keys), GROUP, axis=1)) * SCALE
+    shares = np.where(causal[:, None], np.exp(scores - lse[..., None]), 0)  # of each query's attention
+    for row, length in enumerate(LENGTHS):
+        mass = shares[row, :length].sum(axis=0).reshape(HEADS, GROUP, TOKENS).sum(axis=1)
+        np.testing.assert_allclose(wide(got["mass"])[row], mass, atol=0.1 if dtype == "bfloat16" else 1e-4)
+        last = shares[row, length - 1].mean(axis=0)
+        np.testing.assert_allclose(wide(got["tova"][1])[row, 0, :TOKENS], last, atol=TOLERANCES[dtype])
+        both = (np.concatenate([x[:, :, :length], x[:, :, :2]], axis=2)[row : row + 1] for x in (keys, values))
+        seen = np.arange(length + 2) <= length + np.arange(2)[:, None]
+        want, _ = expected(np.asarray(q)[row : row + 1, :2], *both, seen[None])
+        for name in ("adakv", "tova"):
+            np.testing.assert_allclose(wide(got[name][0])[row], want[0], atol=TOLERANCES[dtype], err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("implementation", quick(["interpret"], ["interpret", "xla"]))
 def test_lists_of_keys_have_a_sink_too(implementation):
     """Some queries see no key, and padding sees nothing."""
     given = prefill_inputs(PROMPTS[1])
