@@ -79,7 +79,7 @@ def layers_of(params: Any, ids: Array, progress: Callable[[int, int], None] | No
     def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, tuple[Array, ...]]:
         k = turn.keys(heads.k_pre)
         scale = params.config.attention_scale
-        out, _ = causal_attention(turn.queries(heads.q_pre), k, heads.v, scale, 0, kind.window)
+        out, _ = causal_attention(turn.queries(heads.q_pre), k, heads.v, scale, 0, kind.window, heads.sinks)
         return out, (heads.k_pre, k, heads.v, heads.x_in)
 
     for tensors in walk_layers(params, ids, keep, progress):

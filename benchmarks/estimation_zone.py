@@ -62,7 +62,7 @@ def layers_of(params: Any, text: list[int]) -> Iterator[tuple[np.ndarray, ...]]:
 
     def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
         q, k, scale = turn.queries(heads.q_pre), turn.keys(heads.k_pre), params.config.attention_scale
-        out, _ = causal_attention(q, k, heads.v, scale, 0, kind.window)
+        out, _ = causal_attention(q, k, heads.v, scale, 0, kind.window, heads.sinks)
         return out, (q[:, -QUERIES:] * scale, k, heads.v)
 
     for tensors in walk_layers(params, jnp.asarray(text)[None], keep, None):

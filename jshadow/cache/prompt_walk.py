@@ -54,8 +54,8 @@ def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | 
 
     def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, PromptKV]:
         q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
-        out, lse = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window)
-        return out, PromptKV(heads.k_pre, k, heads.v, lengths, at, q_post=q, lse=lse)
+        out, lse = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window, heads.sinks)
+        return out, PromptKV(heads.k_pre, k, heads.v, lengths, at, q_post=q, lse=lse, sinks=heads.sinks)
 
     yield from walk_layers(params, tokens, keep, progress)
 

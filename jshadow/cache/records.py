@@ -28,9 +28,11 @@ class PromptKV(struct.PyTreeNode):
         positions: positions of the tokens, int32 [B, S].
         q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w is `HookInputs.last_queries`.
         q_post: all queries after RoPE [B, S, h_q, d]. None unless `HookInputs.all_queries`.
-        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]. None if q_post is None.
+        lse: log-sum-exp of each query's scores under exact attention, and of its head's sink if the model has sinks,
+            float32 [B, h_q, S]. None if q_post is None.
         second_pass: scores of the second pass, float32 [B, h_kv, S], or None. See `HookInputs.second_pass`.
         extra: the result that the policy's own prefill attention passes to `compress`, or None.
+        sinks: the logit of each query head's attention sink [h_q], or None; see `jshadow/ops/attention.py`.
     """
 
     k_pre: Array
@@ -43,6 +45,7 @@ class PromptKV(struct.PyTreeNode):
     lse: Array | None = None
     second_pass: Array | None = None
     extra: Any = None
+    sinks: Array | None = None
 
 
 class StepKV(struct.PyTreeNode):
@@ -63,6 +66,8 @@ class StepKV(struct.PyTreeNode):
         q_foreseen: this layer's queries after RoPE, as predicted in the previous layer [B, T, h_q, d]. None in the
             first layer, and if the policy does not inherit `Foresees`.
         learned: this layer's slice of the `fitted` arrays, shared by all rows, or None.
+        sinks: the logit of each query head's attention sink [h_q], or None. `attend` passes it on to the functions of
+            `jshadow/ops/attention.py`.
     """
 
     q_pre: Array
@@ -78,6 +83,7 @@ class StepKV(struct.PyTreeNode):
     sin: Array
     q_foreseen: Array | None = None
     learned: Any = None
+    sinks: Array | None = None
 
 
 class KeyValues(struct.PyTreeNode):

@@ -194,7 +194,7 @@ def _in_blocks(
         return _over_blocks(lambda before, block, _: run_layer(spec, before, block, everyone), spec, state, step)
     state, step = append_tokens(spec, state, step)
     pieces = [(piece.k, piece.v, piece.valid) for piece in split.exact_pieces(spec, state, step)]
-    exact = attend_prefixes(step.q_post, pieces, spec.scale)
+    exact = attend_prefixes(step.q_post, pieces, spec.scale, sinks=step.sinks)
     return _over_blocks(functools.partial(_add_selected, spec, split), spec, state, step, exact)
 
 
@@ -266,7 +266,7 @@ def _step_splits(shards: Shards, step: StepKV) -> StepKV:
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
     names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen")
     by_name: dict[str, Any] = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
-    by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec()}
+    by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec(), "sinks": PartitionSpec("tp")}
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(step, name) is not None}
     return StepKV(**given)
 
@@ -328,7 +328,7 @@ def compress_on_devices(
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
     by_name: dict[str, Any] = {name: heads for name in ("k_pre", "k_post", "v", "q_tail", "q_post")}
     by_name |= {"lengths": rows, "positions": rows, "extra": rows}
-    by_name |= {name: shards.spec("data", "tp") for name in ("lse", "second_pass")}
+    by_name |= {name: shards.spec("data", "tp") for name in ("lse", "second_pass")} | {"sinks": PartitionSpec("tp")}
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
     inputs = PromptKV(**given)
     where = layer_splits(spec)
@@ -536,6 +536,7 @@ def _run_layers(
                 sin=turn.sin[:, :, 0],
                 q_foreseen=foreseen,
                 learned=of_layer(reads.fitted, index),
+                sinks=heads.sinks,
             )
             out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None

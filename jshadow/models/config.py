@@ -15,8 +15,13 @@ from jshadow.ops.rope import RopeConfig as RopeConfig
 
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_CLAMPED = "swiglu_clamped"  # has settings of its own, so no key of config.json names it alone
 
 
+_POSITIVE = (
+    *("query_scalar", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"),
+    *("swiglu_alpha", "swiglu_limit"),
+)
 ROUTERS = ("softmax", "sigmoid", "softmax_of_chosen")
 # "rms": root-mean-square norm, rounded and then multiplied by scale. "wide": multiplied by scale in float32. "unit":
 # multiplied by 1 + scale in float32. "layer": as "wide", after the mean is subtracted.
@@ -64,6 +69,7 @@ class Experts:
         own_norms: whether the experts and the router norm the residual stream on their own, the outputs of the experts
             and of the shared MLP are normed before they are added, and the shares of each expert have a weight as
             factor (Gemma 4).
+        biases: whether the router and the projections of the experts have biases.
     """
 
     count: int
@@ -79,6 +85,7 @@ class Experts:
     chosen_groups: int = 1
     shared_width: int = 0
     own_norms: bool = False
+    biases: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("count", "chosen", "width", "groups", "chosen_groups")
@@ -140,7 +147,10 @@ class ModelConfig:
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
         norm: the kind of the norms, one of NORMS.
         parallel: whether attention and MLP have the same normalized input (GPT-J), instead of one after the other.
-        activation: activation of the gated MLP, "silu" or "gelu_tanh".
+        activation: activation of the gated MLP: "silu", "gelu_tanh", or "swiglu_clamped", which is
+            g * sigmoid(swiglu_alpha * g) * (u + 1) of a gate g and an up u that are clamped (gpt-oss).
+        swiglu_alpha: for "swiglu_clamped", the factor inside the sigmoid.
+        swiglu_limit: for "swiglu_clamped". The gate is at most this number. Up is at most this far from 0.
         embedding_scale: factor of the embeddings.
         residual_scale: factor of the outputs of attention and MLP, before they join the residual stream.
         layer_scale: whether the output of each block is multiplied by a weight.
@@ -153,6 +163,7 @@ class ModelConfig:
         sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
         unrotated_layers: indices of the layers without RoPE.
         experts: the experts of some or all layers, or None.
+        sinks: whether each query head has an attention sink, a learned logit (`jshadow/ops/attention.py`).
     """
 
     model_type: str
@@ -192,6 +203,9 @@ class ModelConfig:
     sliding_rope: RopeConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
     experts: Experts | None = None
+    sinks: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
@@ -216,11 +230,10 @@ class ModelConfig:
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
-        if self.activation not in ACTIVATIONS.values():
-            raise ConfigError(
-                f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
-            )
-        for name in ("query_scalar", "embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
+        activations = sorted([*ACTIVATIONS.values(), _CLAMPED])
+        if self.activation not in activations:
+            raise ConfigError(f"config.activation must be one of {activations}, got {self.activation!r}")
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"config.{name} must be above 0 and finite, got {value!r}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.layers import MLP, Norm, activate, projection
+from jshadow.models.layers import MLP, Norm, gated, projection
 from jshadow.ops.projections import Weights, product
 
 _MOST_TILE = 64  # rows that one product of an expert takes
@@ -55,6 +55,8 @@ class _Router(nn.Module):
             x = Norm("bare", self.config.norm_eps)(x.astype(jnp.float32)) * scale * x.shape[-1] ** -0.5
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], e.count))
         scores = x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+        if e.biases:
+            scores = scores + self.param("bias", nn.initializers.zeros, (e.count,)).astype(jnp.float32)
         if e.router == "softmax_of_chosen":
             best, ids = lax.top_k(scores, e.chosen)
             return ids, jax.nn.softmax(best, axis=-1) * e.scale
@@ -128,8 +130,8 @@ class _Experts(nn.Module):
         The loop goes over tiles, so a step reads the weights of the chosen experts alone.
         """
         c, e = self.config, experts_of(self.config)
-        gate, up = (_Stack(e.count, e.width, name=name)(x.shape[-1]) for name in ("gate", "up"))
-        down = _Stack(e.count, c.model_dim, name="down")(e.width)
+        gate, up = (_Stack(e.count, e.width, e.biases, name=name)(x.shape[-1]) for name in ("gate", "up"))
+        down = _Stack(e.count, c.model_dim, e.biases, name="down")(e.width)
         size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
         tiles, chosen = expert_tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
         shares = shares.reshape(-1)
@@ -140,7 +142,7 @@ class _Experts(nn.Module):
             pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
             rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
             taken = x[jnp.minimum(rows, len(x) - 1)]
-            inner = activate(c.activation, gate(taken, expert)) * up(taken, expert)
+            inner = gated(c, gate(taken, expert), up(taken, expert))
             made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
             return out.at[rows].add(made, mode="drop")
 
@@ -148,20 +150,30 @@ class _Experts(nn.Module):
 
 
 class _Stack(nn.Module):
-    """The kernels of one projection of all experts, [E, D, F], plain or quantized."""
+    """The kernels of one projection of all experts, [E, D, F], plain or quantized.
+
+    With `use_bias`, each expert has a bias [F].
+    """
 
     count: int
     features: int
+    use_bias: bool
 
     @nn.compact
     def __call__(self, inputs: int) -> "_Product":
         """Return the product with the kernel of an expert."""
         shape = (self.count, inputs, self.features)
-        return _Product(projection(self, shape, nn.initializers.lecun_normal(batch_axis=0)))
+        bias = self.param("bias", nn.initializers.zeros, (self.count, self.features)) if self.use_bias else None
+        return _Product(projection(self, shape, nn.initializers.lecun_normal(batch_axis=0)), bias)
 
 
 class _Product(NamedTuple):
     stack: Weights
+    bias: Array | None
 
     def __call__(self, x: Array, expert: Array) -> Array:
-        return product(x, self.stack.each(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False)))
+        def one(stack: Array) -> Array:
+            return lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+
+        out = product(x, self.stack.each(one))
+        return out if self.bias is None else out + one(self.bias).astype(x.dtype)

@@ -16,8 +16,9 @@ class Rule:
     Attributes:
         pattern: regular expression that must match the whole Hugging Face tensor name. Its group is the layer index.
         path: path in the weight tree, joined by "/". `{0}` stands for the layer index and `{1}` for one of `parts`.
-        transform: "copy", "transpose" for a linear layer that is stored as [out, in] (all experts: [E, out, in]), or
-            "flatten" for a vector that is stored as [1, N].
+        transform: "copy", "transpose" for a linear layer that is stored as [out, in] (all experts: [E, out, in]),
+            "flatten" for a vector that is stored as [1, N], or "alternate" for a fused tensor [..., out] whose columns
+            belong to its parts in turn.
         parts: names of the weights in a fused tensor, in the order in which they lie side by side.
         interleaved: whether the two numbers that RoPE rotates together are neighbors in the file. Otherwise they are
             half the rotated part apart.

@@ -1,5 +1,6 @@
 """The parts of a block as flax.linen modules. They hold only weights, and depend on no cache, position or policy."""
 
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -119,9 +120,14 @@ class Linear(nn.Module):
         return out
 
 
-def activate(name: str, x: Array) -> Array:
-    """Apply the activation "gelu_tanh" or "silu" to x."""
-    return jax.nn.gelu(x, approximate=True) if name == "gelu_tanh" else jax.nn.silu(x)
+def gated(config: ModelConfig, gate: Array, up: Array) -> Array:
+    """Return the inner numbers of a gated MLP [..., F] from its products gate and up [..., F]."""
+    if config.activation == "swiglu_clamped":  # gpt-oss: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", 2.2
+        gate = jnp.minimum(gate, config.swiglu_limit)
+        up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+        return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+    activate = functools.partial(jax.nn.gelu, approximate=True) if config.activation == "gelu_tanh" else jax.nn.silu
+    return activate(gate) * up
 
 
 class MLP(nn.Module):
@@ -136,11 +142,11 @@ class MLP(nn.Module):
         bias, width = self.config.mlp_bias, self.width or self.config.ffn_dim
         gate = Linear(width, bias, True, name="gate")(x)
         up = Linear(width, bias, True, name="up")(x)
-        return Linear(self.config.model_dim, bias, name="down")(activate(self.config.activation, gate) * up)
+        return Linear(self.config.model_dim, bias, name="down")(gated(self.config, gate, up))
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention. The caller computes the attention itself."""
+    """The four projections of grouped-query attention, and its sinks. The caller computes the attention itself."""
 
     config: ModelConfig
 
@@ -152,6 +158,8 @@ class Attention(nn.Module):
         if not c.values_from_keys:
             self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
+        if c.sinks:
+            self.sinks = self.param("sinks", nn.initializers.zeros, (c.q_heads,))
         if c.qk_norm or c.joint_qk_norm:
             self.q_norm = Norm(c.norm, c.norm_eps)
             self.k_norm = Norm(c.norm, c.norm_eps)

@@ -18,6 +18,7 @@ _SPLITS = (
     (r"head/kernel", -1),
     (r"layer_\d+/(attention/(q|k|v)|mlp/((shared|experts)/)?(gate|up))/(bias|kernel|kernel_scale|kernel_zero)", -1),
     (r"layer_\d+/(attention/o|mlp/((shared|experts)/)?down)/kernel", -2),
+    (r"layer_\d+/attention/sinks", 0),
 )
 # Factors of groups of inputs (see `jshadow.ops.projections`), with as many axes as their kernel
 _GROUPS = r"layer_\d+/(attention/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"

@@ -11,6 +11,7 @@ from jshadow.models.family import ModelFamily
 from jshadow.models.gemma import GEMMA3_TEXT
 from jshadow.models.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from jshadow.models.glm import GLM, GLM4, GLM4_MOE
+from jshadow.models.gpt_oss import GPT_OSS
 from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
@@ -25,7 +26,7 @@ from jshadow.models.smollm3 import SMOLLM3
 _FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3),
     *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
-    *(QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE),
+    *(QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 

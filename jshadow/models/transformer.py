@@ -27,12 +27,14 @@ class Heads(NamedTuple):
         k_pre: keys before RoPE and after bias and norm, [B, T, h_kv, d].
         v: values [B, T, h_kv, d].
         x_in: the normalized input of the attention, [B, T, D].
+        sinks: the logit of each query head's attention sink [h_q], or None.
     """
 
     q_pre: Array
     k_pre: Array
     v: Array
     x_in: Array
+    sinks: Array | None = None
 
 
 _Cache = Callable[[Heads], tuple[Array, Any]]
@@ -67,7 +69,8 @@ class Block(nn.Module):
         c = self.config
         x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
-            out, aux = cache(Heads(self.attention.query(x_in), *self.attention.key_value(x_in), x_in))
+            q, (k, v) = self.attention.query(x_in), self.attention.key_value(x_in)
+            out, aux = cache(Heads(q, k, v, x_in, self.attention.sinks if c.sinks else None))
             out = self.attention.output(out.astype(x.dtype))
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):

@@ -1,6 +1,10 @@
 """Exact softmax attention: blockwise over a prompt, and over the several pieces that a decode step attends to.
 
-Scores and softmax statistics are always float32, for any dtype of queries, keys and values."""
+Scores and softmax statistics are always float32, for any dtype of queries, keys and values.
+
+Some models have a learned attention sink: a logit of each query head that takes part in every softmax of the head and
+has no value (gpt-oss, OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.3). The functions take these
+logits as `sinks`. A softmax then starts with the sink, and not with nothing."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +49,11 @@ def _from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float
 
 
 def attend_prefixes(
-    q: Float[Array, "B T h_q d"], pieces: Sequence[_Prefix], scale: float, block: int = KEY_BLOCK
+    q: Float[Array, "B T h_q d"],
+    pieces: Sequence[_Prefix],
+    scale: float,
+    block: int = KEY_BLOCK,
+    sinks: Float[Array, " h_q"] | None = None,
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]]:
     """Compute softmax attention of T queries, each over the first rows of several pieces.
 
@@ -58,10 +66,11 @@ def attend_prefixes(
             axes B, h_kv and T may have size 1.
         scale: factor by which the scores are multiplied.
         block: number of keys that are read at once.
+        sinks: the logit of each query head's attention sink, or None.
 
     Returns:
         The output [B, T, h_q, d] in q's dtype, which is 0 for a query that sees no row. The log-sum-exp of each query's
-        scores, float32 [B, T, h_q], which is MASKED for such a query.
+        scores and of its head's sink, float32 [B, T, h_q]. Without a sink, it is MASKED for a query that sees no row.
     """
     batch, length, q_heads, _ = q.shape
     kv_heads, tile = pieces[0][0].shape[1], min(QUERY_BLOCK, length)
@@ -75,7 +84,7 @@ def attend_prefixes(
 
     def of_tile(args: tuple[Array, list[Array]]) -> tuple[Array, Array]:
         q_tile, ends = args
-        carry = nothing(q_tile)
+        carry = nothing(q_tile, sinks)
         for (k, v, _), end in zip(pieces, ends, strict=True):
             carry = _add_piece(q_tile, (k, v, end), 1.0 if scaled else scale, carry, block)
         top, total, out = carry
@@ -102,7 +111,11 @@ class Stream(NamedTuple):
 
 
 def attend_stream(
-    q: Float[Array, "B T h_q d"], stream: Stream, pieces: Sequence[_Prefix], scale: float
+    q: Float[Array, "B T h_q d"],
+    stream: Stream,
+    pieces: Sequence[_Prefix],
+    scale: float,
+    sinks: Float[Array, " h_q"] | None = None,
 ) -> Float[Array, "B T h_q d"]:
     """Compute softmax attention of T queries over a stream and the first rows of several pieces.
 
@@ -126,7 +139,7 @@ def attend_stream(
         return ahead, add(rows, end - (index - 1) * rows[0].shape[2], softmax)
 
     end = ends(stream.seen)
-    rows, carry = lax.fori_loop(1, stream.blocks, next_block, (stream.read(0), nothing(tile)))
+    rows, carry = lax.fori_loop(1, stream.blocks, next_block, (stream.read(0), nothing(tile, sinks)))
     carry = add(rows, end - (stream.blocks - 1) * rows[0].shape[2], carry)
     for k, v, seen in pieces:
         carry = add((k, v), ends(seen), carry)
@@ -135,9 +148,17 @@ def attend_stream(
     return _from_blocks(out.astype(q.dtype)[None], length)
 
 
-def nothing(q: Array) -> Softmax:
-    """Return the softmax of queries [B, h_kv, rows, d] over no keys."""
-    return jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
+def nothing(q: Array, sinks: Array | None = None) -> Softmax:
+    """Return the softmax of queries [B, h_kv, rows, d] over no keys, or over the sinks [h_q] of their heads alone.
+
+    The rows are those of `_to_blocks`: the queries of a head are neighbors.
+    """
+    top, total = jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1])
+    if sinks is not None:
+        heads = sinks.astype(jnp.float32).reshape(q.shape[1], -1)
+        top = jnp.broadcast_to(jnp.repeat(heads, q.shape[2] // heads.shape[1], axis=1), top.shape)
+        total = jnp.ones(top.shape)
+    return top, total, jnp.zeros(q.shape)
 
 
 def _add_piece(q: Array, piece: _Prefix, scale: float, carry: Softmax, block: int = KEY_BLOCK) -> Softmax:
@@ -256,6 +277,32 @@ def whole_attention(
     )
 
 
+SINK_COLUMNS = 8  # that `whole_with_sinks` adds to a head; cuDNN needs a multiple of it
+
+
+def whole_with_sinks(
+    q: Float[Array, "B S h_q d"],
+    k: Float[Array, "B S h_kv d"],
+    v: Float[Array, "B S h_kv d"],
+    lengths: Int[Array, " B"],
+    scale: float,
+    implementation: Implementation,
+    sinks: Float[Array, " h_q"],
+) -> Float[Array, "B S h_q d"]:
+    """Return `whole_attention` without a window, in which each query head's sink takes part in its softmax.
+
+    A token goes before the first one. Its score is the sink: two of the columns that heads get hold the sink in the
+    queries, the rounded number and what is left, and 1 in the token's key. Its value is 0. A window would lose it.
+    """
+    wide, length, width = sinks.astype(jnp.float32) / scale, q.shape[1], q.shape[3]
+    rounded = wide.astype(q.dtype)
+    parts = jnp.stack([rounded, (wide - rounded.astype(jnp.float32)).astype(q.dtype)], axis=-1)
+    q, k, v = (jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, SINK_COLUMNS))) for x in (q, k, v))
+    columns = slice(width, width + 2)
+    q, k = q.at[..., columns].set(parts), k.at[:, 0, :, columns].set(1)
+    return whole_attention(q, k, v, lengths + 1, scale, None, implementation)[:, 1 : length + 1, :, :width]
+
+
 def cudnn_attends(head_dim: int, dtype: Any, capability: tuple[int, int]) -> bool:
     """Return whether cuDNN computes attention of this head width and dtype on a GPU of this compute capability.
 
@@ -288,6 +335,7 @@ def causal_attention(
     scale: float,
     first: Int[Array, ""] | int = 0,
     window: int | None = None,
+    sinks: Float[Array, " h_q"] | None = None,
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:
     """Compute causal grouped-query attention of T queries of a prompt.
 
@@ -301,9 +349,11 @@ def causal_attention(
         scale: factor by which the scores are multiplied, usually 1 / sqrt(d).
         first: position of the first query.
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
+        sinks: the logit of each query head's attention sink, or None.
 
     Returns:
-        The output [B, T, h_q, d] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, h_q, T].
+        The output [B, T, h_q, d] in q's dtype, and the log-sum-exp of each query's scores and of its head's sink,
+        float32 [B, h_q, T].
     """
     batch, length, q_heads, _ = q.shape
     tokens, kv_heads = k.shape[1:3]
@@ -337,8 +387,7 @@ def causal_attention(
             part = jnp.einsum("bhqk,bkhd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
             return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
 
-        shape = q_tile.shape[:-1]
-        start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_tile.shape))
+        start = nothing(q_tile, sinks)
         # Most blocks of keys are visible to every query of the block, and need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
         last = jnp.minimum((first + (index + 1) * q_block + k_block - 1) // k_block, k_blocks)
@@ -436,29 +485,33 @@ class Piece(NamedTuple):
         return Piece(k, v, self.valid[:, :, queries] if self.valid.shape[2] > 1 else self.valid, self.places)
 
 
-def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
+def attend(
+    q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float, sinks: Float[Array, " h_q"] | None = None
+) -> Float[Array, "B T h_q d"]:
     """Compute softmax attention of T queries over the union of several pieces, without concatenating them.
 
     Args:
         q: [B, T, h_q, d], after RoPE.
         pieces: the keys and values. A query that may not see any row gets an output of 0.
         scale: factor by which the scores are multiplied.
+        sinks: the logit of each query head's attention sink, or None: `StepKV.sinks`.
 
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
     if q.shape[1] > _SHORT_TURN and all(piece.is_prefix for piece in pieces):
-        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale)[0]
+        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale, sinks=sinks)[0]
     if q.shape[1] > _TURN_BLOCK:  # limits the memory of the scores of a long turn
         blocks = [(first, min(first + _TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], _TURN_BLOCK)]
-        parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
+        parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale, sinks) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
 
     def at_once(q: Array, pieces: list[Piece]) -> Array:
-        return sparse_attention(q, [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces], scale=scale)
+        rows = [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces]
+        return sparse_attention(q, rows, scale=scale, sinks=sinks)
 
     def blockwise(q: Array, pieces: list[Piece]) -> Array:
-        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale, CPU_BLOCK)[0]
+        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale, CPU_BLOCK, sinks)[0]
 
     rows = sum(piece.k.shape[2] for piece in pieces)
     if q.shape[1] > 1 and rows >= CPU_ROWS and q.dtype == jnp.float32 and all(piece.is_prefix for piece in pieces):
@@ -502,9 +555,39 @@ def grouped_product(
     return out.reshape(batch, heads, group, length, -1)
 
 
-def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:
-    """Return the float32 attention probabilities [B, h_kv, group, T, N] over one piece."""
-    return jax.nn.softmax(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), axis=-1)
+def attention_probs(
+    q: Float[Array, "B T h_q d"], piece: Piece, scale: float, sinks: Float[Array, " h_q"] | None = None
+) -> Float[Array, "B h_kv group T N"]:
+    """Return the float32 attention probabilities [B, h_kv, group, T, N] over one piece, and the sinks if they exist."""
+    return softmax_with(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), sinks)
+
+
+def softmax_with(
+    scores: Float[Array, "B h_kv group *T N"], sinks: Float[Array, " h_q"] | None
+) -> Float[Array, "B h_kv group *T N"]:
+    """Return the float32 softmax of scores [B, h_kv, group, ..., N], in which each query head's sink takes its part.
+
+    Without sinks, it is the softmax. With them, the probabilities of a query add up to less than 1.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    logits = _by_group(sinks, scores)
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), logits)
+    weights = jnp.exp(scores - top)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(logits - top))
+
+
+def lse_with(
+    scores: Float[Array, "B h_kv group T N"], sinks: Float[Array, " h_q"] | None
+) -> Float[Array, "B h_kv group T"]:
+    """Return the log-sum-exp of scores [B, h_kv, group, T, N] and of each query head's sink."""
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return lse if sinks is None else jnp.logaddexp(lse, _by_group(sinks, lse))
+
+
+def _by_group(sinks: Array, like: Array) -> Array:
+    """Return the sinks [h_q] in float32, broadcastable to an array [B, h_kv, group, ...]."""
+    return sinks.astype(jnp.float32).reshape(*like.shape[1:3], *[1] * (like.ndim - 3))
 
 
 QUERIES = 128  # queries whose scores are in memory at once

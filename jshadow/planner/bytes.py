@@ -15,6 +15,7 @@ from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
+from jshadow.ops.attention import SINK_COLUMNS
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared, rows_of
@@ -203,10 +204,13 @@ def prefill_parts(
     for layer, spec in enumerate(state.specs):
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries
-        ways |= whole_or_pieces(config.at(layer), dtype, backend) if exact else {False}
+        ways |= whole_or_pieces(config.at(layer), spec.sliding_window, dtype, backend) if exact else {False}
     in_pieces = batch * (tile + size * token) * 4 + sparse if False in ways else 0
     # The keys and values of some of the rows are copied.
-    whole = rows * count * size * (2 * queries + (2 * columns if rows < batch else 0)) * item if True in ways else 0
+    copied = 2 * columns if rows < batch else 0
+    if config.sinks:  # queries, keys, values and output have more columns for a while
+        copied += (2 * queries + 2 * columns) * (config.head_dim + SINK_COLUMNS) // config.head_dim
+    whole = rows * count * size * (2 * queries + copied) * item if True in ways else 0
     if sparse_attention and sparse_attention.ahead:
         whole = max(whole, batch * count * size * queries * item)
     second = {spec.policy.reads.second_pass for spec in state.specs} - {None}

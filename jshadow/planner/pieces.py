@@ -11,7 +11,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.ops.attention import KEY_BLOCK, QUERIES, QUERY_BLOCK, capability_here, cudnn_attends
+from jshadow.ops.attention import KEY_BLOCK, QUERIES, QUERY_BLOCK, SINK_COLUMNS, capability_here, cudnn_attends
 from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, capability
@@ -82,29 +82,33 @@ def second_pass_bytes(config: ModelConfig, second: SecondPass, batch: int, token
     return hidden + scores + 4 * (batch * size * token_numbers(config) + row + shares + tile_numbers(config))
 
 
-def attends_whole(config: ModelConfig, dtype: Any, capability: tuple[int, int] | None) -> bool:
+def attends_whole(config: ModelConfig, window: int | None, dtype: Any, capability: tuple[int, int] | None) -> bool:
     """Return whether exact attention of a layer is computed in one call over the whole prompt.
 
     Args:
-        config: the model.
+        config: the model. Its attention sinks need more columns, and a layer without a window.
+        window: number of tokens that a query of the layer sees. None means all of them.
         dtype: dtype of queries, keys and values.
         capability: compute capability of the NVIDIA GPU, or None for another device.
     """
-    return capability is not None and cudnn_attends(config.head_dim, dtype, capability)
+    if capability is None or (config.sinks and window is not None):
+        return False
+    return cudnn_attends(config.head_dim + (SINK_COLUMNS if config.sinks else 0), dtype, capability)
 
 
-def whole_or_pieces(config: ModelConfig, dtype: Any, backend: str | None) -> set[bool]:
+def whole_or_pieces(config: ModelConfig, window: int | None, dtype: Any, backend: str | None) -> set[bool]:
     """Return the possible values of `attends_whole` on a backend. They differ between GPUs for wide heads.
 
     Args:
         config: the model.
+        window: number of tokens that a query of the layer sees. None means all of them.
         dtype: dtype of queries, keys and values.
         backend: "gpu" for any NVIDIA GPU of the planner, another name for another device, or None for this machine.
     """
     if backend is None:
-        return {attends_whole(config, dtype, capability_here())}
+        return {attends_whole(config, window, dtype, capability_here())}
     known: list[Any] = [(8, 0), (9, 0)] if backend == "gpu" else [None]
-    return {attends_whole(config, dtype, capability) for capability in known}
+    return {attends_whole(config, window, dtype, capability) for capability in known}
 
 
 EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once

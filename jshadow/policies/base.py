@@ -128,12 +128,15 @@ class LayerCache(abc.ABC):
         splits_heads: whether each KV head stores, selects and attends without the other heads. Only then can the axis
             `tp` of a mesh split them.
         query_rows: number of query rows T in a decode step of the layer.
+        takes_sinks: whether `attend` gives the attention sinks of `StepKV` their part of the softmax. If not, models
+            with sinks are refused.
     """
 
     name: ClassVar[str] = ""
     emptied: ClassVar[Mapping[str, int]] = {}
     splits_heads: ClassVar[bool] = True
     query_rows: ClassVar[int] = 1
+    takes_sinks: ClassVar[bool] = False
 
     @property
     def reads(self) -> HookInputs:

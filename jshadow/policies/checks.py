@@ -1,13 +1,15 @@
 """Checks of settings and of learned arrays. Each raises ConfigError with the name, the rule and the given value."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import Policy, full_layers
+from jshadow.policies.base import LayerCache, Policy, full_layers
 from jshadow.policies.capabilities import Learns, capability
+from jshadow.policies.prefill_attention import PrefillAttention
 
 
 def check_range(policy: str, name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -78,6 +80,19 @@ def reads_fitted(policy: object) -> bool:
 def reads_twice(policy: Policy, config: ModelConfig) -> bool:
     """Return whether a resolved policy needs a second pass over the prompt in any layer."""
     return any(policy.for_layer(layer, config).reads.second_pass is not None for layer in full_layers(config))
+
+
+def check_sinks(config: ModelConfig, policies: Iterable[LayerCache], attention: PrefillAttention | None) -> None:
+    """Raise ConfigError if a model has attention sinks that a layer's cache or the prefill's attention leaves out."""
+    if not config.sinks:
+        return
+    for method in (*policies, *(() if attention is None else (attention,))):
+        if not method.takes_sinks:
+            name = getattr(method, "name", "") or type(method).__name__
+            raise ConfigError(
+                f"{name} must take the attention sinks of a {config.model_type} model (`takes_sinks`), got a method "
+                "whose softmax leaves them out"
+            )
 
 
 def check_split(spec: CacheSpec, *, gpu: bool) -> None:

@@ -130,6 +130,8 @@ class KeepsLaterTokens(LayerCache):
 class EvictingPolicy(UniformPolicy, KeepsLaterTokens):
     """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
+    takes_sinks = True
+
     @property
     def reads(self) -> HookInputs:
         return HookInputs(piece=16)
@@ -185,7 +187,7 @@ class EvictingPolicy(UniformPolicy, KeepsLaterTokens):
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
         kept = Piece(frozen.kept.k, frozen.kept.v, there[:, None, None])
         later = Piece(window.k, window.v, seen[:, None])
-        return attend(step.q_post, [kept, later], spec.scale), state
+        return attend(step.q_post, [kept, later], spec.scale, step.sinks), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         parts = {"kept": state.frozen.count, "window": lengths - state.frozen.lengths}
@@ -321,7 +323,7 @@ class SharesBudget(KeepsBest):
         row = jnp.arange(spec.batch)[:, None]
         q = group_queries(step.q_post, spec.kv_heads)  # [B, h, group, T, d]
         seen = jnp.arange(live.window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
-        window = _softmax_of(q, live.window.k, live.window.v, seen[:, None, None], spec.scale)
+        window = _softmax_of(q, live.window.k, live.window.v, seen[:, None, None], spec.scale, step.sinks)
         there = jnp.arange(BLOCK) < frozen.held[..., None]
         blocks = _softmax_of(q[row, frozen.owner], frozen.kept.k, frozen.kept.v, there[:, :, None, None], spec.scale)
         most = window[0].at[row, frozen.owner].max(blocks[0])
@@ -348,15 +350,22 @@ class SharesBudget(KeepsBest):
         return super().compress_bytes(spec, tokens) + scores + keys
 
 
-def _softmax_of(q: Array, k: Array, v: Array, there: Array, scale: float) -> tuple[Array, Array, Array]:
+def _softmax_of(
+    q: Array, k: Array, v: Array, there: Array, scale: float, sinks: Array | None = None
+) -> tuple[Array, Array, Array]:
     """Return the parts of a softmax: the largest logit, the sum of the exponentials, and the unscaled output, float32.
 
     q is [B, n, group, T, d], and k and v are [B, n, m, d]. `there` tells which keys each query sees, broadcastable to
-    [B, n, group, T, m]. The results are two arrays [B, n, group, T, 1] and one [B, n, group, T, d].
+    [B, n, group, T, m]. With the sinks of all query heads, n is the number of KV heads. The results are two arrays
+    [B, n, group, T, 1] and one [B, n, group, T, d].
     """
     logits = jnp.einsum("bngtd,bnmd->bngtm", q, k, preferred_element_type=jnp.float32) * scale
     logits = jnp.where(there, logits, MASKED)
     most = logits.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        own = sinks.astype(jnp.float32).reshape(*most.shape[1:3], 1, 1)
+        most = jnp.maximum(most, own)
     shares = jnp.where(there, jnp.exp(logits - most), 0)
     out = jnp.einsum("bngtm,bnmd->bngtd", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return most, shares.sum(axis=-1, keepdims=True), out
+    total = shares.sum(axis=-1, keepdims=True)
+    return most, total if sinks is None else total + jnp.exp(own - most), out

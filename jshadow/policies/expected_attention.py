@@ -3,9 +3,10 @@
 Source: Devoto et al. 2025, arXiv 2510.00636, and NVIDIA's kvpress 0.5.5 (`ExpectedAttentionPress`), whose score this
 file follows. Later queries are taken to be Gaussian. Their mean and covariance before RoPE are those of the prompt's
 queries. RoPE is replaced by its average over the next positions. The expectation of exp(q . k) then has a closed form.
-Its softmax over the tokens is multiplied by the norm of the value. The paper takes the norm of the value after the
-output projection. kvpress and this file take the norm of the value itself. The first tokens are always kept, and their
-queries do not count. No question is needed at the end of the prompt, because no single query is read.
+Its softmax over the tokens, without an attention sink of the model, is multiplied by the norm of the value. The paper
+takes the norm of the value after the output projection. kvpress and this file take the norm of the value itself. The
+first tokens are always kept, and their queries do not count. No question is needed at the end of the prompt, because no
+single query is read.
 
 kvpress reads the queries before RoPE. Here the queries after RoPE are rotated back, in float32. kvpress refuses a
 prompt of at most `sinks` tokens. Here such a prompt is kept, if the budget permits it. A test compares the kept tokens

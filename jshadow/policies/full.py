@@ -34,6 +34,7 @@ class Full(UniformPolicy, HasAll, Sized):
     """Keep all keys and values exactly, and attend to all of them. The token at position p is in slot p."""
 
     name = "full"
+    takes_sinks = True
     source = "the dense baseline"
 
     @property
@@ -99,7 +100,7 @@ def attend_all(spec: CacheSpec, step: StepKV, k: Array, v: Array) -> Array:
         own_k, own_v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
         guess = jnp.eye(rows, dtype=bool) & ~step.valid[:, None]
         pieces.append(Piece(own_k, own_v, guess[:, None]))
-    return attend(step.q_post, pieces, spec.scale)
+    return attend(step.q_post, pieces, spec.scale, step.sinks)
 
 
 def or_full(policy: Policy, config: ModelConfig, capacity: int) -> tuple[Policy, str | None]:

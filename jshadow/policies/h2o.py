@@ -2,7 +2,8 @@
 
 The published code sums scores over the batch, and keeps one sum for each query head. That fits neither batches of
 different lengths nor grouped queries. Here each KV head sums over its query heads, row by row. Tokens keep their
-positions in the text, as in the code of the paper's accuracy experiments.
+positions in the text, as in the code of the paper's accuracy experiments. In a model with attention sinks, the sink
+takes its share of each query's attention, so a query adds less than 1 to the sums.
 """
 
 import dataclasses
@@ -65,6 +66,7 @@ class H2O(UniformPolicy, Budgeted, Sized):
     normalize: bool = False
 
     name = "h2o"
+    takes_sinks = True
     source = "arXiv 2306.14048, section 4"
     budget_fields = ("heavy", "recent")
 
@@ -144,8 +146,8 @@ class H2O(UniformPolicy, Budgeted, Sized):
     ) -> tuple[Array, LayerState]:
         live: H2OLive = state.live
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
-        out = attend(step.q_post, [piece], spec.scale)
-        given = attention_probs(step.q_post, piece, spec.scale).sum(axis=(2, 3))
+        out = attend(step.q_post, [piece], spec.scale, step.sinks)
+        given = attention_probs(step.q_post, piece, spec.scale, step.sinks).sum(axis=(2, 3))
         mass = jnp.where(step.valid[:, :1, None], live.mass + given, live.mass)
         return out, state.replace(live=self.evict(spec, live.replace(mass=mass), step))
 

@@ -11,8 +11,9 @@ whose prefill attention is not exact.
 
 A block's representatives are the tokens that got the most attention while they were in the window. Their keys are
 averaged, as in the published code; the paper does not average them. The code keeps one mean key for each query head,
-and here each KV head has one. All heads select the same blocks. A pool on the device keeps some blocks, and the least
-recently used block is replaced first.
+and here each KV head has one. This attention is the share among the tokens of the window, without an attention sink of
+the model. All heads select the same blocks. A pool on the device keeps some blocks, and the least recently used block
+is replaced first.
 """
 
 import dataclasses
@@ -127,6 +128,8 @@ class InfLLMPrefill(PrefillAttention):
     representatives: int
     multiple: int
 
+    takes_sinks = True
+
     def label(self, tokens: int | None = None) -> str:
         return "infllm"
 
@@ -152,13 +155,13 @@ class InfLLMPrefill(PrefillAttention):
         def units(x: Array) -> Array:
             return x.reshape(batch, size // self.multiple, self.multiple, heads, dim).swapaxes(0, 1)
 
-        run = functools.partial(self.one_unit, prompt, config.attention_scale)
+        run = functools.partial(self.one_unit, prompt, config.attention_scale, piece.sinks)
         starts = piece.first + jnp.arange(size // self.multiple) * self.multiple
         memory, out = lax.scan(run, aux, (starts, units(piece.q_post), units(far)))
         return out.swapaxes(0, 1).reshape(batch, size, heads, dim), memory
 
     def one_unit(
-        self, prompt: PromptKV, scale: float, memory: Memory, unit: tuple[Array, Array, Array]
+        self, prompt: PromptKV, scale: float, sinks: Array | None, memory: Memory, unit: tuple[Array, Array, Array]
     ) -> tuple[Memory, Array]:
         """Compute the attention of one group of queries that share their blocks [B, multiple, h_q, d], and the new
         memory.
@@ -190,6 +193,10 @@ class InfLLMPrefill(PrefillAttention):
             top = jnp.maximum(near.max(-1), away.max(-1))[..., None]
             near_weight, away_weight = jnp.exp(near - top), jnp.exp(away - top)
             total = near_weight.sum(-1) + away_weight.sum(-1)
+            if sinks is not None:
+                # A sink far above all scores gives an infinite total, and an output of 0.
+                logits = sinks.astype(jnp.float32).reshape(*top.shape[1:3], 1)
+                total = total + jnp.exp(logits - top[..., 0])
             parts = [(near_weight, near_v), (away_weight, values)]
             out = sum(
                 jnp.einsum("bhgtn,bnhd->bhgtd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -308,6 +315,7 @@ class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized):
     query_block: int = 512
 
     name = "infllm"
+    takes_sinks = True
     source = "arXiv 2402.04617, section 3"
     budget_fields = ("budget", "cached", "fetched")
 
@@ -550,7 +558,7 @@ class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized):
         window = Piece(rotate(live.ring.k, *cos_sin(place[:, None], step.inverse)), live.ring.v, near[:, None, None])
         away = [(live.ring, rest), (live.sinks, first), (live.pool, chosen)]
         pieces = [window, *(Piece(kv.k, kv.v, seen[:, None, None]) for kv, seen in away)]
-        out = attend(query, pieces, spec.scale)
+        out = attend(query, pieces, spec.scale, step.sinks)
         given = jnp.where(near[:, None], attention_probs(query, window, spec.scale).sum(axis=(2, 3)), 0)
         mass = jnp.where(step.valid[:, :1, None], live.mass + given, live.mass)
         return out, state.replace(live=live.replace(mass=mass))

@@ -147,6 +147,7 @@ class KIVI(UniformPolicy, Sized):
     residual: int = 128
 
     name = "kivi"
+    takes_sinks = True
     source = "arXiv 2402.02750, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -255,7 +256,7 @@ class KIVI(UniformPolicy, Sized):
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
         pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
-        return attend(step.q_post, pieces, spec.scale), state
+        return attend(step.q_post, pieces, spec.scale, step.sinks), state
 
     def parts(self, spec: CacheSpec, state: LayerState, held: Array) -> list["Part"]:
         """Return all tokens held, each in exactly one part.

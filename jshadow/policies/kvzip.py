@@ -10,8 +10,9 @@ kvpress by default ranks the tokens of all layers together, so each layer keeps 
 memory is fixed before the prompt is read, so all layers keep as many (`layerwise=True` in kvpress). kvpress puts the
 template's end of a user's message before a chunk. Here it is a line break, as in kvpress for a model without a chat
 template. kvpress repeats no tokens of the template before a user's message. Here the whole prompt is repeated. A
-checkpoint without a tokenizer gets no request in words, only the chunk. A test compares the kept tokens with those of
-kvpress (docs/benchmarks/tests.md).
+checkpoint without a tokenizer gets no request in words, only the chunk. The softmax of a score is over some of the
+keys, and has no attention sink of the model. A test compares the kept tokens with those of kvpress
+(docs/benchmarks/tests.md).
 """
 
 import dataclasses

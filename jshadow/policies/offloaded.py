@@ -42,6 +42,7 @@ class Offloaded(UniformPolicy, KeepsLaterTokens, HasAll, Streams, Sized):
     block: int = 2048
 
     name = "offloaded"
+    takes_sinks = True
     source = "arXiv 2303.06865, section 4"
 
     @property
@@ -80,7 +81,7 @@ class Offloaded(UniformPolicy, KeepsLaterTokens, HasAll, Streams, Sized):
         with jax.named_scope("fetch"):
             stream = Stream(read, self.blocks(lengths), lengths[:, None, None, None])
             later = jnp.maximum(step.positions - lengths[:, None] + 1, 0)[:, None, :, None]
-            return attend_stream(step.q_post, stream, [(window.k, window.v, later)], spec.scale), state
+            return attend_stream(step.q_post, stream, [(window.k, window.v, later)], spec.scale, step.sinks), state
 
     def planes(self, spec: CacheSpec, state: LayerState, first: Array | int, count: int) -> tuple[Array, Array]:
         """Return keys and values [B, h_kv, count * block, d] of `count` blocks on the device."""

@@ -6,7 +6,8 @@ sparse: they attend to these tokens and to all generated tokens. Their prompt ke
 are fetched as soon as the set is known, two layers before the first layer that needs them.
 
 The paper scores tokens by a softmax (equation 4), and its code by default uses raw products. Here the score is the
-softmax. Each query of the observation window keeps its own position.
+softmax, in which an attention sink of the model has its part. Each query of the observation window keeps its own
+position.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, Pro
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import MASKED, Piece, attend, group_queries
+from jshadow.ops.attention import MASKED, Piece, attend, group_queries, softmax_with
 from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.base import Bytes, HookInputs, LayerCache, fetched_bytes, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
@@ -197,7 +198,7 @@ class OmniKVFilter(Full, PlansAhead):
         queries = group_queries(queries, spec.kv_heads)
         logits = jnp.einsum("bhgtd,bhnd->bhgtn", queries, state.live.cache.k, preferred_element_type=jnp.float32)
         logits *= spec.scale
-        probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
+        probs = softmax_with(jnp.where(seen[:, None, None], logits, MASKED), step.sinks)
         return (probs.max(axis=(1, 2)) * weight[..., None]).sum(axis=1)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
@@ -218,6 +219,7 @@ class OmniKVSparse(KeepsLaterTokens):
 
     name = "omnikv"
     splits_heads = False
+    takes_sinks = True
 
     budget: int = 2048
 
@@ -247,7 +249,7 @@ class OmniKVSparse(KeepsLaterTokens):
         window = state.live.window
         seen = jnp.arange(spec.window) <= (step.positions - state.frozen.lengths[:, None])[..., None]
         chosen = Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
-        return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
+        return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale, step.sinks), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         chosen = jnp.minimum(state.frozen.lengths, min(self.budget, spec.capacity))
@@ -330,7 +332,7 @@ def filter_masses(
         if layer not in layers:
             continue
         best, given = layer_attention(
-            prompt.q_post, prompt.k_post, jnp.asarray(at), scale=config.attention_scale, budget=budget
+            prompt.q_post, prompt.k_post, jnp.asarray(at), prompt.sinks, scale=config.attention_scale, budget=budget
         )
         for rank, one in enumerate(chosen):
             masses[rank, len(chosen)] = float(jnp.take_along_axis(given, one, axis=2).sum(axis=2).mean())
@@ -339,17 +341,20 @@ def filter_masses(
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "budget"))
-def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int) -> tuple[Array, Array]:
+def layer_attention(
+    q: Array, k: Array, at: Array, sinks: Array | None = None, *, scale: float, budget: int
+) -> tuple[Array, Array]:
     """Return the `budget` top tokens of the queries at positions `at`, int32 [B, n, budget], and their attention.
 
     The attention is a mean over heads, float32 [B, n, S]. q [B, S, h_q, d] and k [B, S, h_kv, d] are after RoPE.
+    `sinks` has the sink of each query head, or is None.
     """
 
     def one(position: Array) -> tuple[Array, Array]:
         query = group_queries(jnp.take(q, position[None], axis=1), k.shape[2]).astype(jnp.float32)
         logits = jnp.einsum("bhgtd,bshd->bhgs", query, k.astype(jnp.float32)) * scale
         seen = jnp.arange(k.shape[1]) <= position
-        probs = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+        probs = softmax_with(jnp.where(seen, logits, -jnp.inf), sinks)
         ranked = jnp.where(seen, probs.max(axis=(1, 2)), -1.0)
         return jax.lax.top_k(ranked, budget)[1], probs.mean(axis=(1, 2))
 

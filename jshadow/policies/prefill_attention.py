@@ -60,12 +60,14 @@ class PrefillPiece(struct.PyTreeNode):
         q_pre, q_post: queries before and after RoPE [B, P, h_q, d]. q_pre is None if the attention is `ahead`.
         first: position of the first query, int32 [].
         inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
+        sinks: the logit of each query head's attention sink [h_q], or None.
     """
 
     q_pre: Array | None
     q_post: Array
     first: Array
     inverse: Array
+    sinks: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,14 @@ class PrefillAttention(abc.ABC):
         ahead: whether all keys, values and last queries of a layer are computed before its first piece.
         tail: number of the last real queries of each row that `begin` gets if `ahead`.
         multiple: the number of tokens in a piece is a multiple of this.
+        takes_sinks: whether `attend` gives the sinks of a piece their part of the softmax. If not, models with
+            attention sinks are refused.
     """
 
     ahead = False
     tail = 0
     multiple = 1
+    takes_sinks = False
 
     def label(self, tokens: int | None = None) -> str:
         """Return the name for reports. It may describe the effect on a prompt of `tokens` tokens."""

@@ -54,6 +54,7 @@ class Quantized(UniformPolicy, Sized):
     dtype: str = "fp8"
 
     name = "quantized"
+    takes_sinks = True
     source = "vLLM's quantized KV cache"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:

@@ -109,6 +109,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     unit: int
     top_p: float
     budget_fields: ClassVar[tuple[str, ...]] = ("budget",)
+    takes_sinks: ClassVar[bool] = True
 
     # Hooks of a retrieval policy
 
@@ -333,7 +334,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
         query = self.stored(step.q_post, state.frozen.basis)
-        return attend(query, pieces, spec.scale), state
+        return attend(query, pieces, spec.scale, step.sinks), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         first = self.first_recent(lengths - 1)

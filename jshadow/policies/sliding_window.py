@@ -36,6 +36,7 @@ class SlidingWindow(LayerCache):
     window: int = 4096
 
     name = "sliding_window"
+    takes_sinks = True
 
     @property
     def reads(self) -> HookInputs:
@@ -72,7 +73,7 @@ class SlidingWindow(LayerCache):
         if rows > 1:  # a guess is not stored in the cache, but its query attends to its own key
             k, v = (x.transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
-        return attend(step.q_post, pieces, spec.scale), state
+        return attend(step.q_post, pieces, spec.scale, step.sinks), state
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
         slots = self.slots(spec.capacity)

@@ -3,7 +3,8 @@
 Source: Li et al. 2024, arXiv 2404.14469, section 4. The paper does not state the kind of pooling. Here the default is
 the maximum, as in the paper's LongBench settings. In the published code, each query head selects its own set of tokens
 and stores their keys and values (`granularity="q_head"`). Here, by default, each KV head has one set of tokens. It is
-selected by the mean of the scores over the query heads of the KV head.
+selected by the mean of the scores over the query heads of the KV head. In a model with attention sinks, a score is the
+attention that the model gives, so the sink takes its part of the softmax.
 
 NVIDIA's kvpress 0.5.5 has other defaults than the paper: a window of 64 queries, and the mean over 5 tokens. With
 `observation_window=64`, `kernel=5` and `pooling="avg"`, a test compares the kept tokens with those of kvpress
@@ -14,14 +15,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import MASKED, group_queries
+from jshadow.ops.attention import MASKED, group_queries, softmax_with
 from jshadow.policies.base import HookInputs
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_choice, check_range
@@ -93,7 +93,7 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         queries = group_queries(prompt.q_tail, spec.kv_heads)
         logits = jnp.einsum("bhgtd,bshd->bhgts", queries, prompt.k_post, preferred_element_type=jnp.float32)
         logits *= spec.scale
-        probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
+        probs = softmax_with(jnp.where(seen[:, None, None], logits, MASKED), prompt.sinks)
         probs = jnp.where((query_positions >= 0)[:, None, None, :, None], probs, 0)
         scores = probs.sum(axis=3)  # [B, h_kv, group, S]
         scores = scores.mean(axis=2) if self.granularity == "kv_head" else scores.reshape(spec.batch, -1, tokens)

@@ -6,8 +6,9 @@ replace their low-bit rows. The guess is not verified, and its key and value are
 the fetched rows less useful in the next step.
 
 Where the paper's text (section 3) and its printed algorithm differ (which rows are fetched, what is appended), this
-follows the text. Tokens are chosen for each KV head by the mean of its query heads' probabilities. Tokens that the next
-step has exactly anyway are not chosen. The first guess comes from a trial step that is undone, as in the paper.
+follows the text. Tokens are chosen for each KV head by the mean of its query heads' probabilities, in which an
+attention sink of the model has its part. Tokens that the next step has exactly anyway are not chosen. The first guess
+comes from a trial step that is undone, as in the paper.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -23,7 +23,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
+from jshadow.ops.attention import Piece, attend, group_queries, masked_scores, softmax_with
 from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.base import Bytes, fetched_bytes
 from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
@@ -181,7 +181,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state
+        return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale, step.sinks), state
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """Select for the next step the tokens that the guess attends to most."""
@@ -189,7 +189,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         guess_query = step.q_post[:, 1:]
         pieces = [piece.of_queries(1, 2) for piece in pieces]
         logits = jnp.concatenate([_masked_scores_of(guess_query, piece, spec.scale) for piece in pieces], axis=-1)
-        probs = jax.nn.softmax(logits, axis=-1).mean(axis=2)[:, :, 0]  # [B, h_kv, n]
+        probs = softmax_with(logits, step.sinks).mean(axis=2)[:, :, 0]  # [B, h_kv, n]
         at = jnp.concatenate([jnp.broadcast_to(x, (spec.batch, spec.kv_heads, x.shape[2])) for x in positions], axis=2)
         places = top_k(jnp.where(at >= 0, probs, -1.0), self.count(spec))
         chosen = jnp.take_along_axis(at, places, axis=2)

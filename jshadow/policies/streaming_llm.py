@@ -42,6 +42,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized):
     rebase_positions: bool = True
 
     name = "streaming_llm"
+    takes_sinks = True
     source = "arXiv 2309.17453, section 3.2"
     budget_fields = ("window",)
 
@@ -113,7 +114,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized):
         k = turn(state.live.cache.k, jnp.maximum(index, 0)[:, None, :])
         q = turn(step.q_pre, (step.positions - evicted)[:, :, None], query_factor(spec.rope))
         seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
-        return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state
+        return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale, step.sinks), state
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
         """Return 1 if no token has been evicted. Else the row cannot go back: the evicted tokens would be missing."""

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import expect_dtype, expect_shape
 from pallas_kernels.choose import run
 from pallas_kernels.sparse_attention import kernel, reference
 from pallas_kernels.sparse_attention.operands import AnyPiece, checked_pieces
 
 
 def sparse_attention(
-    q: jax.Array, pieces: Sequence[AnyPiece], *, scale: float, implementation: str = "auto"
+    q: jax.Array,
+    pieces: Sequence[AnyPiece],
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Compute softmax attention over the union of several pieces, without concatenating them.
 
@@ -26,6 +32,8 @@ def sparse_attention(
             [B, h_kv, P, c * d] if the rows are those of a list of places. valid tells which rows each query may see:
             see `Piece`.
         scale: factor by which the scores are multiplied.
+        sinks: None, or floating [h_q], a logit of each query head. It takes part in the head's softmax as the score of
+            one more row, whose value is 0.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
@@ -36,6 +44,9 @@ def sparse_attention(
         NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     filled = checked_pieces(q, pieces)
+    if sinks is not None:
+        expect_shape("sinks", sinks, (q.shape[2],))
+        expect_dtype("sinks", sinks, jnp.floating)
     if not filled:
         return jnp.zeros(q.shape, q.dtype)
     return run(
@@ -44,4 +55,5 @@ def sparse_attention(
         functools.partial(reference.sparse_attention, scale=float(scale)),
         q,
         filled,
+        sinks,
     )

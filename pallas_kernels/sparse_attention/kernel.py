@@ -92,7 +92,7 @@ class Column(NamedTuple):
 # Attention over a share of each piece
 
 
-def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped-def]
+def attention_kernel(q, pieces, sinks, out, *partial, tile):  # type: ignore[no-untyped-def]
     """One program: compute attention of a block of query rows over one split of every piece.
 
     q is [B, T, h_q, d], and the keys and values of a piece are [B, h_kv, N, d]. Without `partial`, `out` is
@@ -100,7 +100,8 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
     query rows, and `partial` holds the maximum score and the sum of exp(score - maximum), float32
     [B, h_kv, splits, M].
 
-    The keys and values of a piece with a list of places are [B, h_kv, P, c * d].
+    The keys and values of a piece with a list of places are [B, h_kv, P, c * d]. The first split adds the sinks [h_q],
+    unless they are None.
     """
     split, rows = pl.program_id(0), queries_of(q, tile.group, tile.rows)
     there, columns = rows.there[:, None], []
@@ -110,7 +111,11 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
         at = q.at[rows.b, rows.query[:, None], rows.head[:, None], d[None]]
         columns.append(Column(pltriton.load(at, mask=there & inside, other=0.0), d[None], inside))
     zeros = tuple(jnp.zeros(column.query.shape, jnp.float32) for column in columns)
-    carry: Carry = (jnp.full((tile.rows,), MASKED), jnp.zeros((tile.rows,)), zeros)
+    peak, mass = jnp.full((tile.rows,), MASKED), jnp.zeros((tile.rows,))
+    if sinks is not None:
+        peak = jnp.where(split == 0, pltriton.load(sinks.at[rows.head]).astype(jnp.float32), peak)
+        mass = jnp.where(split == 0, 1.0, mass)
+    carry: Carry = (peak, mass, zeros)
     for piece in (Part(*refs, q.shape[3], count) for refs, count in zip(pieces, tile.counts, strict=True)):
         carry = one_share(columns, piece, rows, tile, carry)
     peak, mass, parts = carry
@@ -221,7 +226,9 @@ def seen_by(piece: Part, rows: Queries, n: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
-def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, interpret: bool) -> jax.Array:
+def sparse_attention(
+    q: jax.Array, pieces: tuple[Piece, ...], sinks: jax.Array | None, scale: float, interpret: bool
+) -> jax.Array:
     """See `pallas_kernels.sparse_attention`.
 
     Raises:
@@ -253,14 +260,14 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
     out, *partial = pl.pallas_call(
         functools.partial(attention_kernel, tile=tile),
         grid=(splits, blocks(height, rows), kv_heads, batch),
-        in_specs=list(jax.tree.map(lambda _: anywhere, (q, pieces))),
+        in_specs=list(jax.tree.map(lambda _: anywhere, (q, pieces, sinks))),
         out_specs=[anywhere] * len(results),
         out_shape=results,
         cost_estimate=estimate(flops=4 * scores * dim, moved=moved, exponentials=scores),
         compiler_params=pltriton.CompilerParams(num_warps=warps(dim, q, *arrays), num_stages=2),
         interpret=interpret,
         name="sparse_attention",
-    )(q, pieces)
+    )(q, pieces, sinks)
     return merged(q, group, (out, *partial), interpret) if partial else out
 
 

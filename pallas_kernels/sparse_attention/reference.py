@@ -7,7 +7,7 @@ from pallas_kernels.sparse_attention.operands import Piece, seen_rows
 from pallas_kernels.tiles import MASKED, exact, key_products
 
 
-def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float) -> jax.Array:
+def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], sinks: jax.Array | None, scale: float) -> jax.Array:
     """See `pallas_kernels.sparse_attention`."""
     batch, length, q_heads, dim = q.shape
     kv_heads = pieces[0].k.shape[1]
@@ -16,6 +16,10 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float) -> j
     scores = [masked_scores(grouped, k, valid, scale) for k, _, valid, _ in pieces]
     top = jnp.stack([score.max(-1) for score in scores]).max(axis=0)
     total, out = jnp.zeros(()), jnp.zeros(())
+    if sinks is not None:
+        logits = sinks.astype(jnp.float32).reshape(kv_heads, 1, -1)
+        top = jnp.maximum(top, logits)
+        total = jnp.exp(logits - top)
     for score, (_, v, _, _) in zip(scores, pieces, strict=True):
         weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
         total = total + weight.sum(-1)

@@ -3,7 +3,9 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.arguments import expect_dtype, expect_shape
 from pallas_kernels.choose import run
 from pallas_kernels.sparse_prefill import kernel, reference
 from pallas_kernels.sparse_prefill.operands import KeyLists as KeyLists
@@ -12,7 +14,14 @@ from pallas_kernels.sparse_prefill.operands import check
 
 
 def sparse_prefill(
-    q: jax.Array, keys: Keys, lists: KeyLists, first: jax.Array, *, scale: float, implementation: str = "auto"
+    q: jax.Array,
+    keys: Keys,
+    lists: KeyLists,
+    first: jax.Array,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> jax.Array:
     """Compute causal softmax attention of each block of queries over the keys in its lists.
 
@@ -25,6 +34,8 @@ def sparse_prefill(
         lists: the keys of each of n query blocks. A query block has M = P / n queries.
         first: position of the first query, int32 []. It is a multiple of M.
         scale: factor by which the scores are multiplied.
+        sinks: None, or floating [h_q], a logit of each query head. It takes part in the head's softmax as the score of
+            one more key, whose value is 0.
         implementation: "auto", "xla", "pallas" or "interpret". "xla" holds a float32 matrix [B, h_q, P, S].
 
     Returns:
@@ -35,6 +46,9 @@ def sparse_prefill(
         NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     check(q, keys, lists, first)
+    if sinks is not None:
+        expect_shape("sinks", sinks, (q.shape[2],))
+        expect_dtype("sinks", sinks, jnp.floating)
     return run(
         implementation,
         functools.partial(kernel.sparse_prefill, scale=float(scale)),
@@ -43,4 +57,5 @@ def sparse_prefill(
         keys,
         lists,
         first,
+        sinks,
     )

@@ -58,11 +58,12 @@ class Queries(NamedTuple):
     columns: tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def sparse_prefill_kernel(q, keys, lists, first, out, *, scale, tile):  # type: ignore[no-untyped-def]
+def sparse_prefill_kernel(q, keys, lists, others, out, *, scale, tile):  # type: ignore[no-untyped-def]
     """One program: compute attention of some queries of a query block, of one query head, over the block's lists.
 
-    The refs are those of `pallas_kernels.sparse_prefill`, with `first` as [1].
+    The refs are those of `pallas_kernels.sparse_prefill`. `others` are `first` as [1], and `sinks` or None.
     """
+    first, sinks = others
     heads, dim, (size, rows, width) = q.shape[2], q.shape[3], tile
     program, h, b = q.shape[1] // rows - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = iota(program * rows, rows)
@@ -91,7 +92,11 @@ def sparse_prefill_kernel(q, keys, lists, first, out, *, scale, tile):  # type: 
         return one_tile(queries, keys, key, None, scale, carry)
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in tiles)
-    carry: Carry = (jnp.full((rows,), MASKED), jnp.zeros((rows,)), zeros)
+    peak, mass = jnp.full((rows,), MASKED), jnp.zeros((rows,))
+    if sinks is not None:
+        peak = jnp.full((rows,), pltriton.load(sinks.at[h]).astype(jnp.float32) * LOG2_E)
+        mass = jnp.ones((rows,))
+    carry: Carry = (peak, mass, zeros)
     carry = lax.fori_loop(0, visited * parts, near, carry)
     if lists.columns.shape[3]:
         carry = lax.fori_loop(0, lax.div(singles + (width - 1), jnp.int32(width)), single, carry)
@@ -151,7 +156,13 @@ def one_tile(
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def sparse_prefill(
-    q: jax.Array, keys: Keys, lists: KeyLists, first: jax.Array, scale: float, interpret: bool
+    q: jax.Array,
+    keys: Keys,
+    lists: KeyLists,
+    first: jax.Array,
+    sinks: jax.Array | None,
+    scale: float,
+    interpret: bool,
 ) -> jax.Array:
     """See `pallas_kernels.sparse_prefill`.
 
@@ -172,14 +183,14 @@ def sparse_prefill(
     return pl.pallas_call(
         functools.partial(sparse_prefill_kernel, scale=scale, tile=tile),
         grid=(length // tile.rows, heads, batch),
-        in_specs=list(jax.tree.map(lambda _: anywhere, (q, keys, lists, first))),
+        in_specs=list(jax.tree.map(lambda _: anywhere, (q, keys, lists, (first, sinks)))),
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         cost_estimate=estimate(flops=4 * pairs * dim, moved=bytes_of((q, q, keys, lists)), exponentials=pairs),
         compiler_params=pltriton.CompilerParams(num_warps=warps(dim, q, keys.k, keys.v), num_stages=2),
         interpret=interpret,
         name="sparse_prefill",
-    )(q, keys, lists, first.reshape(1))
+    )(q, keys, lists, (first.reshape(1), sinks))
 
 
 def tile_of(block: int, dim: int, *arrays: jax.Array) -> Tile:

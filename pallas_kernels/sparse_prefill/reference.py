@@ -7,7 +7,9 @@ from pallas_kernels.sparse_prefill.operands import KeyLists, Keys
 from pallas_kernels.tiles import MASKED, exact
 
 
-def sparse_prefill(q: jax.Array, keys: Keys, lists: KeyLists, first: jax.Array, scale: float) -> jax.Array:
+def sparse_prefill(
+    q: jax.Array, keys: Keys, lists: KeyLists, first: jax.Array, sinks: jax.Array | None, scale: float
+) -> jax.Array:
     """See `pallas_kernels.sparse_prefill`."""
     batch, length, heads, dim = q.shape
     k, v = keys.k, keys.v
@@ -17,8 +19,13 @@ def sparse_prefill(q: jax.Array, keys: Keys, lists: KeyLists, first: jax.Array, 
     scores = scores.reshape(batch, heads, length, -1) * scale
     seen = seen_keys(lists, keys, first, length)
     scores = jnp.where(seen, scores, MASKED)
-    weight = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    total = jnp.maximum(weight.sum(-1), jnp.finfo(jnp.float32).tiny)
+    top = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        logits = sinks.astype(jnp.float32)[:, None, None]
+        top = jnp.maximum(top, logits)
+    weight = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    total = weight.sum(-1) if sinks is None else weight.sum(-1) + jnp.exp(logits - top)[..., 0]
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     weight = weight.astype(v.dtype).reshape(batch, k.shape[2], -1, length, k.shape[1])
     out = jnp.einsum("bhgts,bshd->bhgtd", weight, v, precision=exact(v.dtype), preferred_element_type=jnp.float32)
     out = out.reshape(batch, heads, length, dim) / total[..., None]

@@ -46,6 +46,12 @@ def test_a_mesh_gives_the_results_of_one_device(name, mesh, fetch):
     check_steps(name, mesh, "split", fetch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "tova", "shadowkv"])
+def test_attention_sinks_are_split_like_query_heads(name):
+    assert FOUR.call(mesh_cases.sinks_apart, name, "data2_tp2") < 1e-4
+
+
 EVERYWHERE = [("shadowkv", "tp2"), ("packed", "data2_tp2"), ("shadowkv_plus", "tp2"), ("shadowkv_plus", "data2_tp2")]
 FLOWS = [("shadowkv", "data2_tp2"), ("full", "tp4"), ("quest", "tp2"), ("packed", "tp4"), ("shadowkv_plus", "tp4")]
 FLOWS += [("snapkv", "data2_tp2"), ("shadowkv", "data2")]

@@ -467,6 +467,14 @@ def test_prompts_around_a_piece(lengths, rows, dtype):
     check_equal(config, plan, count * size, lengths, dtype=dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_of_a_model_with_attention_sinks(dtype):
+    config = family_config("gpt_oss")
+    plan = LayerPlan(config, config.attention_kind(1), False, 5, SIZE, whole="xla", rows=1)
+    check_equal(config, plan, 3 * SIZE, UNEVEN, dtype=dtype)
+
+
 def test_a_window_of_one_token_and_no_tail():
     kind = dataclasses.replace(TINY.attention_kind(0), window=1)
     assert check_equal(TINY, LayerPlan(TINY, kind, False, 0, 8, whole="xla"), 16, (16, 3)).q_tail is None
@@ -523,6 +531,9 @@ def test_where_cudnn_reads_a_prompt(monkeypatch):
     pattern = plans(monkeypatch, config, attention=VerticalSlash())
     assert [plan.whole for plan in pattern] == [None if plan.attention else "cudnn" for plan in pattern]
     assert {plan.whole for plan in pattern} == {None, "cudnn"}
+    sinks = family_config("gpt_oss")  # a layer without a window between two with one
+    assert [plan.whole for plan in plans(monkeypatch, sinks)] == [None, "cudnn", None]
+    assert {plan.whole for plan in plans(monkeypatch, dataclasses.replace(sinks, head_dim=256))} == {None}
 
 
 ATTENDS = {(128, "bfloat16", AMPERE): True, (128, "float16", AMPERE): True, (128, "float32", HOPPER): False}

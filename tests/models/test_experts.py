@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_cases import family_config
+from few import quick
 from quantized_cases import meant
 from seeded import write_checkpoint
 
@@ -32,16 +33,22 @@ CASES = {
         **SIZES, router="sigmoid", corrected=True, groups=3, chosen_groups=2, scale=1.5, shared_width=28
     ),
     "softmax of the chosen": Experts(**SIZES, router="softmax_of_chosen"),
+    "biases": Experts(**SIZES, router="softmax_of_chosen", biases=True),
 }
+ALPHA, LIMIT = 1.3, 0.8  # of the clamped SwiGLU, which the case with biases has
+
+
+QUICK = [(name, rows) for name in list(CASES)[:3] for rows in (1, 150)] + [("biases", 150)]
 
 
 def config_of(experts):
-    return dataclasses.replace(family_config("qwen3_moe"), experts=experts)
+    clamped = dict(activation="swiglu_clamped", swiglu_alpha=ALPHA, swiglu_limit=LIMIT) if experts.biases else {}
+    return dataclasses.replace(family_config("qwen3_moe"), experts=experts, **clamped)
 
 
 def shares_of(experts, weights, x):
     """The share of each expert for rows x, float64 [N, E], 0 where it is not chosen."""
-    z = x @ weights["router"]["kernel"]
+    z = x @ weights["router"]["kernel"] + weights["router"].get("bias", 0)
     if experts.router == "softmax_of_chosen":
         shares = wanted = np.exp(z - z.max(1, keepdims=True))
     elif experts.router == "sigmoid":
@@ -62,6 +69,11 @@ def shares_of(experts, weights, x):
 
 
 def mlp(weights, x):
+    if "bias" in weights["gate"]:
+        gate, up = (x @ weights[name]["kernel"] + weights[name]["bias"] for name in ("gate", "up"))
+        gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+        inner = (up + 1) * gate / (1 + np.exp(-ALPHA * gate))
+        return inner @ weights["down"]["kernel"] + weights["down"]["bias"]
     gate = x @ weights["gate"]["kernel"]
     return (gate / (1 + np.exp(-gate)) * (x @ weights["up"]["kernel"])) @ weights["down"]["kernel"]
 
@@ -70,7 +82,7 @@ def expected(experts, weights, x):
     shares = shares_of(experts, weights, x)
     out = mlp(weights["shared"], x) if experts.shared_width else np.zeros_like(x)
     for expert in range(experts.count):
-        own = {name: {"kernel": part["kernel"][expert]} for name, part in weights["experts"].items()}
+        own = {name: {key: leaf[expert] for key, leaf in part.items()} for name, part in weights["experts"].items()}
         out += shares[:, expert, None] * mlp(own, x)
     return out
 
@@ -89,8 +101,7 @@ def layer_of(experts, seed=0):
     return init_params(config_of(experts), seed).weights["layer_1"]["mlp"]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [1, 150])
+@pytest.mark.parametrize(("name", "rows"), quick(QUICK, [(name, rows) for name in CASES for rows in (1, 150)]))
 def test_the_chosen_experts_are_added_as_in_numpy(name, rows):
     """With 150 rows an expert has several tiles, and the last one of each has rows of no token."""
     experts = CASES[name]
@@ -172,18 +183,19 @@ def test_a_plan_counts_what_a_step_reads():
     assert held == 4 * (rest + stacks + config.vocab_size * 48)
 
 
+@pytest.mark.parametrize("name", quick(["sigmoid in groups"], ["sigmoid in groups", "biases"]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_experts(kind):
-    """The products are those of the dequantized weights."""
-    config = config_of(CASES["sigmoid in groups"])
-    weights, x = layer_of(CASES["sigmoid in groups"]), np.random.default_rng(5).standard_normal((4, 48))
+def test_quantized_experts(kind, name):
+    """The products are those of the dequantized weights. Biases stay as they are."""
+    config = config_of(CASES[name])
+    weights, x = layer_of(CASES[name]), np.random.default_rng(5).standard_normal((4, 48))
     assert quantized("layer_0/mlp/experts/up/kernel")
     assert quantized("layer_0/mlp/shared/up/kernel")
     assert not quantized("layer_0/mlp/router/kernel")
     small, wide = ({**weights, "experts": {}} for _ in range(2))
     for name, part in weights["experts"].items():
-        record = small["experts"][name] = quantize_kernel(kind, np.asarray(part["kernel"]))
-        wide["experts"][name] = {"kernel": meant(record)}
+        record = quantize_kernel(kind, np.asarray(part["kernel"]))
+        small["experts"][name], wide["experts"][name] = part | record, part | {"kernel": meant(record)}
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), wide)
     got = run(config, small, x)
     np.testing.assert_allclose(got, expected(config.experts, wide, x), atol=2e-5)
@@ -197,8 +209,9 @@ def test_experts_are_stored_and_read_again(tmp_path, form):
     jax.tree.map(np.testing.assert_array_equal, params.weights, again.weights)
 
 
-def test_an_orbax_checkpoint_of_experts_becomes_files_and_back(tmp_path):
-    theirs = write_checkpoint("glm4_moe", tmp_path / "theirs")
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+def test_an_orbax_checkpoint_of_experts_becomes_files_and_back(tmp_path, name):
+    theirs = write_checkpoint(name, tmp_path / "theirs")
     jshadow.weights.convert.convert(theirs, tmp_path / "orbax", "float32", format="orbax")
     jshadow.weights.convert.convert(tmp_path / "orbax", tmp_path / "again", "float32")
     first, last = (load(tmp_path / name, dtype="float32").weights for name in ("theirs", "again"))

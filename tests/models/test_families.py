@@ -36,8 +36,8 @@ def read(model_type: str, **changes) -> ModelConfig:
     return family_of(hf).config_from_hf(hf)
 
 
-# The models of the paper, and two with experts: the published number of parameters, the elements of keys and values of
-# a token, by hand (2 x layers x KV heads x head width), and the context.
+# The models of the paper, and some with experts: the published number of parameters, the elements of keys and values of
+# a token, by hand (2 x layers without a window x KV heads x head width), and the context.
 PUBLISHED = {
     "llama-3-8b-1m": (8_030_261_248, 2 * 32 * 8 * 128, 2**20),
     "llama-3.1-8b": (8_030_261_248, 2 * 32 * 8 * 128, 131_072),
@@ -48,6 +48,8 @@ PUBLISHED = {
     "qwen2-7b": (7_615_616_512, 2 * 28 * 4 * 128, 32_768),
     "qwen3-30b-a3b": (30_532_122_624, 2 * 48 * 4 * 128, 262_144),
     "glm-4.5-air": (106_852_251_264, 2 * 46 * 8 * 128, 131_072),
+    "gpt-oss-20b": (20.91e9, 2 * 12 * 8 * 64, 131_072),
+    "gpt-oss-120b": (116.83e9, 2 * 18 * 8 * 64, 131_072),
 }
 
 
@@ -67,10 +69,12 @@ def test_published_configs():
         head_dim = published_config(name).get("head_dim", config.model_dim // config.q_heads)
         assert (config.context, config.head_dim) == (context, head_dim), name
         full = footprint(config, Full(), capacity=tokens, prompt=tokens, fetch="resident")
-        assert full_bytes(config, tokens, 2) == full["device_bytes"] == tokens * numbers * 2, name
+        windows = [kind.window for kind in config.attention_kinds if kind.window is not None]
+        near = sum(2 * columns * (window + 15) * 2 for window in windows)
+        assert full_bytes(config, tokens, 2) == full["device_bytes"] == tokens * numbers * 2 + near, name
         plan = footprint(config, ShadowKV(), capacity=tokens + 64, prompt=tokens, fetch="device_put")
         rank = -(-round(160 * columns / 1024) // 8) * 8
-        assert plan["parts"]["left"][0] == config.num_layers * held * rank * 2, name
+        assert plan["parts"]["left"][0] == (config.num_layers - len(windows)) * held * rank * 2, name
         assert plan["host_bytes"] == held * numbers, name
         assert plan["full_bytes"] / plan["device_bytes"] > 3.5, name
 

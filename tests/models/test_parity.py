@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import jshadow
 
-QUICK = ("mistral_sliding", "glm4", "gemma3", "smollm3")  # all kinds of RoPE are in test_rope.py
-QUICK_SAVED = (*ONE_OF_EACH, "gqa-llama3", "gqa-biased")
+QUICK = ("mistral_sliding", "glm4", "gemma3", "smollm3", "gpt_oss")  # all kinds of RoPE are in test_rope.py
+QUICK_SAVED = (*ONE_OF_EACH, "gqa-llama3", "gqa-biased", "gpt_oss")
 
 
 @functools.cache

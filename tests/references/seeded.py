@@ -310,6 +310,18 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": 3 * ["full_attention"]}),
     "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "swiglu_limit": 0.5,
+            "rope_parameters": original(YARN)["rope_scaling"] | {"truncate": False, "rope_theta": 1e4},
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3_yarn": ("smollm3", original(YARN) | {"no_rope_layers": [1, 0, 1]}),
 }
@@ -392,6 +404,7 @@ def tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     mean = 1.0 if scale and CASES[case][0] != "gemma3_text" else 0.0  # Gemma adds 1 itself
     # transformers starts biases at 0 and matrices at 0.02: too tame to show a mistake
     deviation = 0.1 if scale or "bias" in name else 0.25 if case in LLAMA_CASES else 0.2
+    deviation = 2.0 if "sinks" in name else deviation  # some take most of a softmax, and some nearly nothing
     return (mean + 12**0.5 * deviation * uniform).astype(np.float32)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from family_cases import family_config
 from jax.sharding import Mesh
 
 from jshadow import policies
@@ -109,6 +110,19 @@ def compare_steps(name: str, mesh: str, left: str, fetch: str) -> dict[str, Any]
         "sets": sum(len(layer) for step in want["chosen"] for layer in step),
         "counters": [kind for kind in counted if not np.allclose(want["counters"][kind], got["counters"][kind])],
     }
+
+
+def sinks_apart(name: str, mesh: str) -> float:
+    """How far the logits of a model with attention sinks and experts on a mesh are from those on one device."""
+    params, runs = init_params(family_config("gpt_oss"), seed=1), []
+    for one in (params, spread(params, mesh_of(mesh))):
+        out, state = start(one, POLICIES[name], "device_put")
+        logits = [out]
+        for column in range(STEPS):
+            out, state = decode.decode_step(one, TURN[:, column], state)
+            logits.append(np.asarray(out))
+        runs.append(np.stack(logits))
+    return float(np.abs(runs[0] - runs[1]).max())
 
 
 def flow(params: Params, name: str, fetch: str) -> list[np.ndarray]:

@@ -60,7 +60,7 @@ def prefill_inputs(case: Prompt) -> dict[str, Any]:
     return {"q": q, "keys": keys, "lists": lists, "first": first, "scale": 0.3}
 
 
-def prefill_truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.ndarray:
+def prefill_truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float, sinks: Any = None) -> np.ndarray:
     """sparse_prefill by its docstring: one block of queries after another."""
     q, k, v = wide(q), wide(keys.k), wide(keys.v)
     lists = KeyLists(*(None if x is None else np.asarray(x) for x in lists))
@@ -73,5 +73,9 @@ def prefill_truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float)
             near &= lists.diagonals[b, h][np.maximum(place - key, 0) % len(key)] | lists.in_column[b, h]
         seen = near | np.isin(key, lists.columns[b, h, i, : lists.column_counts[b, h, i]])
         seen &= (key <= place) & (place < np.asarray(keys.lengths)[b])
-        out[b, rows, h] = softmax(q[b, rows, h] @ k[b, :, kv].T * scale, seen) @ v[b, :, kv]
+        scores = q[b, rows, h] @ k[b, :, kv].T * scale
+        out[b, rows, h] = softmax(scores, seen) @ v[b, :, kv]
+        if sinks is not None:
+            total = np.where(seen, np.exp(scores), 0).sum(axis=1, keepdims=True)
+            out[b, rows, h] *= total / (total + np.exp(sinks[h]))
     return out

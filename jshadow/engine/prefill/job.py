@@ -28,7 +28,7 @@ from jshadow.planner.pieces import attends_whole, rows_at_once
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
-from jshadow.policies.checks import check_fitted, reads_fitted
+from jshadow.policies.checks import check_fitted, check_sinks, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention, SecondPass
 from jshadow.weights.params import Params
 
@@ -237,7 +237,7 @@ class PrefillJob:
         plan = LayerPlan(config, kind, needs_all, tail, size, attention, second_pass=second)
         several, batch = self.shards is not None, len(self.lengths)
         exact = attention is None and not needs_all and not (several and count > 1)
-        if not exact or not attends_whole(config, self.params.dtype, capability_here()):
+        if not exact or not attends_whole(config, kind.window, self.params.dtype, capability_here()):
             return plan
         rows = batch if several else rows_at_once(batch, size, self.options.prefill_chunk)
         return dataclasses.replace(plan, whole="cudnn", rows=rows)
@@ -282,6 +282,7 @@ def check_job(
         check_fitted(policy, config, fitted)
     host_memory.check_host_memory(plans)
     attention, learned = prepared_attention(resolved, options.attention, config)
+    check_sinks(config, (spec.policy for plan in plans for spec in plan), attention)
     options = dataclasses.replace(options, capacity=capacity)
     second = _second_pass_of(plans)
     requests = None if second is None else requests_of(second, params.tokenizer, token_ids, row_lengths, config)

@@ -38,6 +38,7 @@ from jshadow.ops.attention import (
     output_norms,
     output_products,
     whole_attention,
+    whole_with_sinks,
 )
 from jshadow.ops.rope import rotation
 from jshadow.policies.capabilities import OwnPrefill
@@ -105,7 +106,7 @@ class LayerPlan:
         If a policy reads them, the queries and log-sum-exps of the piece are added to the prompt.
         """
         scale, window = self.config.attention_scale, self.kind.window
-        out, lse = causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first, window)
+        out, lse = causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first, window, piece.sinks)
         if prompt.q_post is not None and prompt.lse is not None:
             prompt = prompt.replace(
                 q_post=put(prompt.q_post, piece.q_post, piece.first),
@@ -170,7 +171,7 @@ class _LayerRun:
                 v=put(prompt.v, v, first, self.row),
                 q_tail=tail,
             )
-            return attend(PrefillPiece(turn.tempered(heads.q_pre), q, first, turn.inverse), extended)
+            return attend(PrefillPiece(turn.tempered(heads.q_pre), q, first, turn.inverse, heads.sinks), extended)
 
         return self.block(first, x, cache)
 
@@ -191,9 +192,10 @@ class _LayerRun:
         plan = self.plan
         assert plan.whole is not None
         scale, window = plan.config.attention_scale, plan.kind.window
-        return whole_attention(
-            q, self.mine(prompt.k_post), self.mine(prompt.v), self.lengths, scale, window, plan.whole
-        )
+        k, v, sinks = self.mine(prompt.k_post), self.mine(prompt.v), self.weights["attention"].get("sinks")
+        if sinks is not None:
+            return whole_with_sinks(q, k, v, self.lengths, scale, plan.whole, sinks)
+        return whole_attention(q, k, v, self.lengths, scale, window, plan.whole)
 
     def finish(self, index: Array, x: Array, attended: Array) -> Array:
         """Return x with the output of the block for piece number `index`, from its attention [R, P, h_q, d]."""
@@ -279,7 +281,8 @@ def read_piece(
         return put(x, out, index * plan.size), prompt, aux
     first = index * plan.size
     mine = jax.lax.dynamic_slice_in_dim(q, first, plan.size, axis=1)
-    attended, (prompt, aux) = attend(PrefillPiece(None, mine, first, jnp.asarray(given.inverse)), prompt)
+    sinks = given.weights["attention"].get("sinks")
+    attended, (prompt, aux) = attend(PrefillPiece(None, mine, first, jnp.asarray(given.inverse), sinks), prompt)
     return run.finish(index, x, attended), prompt, aux
 
 
@@ -444,6 +447,7 @@ def read_request(
     assert second is not None
     x, counts = work.x[index], work.counts[index]
     lengths, size, scale = prompt.lengths, x.shape[1], config.attention_scale
+    sinks = given.weights["attention"].get("sinks")
     turn = rotation(kind.rope, jnp.asarray(given.inverse), lengths[:, None] + jnp.arange(size))
     products = None
     if second.normalized:
@@ -455,7 +459,7 @@ def read_request(
             lax.dynamic_update_slice_in_dim(jnp.pad(old, ((0, size), (0, 0), (0, 0))), new, length, 0)
             for old, new in ((prompt_k, k), (prompt_v, v))
         )
-        out, _ = causal_attention(q[None], keys[None], values[None], scale, length, kind.window)
+        out, _ = causal_attention(q[None], keys[None], values[None], scale, length, kind.window, sinks)
         if kind.window is not None:
             return out[0], before  # no policy reads the scores of this layer
         part = _chunk_of(second, prompt_k.shape[0], length, index)

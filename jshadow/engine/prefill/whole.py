@@ -251,17 +251,18 @@ def _first_work(job: PrefillJob, x: Array, second: SecondWork | None) -> LayerWo
 def advance(partial: PartialPrefill) -> PartialPrefill:
     """Run the next unit, and return the prefill after it. It may still be running on the device."""
     job, schedule, index = partial.job, partial.schedule, len(partial.layers)
-    plan, unit = schedule.plans[index], schedule.units[index][partial.unit]
+    plan, unit, layer = schedule.plans[index], schedule.units[index][partial.unit], job.params.weights[f"layer_{index}"]
     if unit.work != "compress":
         # NumPy computes the angles, so that they take no device memory between layers.
         inverse = inverse_frequencies(plan.kind.rope, plan.config.head_dim, job.options.capacity)
-        given = Given(job.params.weights[f"layer_{index}"], inverse, of_layer(job.learned, index))
+        given = Given(layer, inverse, of_layer(job.learned, index))
         work = run_unit(plan, unit, given, partial.work)
         return dataclasses.replace(partial, work=work, unit=partial.unit + 1)
     with one_blas_thread() as results:
         # The rows of at most one layer are on their way to the host: wait for those of the layer before.
         host_memory.settle(partial.layers[-1] if partial.layers else [], job.plans)
-        states = compress_all(job, index, prompt_read(plan, partial.work))
+        prompt = prompt_read(plan, partial.work).replace(sinks=layer["attention"].get("sinks"))
+        states = compress_all(job, index, prompt)
         results.append(states)
     work = _first_work(job, partial.work.x, partial.work.second)
     return dataclasses.replace(partial, work=work, unit=0, layers=(*partial.layers, states))

@@ -128,6 +128,10 @@ def _attend_tiles(
         def of_block(args: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
             place, tile, (ids, visited, columns, singles) = args
             state = _Softmax(jnp.full(block, MASKED), jnp.zeros(block), jnp.zeros((block, dim)))
+            if piece.sinks is not None:
+                state = state._replace(
+                    top=jnp.full(block, piece.sinks[head.number].astype(jnp.float32)), total=jnp.ones(block)
+                )
             state, ran = _fold_blocks(state, head, (place, tile), prompt, (ids, visited), tiling.scale)
             state, more = _fold_columns(state, head, tile, prompt, (columns, singles), tiling.scale)
             return state.out / state.total[:, None], ran + more
@@ -262,7 +266,8 @@ def _attend_lists(
     """Compute the result of `_attend_tiles` with the kernel. The output of padding is 0."""
     keys = Keys(prompt.k_post, prompt.v, prompt.lengths)
     implementation = "interpret" if interpret else "pallas"
-    out = attend_over(piece.q_post, keys, lists, piece.first, scale=tiling.scale, implementation=implementation)
+    options: Any = {"scale": tiling.scale, "sinks": piece.sinks, "implementation": implementation}
+    out = attend_over(piece.q_post, keys, lists, piece.first, **options)
     needed = _tiles_needed(lists, tiling.block)
     return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + needed)
 
@@ -296,6 +301,7 @@ class SparsePrefill(PrefillAttention):
     """
 
     name = ""
+    takes_sinks = True
 
     block: int = 64
 
@@ -357,7 +363,8 @@ class SparsePrefill(PrefillAttention):
         """Compute attention of a piece over the chosen keys; see PrefillAttention."""
         scale = config.attention_scale
         if aux.lines is None:
-            return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
+            q, sinks = piece.q_post, piece.sinks
+            return causal_attention(q, prompt.k_post, prompt.v, scale, piece.first, sinks=sinks)[0], aux
         return _attend_chosen(piece, prompt, aux, Tiling(scale, self.block))
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:

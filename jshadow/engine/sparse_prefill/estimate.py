@@ -15,7 +15,7 @@ def line_sums(
     """Sum the attention probabilities of each row's last w real queries by column and by diagonal.
 
     A column is a key. A diagonal is a distance from query to key. Each tile of scores is computed twice: once for the
-    log-sum-exps, and once for the sums.
+    log-sum-exps, and once for the sums. The probabilities have no attention sink of the model, as in MInference.
 
     Args:
         lengths: number of real tokens of each row, int32 [B].

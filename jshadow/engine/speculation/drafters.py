@@ -48,7 +48,7 @@ from jshadow.ops.rope import inverse_frequencies, rotate, rotation
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import WRAPPERS, Full, Policy, Quest, ShadowKV, parse_policy, parse_settings
 from jshadow.policies.capabilities import HasAll, Speculates, attention_of, capability
-from jshadow.policies.checks import reads_fitted
+from jshadow.policies.checks import check_sinks, reads_fitted
 from jshadow.policies.full import or_full
 from jshadow.policies.retrieval import RetrievalPolicy, put_units
 from jshadow.policies.settings import with_settings
@@ -205,7 +205,7 @@ class SelfDraft(Drafter):
 
     def attend(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> Array:
         """Return the attention of a draft step's query [B, 1, h_q, d]. The arguments are those of `pieces`."""
-        return attend(step.q_post, self.pieces(spec, state, step, summaries, held), spec.scale)
+        return attend(step.q_post, self.pieces(spec, state, step, summaries, held), spec.scale, step.sinks)
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV, summaries: Any, held: Array) -> list[Piece]:
         """Return the newest tokens and the selected units as pieces for attention.
@@ -421,6 +421,7 @@ class CompressedDraft(_ModelSteps):
                     f"{self.name}.policy must be made from keys and values alone, got {policy}, which reads the "
                     "queries of the prompt, has its own attention among them, or was fitted to a text"
                 )
+        check_sinks(config, (spec.policy for spec in specs), None)
         if capability(policy, Speculates) is not None:
             raise ConfigError(f"{self.name}.policy must compute one query for each token, got {policy}")
         check_gives_back(self, specs, policy, state)

@@ -1,10 +1,11 @@
 """The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10), of
-Qwen3-30B-A3B (revision 2507) and of GLM-4.5-Air.
+Qwen3-30B-A3B (revision 2507), of GLM-4.5-Air and of gpt-oss.
 
 `jshadow plan` uses them to compute the size of a model without its checkpoint. They have the values that the authors of
-the models published, with one exception. The converted checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000. Its
-conversion dropped the factor of 10000 (`rope_ratio`) that the weights were trained with. The file here includes that
-factor. Phi-3-mini is the revision of July 2024.
+the models published, with two exceptions. Those of gpt-oss do not say that the published weights are quantized. The
+converted checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000. Its conversion dropped the factor of 10000
+(`rope_ratio`) that the weights were trained with. The file here includes that factor. Phi-3-mini is the revision of
+July 2024.
 """
 
 import json

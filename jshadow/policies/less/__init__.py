@@ -8,15 +8,15 @@ negative.
     phi(q) = |GELU(GELU(q A1) A2)|        psi(k) = |(s * GELU(GELU(k B1) B2)) (I + M)|
 
 The published code has a state for each attention head, for models without grouped queries. Here each KV head has one
-state and one pair of kernels, which all query heads of its group share, as they share the cache. Without learned
-arrays, or with s = 0, nothing is added, and LESS equals H2O bit for bit.
+state and one pair of kernels, which all query heads of its group share, as they share the cache. The attention sink of
+a model counts with the tokens that are held. Without learned arrays, or with s = 0, nothing is added, and LESS equals
+H2O bit for bit.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -24,7 +24,7 @@ from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Step
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, group_queries, masked_scores
+from jshadow.ops.attention import Piece, group_queries, lse_with, masked_scores
 from jshadow.policies.capabilities import Trains
 from jshadow.policies.checks import check_range, shape_problem
 from jshadow.policies.h2o import H2O, H2OLive
@@ -183,7 +183,7 @@ class LESS(H2O, Trains):
             return out, state
         queries = group_queries(step.q_post, spec.kv_heads)  # [B, h_kv, group, T, d]
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
-        lse = jax.nn.logsumexp(masked_scores(queries, piece, spec.scale), axis=-1)
+        lse = lse_with(masked_scores(queries, piece, spec.scale), step.sinks)
         batch, heads, group, count, dim = queries.shape
         phi = query_features(kernels, queries.reshape(batch, heads, group * count, dim))
         top = jnp.einsum("bhnr,bhrd->bhnd", phi, live.numerator).reshape(queries.shape)

@@ -25,7 +25,7 @@ from jshadow.cache.records import LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.attention import Piece, causal_attention, group_queries, masked_scores
+from jshadow.ops.attention import Piece, causal_attention, group_queries, lse_with, masked_scores, softmax_with
 from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
 from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
@@ -158,7 +158,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
 def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
     """Compute the examples of one layer from its exact queries, keys and values. `spec.policy` is H2O."""
     assert prompt.q_post is not None
-    full, _ = causal_attention(prompt.q_post, prompt.k_post, prompt.v, spec.scale)
+    full, _ = causal_attention(prompt.q_post, prompt.k_post, prompt.v, spec.scale, sinks=prompt.sinks)
     queries = group_queries(prompt.q_post, spec.kv_heads)
     k, v = (x.transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
     gone, tokens = _evictions(prompt, spec), prompt.k_post.shape[1]
@@ -168,9 +168,9 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
         at = start + jnp.arange(size)
         held = (jnp.arange(tokens) <= at[:, None]) & (gone[:, :, None] >= at[:, None])
         scores = masked_scores(lax.dynamic_slice_in_dim(queries, start, size, axis=3), Piece(k, v, held), spec.scale)
-        probs = jax.nn.softmax(scores, axis=-1)
+        probs = softmax_with(scores, prompt.sinks)
         out = jnp.einsum("bhgtn,bhnd->bhgtd", probs, v.astype(jnp.float32))
-        return out, jax.nn.logsumexp(scores, axis=-1)
+        return out, lse_with(scores, prompt.sinks)
 
     # The last tile overlaps the previous one. Both have the same numbers there.
     starts = jnp.minimum(jnp.arange(0, tokens, size), tokens - size)
@@ -195,7 +195,8 @@ def _evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
     def one(state: LayerState, rows: tuple[Array, ...]) -> tuple[LayerState, Array]:
         at, q, k, v = rows[0], *(x[:, None] for x in rows[1:])
         position = jnp.broadcast_to(at, (batch, 1))
-        step = StepKV(q, q, k, k, v, position, jnp.ones((batch, 1), bool), position[:, 0], none, none, none)
+        real, sinks = jnp.ones((batch, 1), bool), prompt.sinks
+        step = StepKV(q, q, k, k, v, position, real, position[:, 0], none, none, none, sinks=sinks)
         state, _ = policy.append(spec, state, step)
         before = state.live.positions
         _, state = policy.attend(spec, state, step, None)

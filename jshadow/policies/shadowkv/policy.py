@@ -66,6 +66,8 @@ class ShadowKV(ShadowCosts, SplitsTurns):
     The settings are those of `ShadowSettings`.
     """
 
+    takes_sinks = True
+
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
         code = self.codec.empty(spec.batch, self.left_chunks(spec), self.chunk_size, Sizes.of(spec))
@@ -260,7 +262,7 @@ class ShadowKV(ShadowCosts, SplitsTurns):
         if fetched is not None:
             piece, state = self.selected_piece(spec, state, step, fetched)
             pieces.append(piece)
-        return attend(step.q_post, pieces, spec.scale), state
+        return attend(step.q_post, pieces, spec.scale, step.sinks), state
 
     @property
     def splits_turns(self) -> bool:

@@ -402,7 +402,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.rope.original_context if config.rope.kind == "dynamic" else config.context,
-        "hidden_act": _NAMES_OF_ACTIVATIONS[config.activation],
+        "hidden_act": _NAMES_OF_ACTIVATIONS.get(config.activation),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,

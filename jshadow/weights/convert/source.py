@@ -61,12 +61,16 @@ class Placement:
         value = value.swapaxes(-1, -2) if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., _half_split_order(value.shape[-1], config)]
+        if self.rule.transform == "alternate":
+            return {path: value[..., index :: len(self.paths)] for index, path in enumerate(self.paths)}
         ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
         return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
 
     def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
         """Undo `to_weights`: build the tensor from its weights."""
         parts = [weights[path] if self.expert is None else weights[path][self.expert] for path in self.paths]
+        if self.rule.transform == "alternate":
+            return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.rule.interleaved:
             value = value[..., np.argsort(_half_split_order(value.shape[-1], config))]
