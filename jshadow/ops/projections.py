@@ -13,6 +13,7 @@ The kernels of a stack of experts have one more axis in front, and so have their
 The kind follows from the dtype of the codes, and g from the shapes.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,11 +22,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.errors import ConfigError
+from pallas_kernels import Stack, tile_products
+from pallas_kernels import Tiles as Tiles
+from pallas_kernels.choose import run
 
 # The kinds and the dtypes of their codes
 KINDS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn"), "int4": jnp.dtype("uint8")}
 NAMES = ("kernel", "kernel_scale", "kernel_zero")
 GROUP = 32  # most inputs of a group of int4
+_FEW = 16  # rows of a product that a GPU computes by a kernel, which unpacks the codes while it multiplies
 _BLOCK = 2**22  # how many numbers are unpacked at once
 
 
@@ -154,8 +159,31 @@ def sums(x: Array, weights: Weights) -> Array:
     """Return the sums of `product` [..., F], before `scaled`.
 
     The sums of int8 and fp8 are float32, because they may exceed the range of float16 before they are multiplied by
-    their factors. A kernel of int4 is unpacked to x's dtype, some columns at a time.
+    their factors. On a GPU, few rows are multiplied by codes of fp8 and int4 by a kernel.
     """
+    rows = math.prod(x.shape[:-1])
+    if weights.kind in ("fp8", "int4") and 0 < rows <= _FEW and weights.alone:
+        return run("auto", _few_sums, _sums, x, weights)
+    return _sums(x, weights)
+
+
+def _few_sums(x: Array, weights: Weights, interpret: bool) -> Array:
+    rows, packed = x.reshape(-1, x.shape[-1]), weights.zero is not None
+    stack = Stack(*weights.each(lambda part: part[None]))
+    nothing = jnp.zeros(1, jnp.int32)
+    out = tile_products(
+        rows,
+        stack if packed else stack._replace(scale=None),
+        Tiles(nothing, nothing, jnp.full(1, len(rows), jnp.int32)),
+        height=len(rows),
+        dtype=x.dtype if packed else jnp.float32,
+        implementation="interpret" if interpret else "pallas",
+    )
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _sums(x: Array, weights: Weights) -> Array:
+    """Compute `sums` in XLA. A kernel of int4 is unpacked to x's dtype, some columns at a time."""
     axes = (((x.ndim - 1,), (0,)), ((), ()))
     if weights.zero is None:
         wide = None if weights.scale is None else jnp.float32
@@ -178,3 +206,19 @@ def sums(x: Array, weights: Weights) -> Array:
 def scaled(out: Array, weights: Weights, dtype: jax.typing.DTypeLike) -> Array:
     """Multiply the `sums` of a product by the factors of its outputs, and return them in a dtype."""
     return out if weights.scale is None or weights.zero is not None else (out * weights.scale).astype(dtype)
+
+
+def grouped_product(x: Array, stack: Weights, tiles: Tiles, height: int, implementation: str = "auto") -> Array:
+    """Multiply rows that are sorted by expert by the kernels of their experts.
+
+    Args:
+        x: rows [P, D].
+        stack: the kernels [E, D, F].
+        tiles: the rows of each tile, and its expert.
+        height: most rows of a tile.
+        implementation: see `pallas_kernels`.
+
+    Returns:
+        [P, F] in x's dtype. Rows in no tile may have any value.
+    """
+    return tile_products(x, Stack(*stack), tiles, height=height, implementation=implementation)

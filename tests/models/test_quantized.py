@@ -136,6 +136,17 @@ def test_a_product_is_that_of_the_numbers_meant(kind, monkeypatch):
     np.testing.assert_allclose(got, x @ meant(record), atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_few_rows_have_the_same_product_by_the_kernel(kind):
+    """By the interpreter."""
+    rng = np.random.default_rng(2)
+    record = quantize_kernel(kind, rng.standard_normal((64, 20), np.float32))
+    weights, x = Weights.of(record), rng.standard_normal((3, 1, 64), np.float32)
+    sums = jax.jit(lambda x, weights: projections._few_sums(x, weights, interpret=True))(x, weights)
+    scale = record["kernel_scale"] if kind == "fp8" else 1
+    np.testing.assert_allclose(sums * scale, x @ meant(record), atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_beyond_float16_before_their_factor(kind):
     """Sums of codes overflow float16 long before the outputs do."""

@@ -81,6 +81,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield f"a kernel keeps {program.local_bytes()} bytes a thread in local memory"
     if task.kernel and "__gpu$xla.gpu.triton" not in program.text:
         yield "no kernel of ours in it"
+    if task.without_loops and any(i.operation == "while" for i in program.everything()):
+        yield "a loop, in place of kernels over all tiles"
     reused = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
     if task.reused is not None and reused != task.reused:
         yield f"results reuse {reused:,} bytes of the arguments, not {task.reused:,}"
