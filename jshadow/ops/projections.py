@@ -95,12 +95,12 @@ def record_of(kind: str | None, shape: tuple[int, ...], group: int | None = None
     if kind is None:
         return {"kernel": (shape, None)}
     if kind != "int4":
-        return {"kernel": (shape, KINDS[kind]), "kernel_scale": ((*lead, features), jnp.float32)}
+        return {"kernel": (shape, KINDS[kind]), "kernel_scale": ((*lead, features), jnp.dtype("float32"))}
     groups = (*lead, inputs // (group or group_of(inputs)), features)
     return {
         "kernel": ((*lead, inputs // 2, features), KINDS[kind]),
-        "kernel_scale": (groups, jnp.bfloat16),
-        "kernel_zero": (groups, jnp.bfloat16),
+        "kernel_scale": (groups, jnp.dtype("bfloat16")),
+        "kernel_zero": (groups, jnp.dtype("bfloat16")),
     }
 
 
@@ -183,24 +183,27 @@ def _few_sums(x: Array, weights: Weights, interpret: bool) -> Array:
 
 
 def _sums(x: Array, weights: Weights) -> Array:
-    """Compute `sums` in XLA. A kernel of int4 is unpacked to x's dtype, some columns at a time."""
-    axes = (((x.ndim - 1,), (0,)), ((), ()))
-    if weights.zero is None:
-        wide = None if weights.scale is None else jnp.float32
-        return lax.dot_general(x, weights.kernel.astype(x.dtype), axes, preferred_element_type=wide)
+    """Compute `sums` in XLA. A kernel of fp8 or int4 is unpacked to x's dtype, some columns at a time."""
+    axes, by_outputs = (((x.ndim - 1,), (0,)), ((), ())), weights.scale is not None and weights.zero is None
+
+    def part(some: Weights) -> Array:
+        numbers = some.kernel.astype(x.dtype) if some.zero is None else dequantized(some, x.dtype)
+        return lax.dot_general(x, numbers, axes, preferred_element_type=jnp.float32 if by_outputs else None)
+
     features = weights.kernel.shape[-1]
-    blocks = min(features, -(-2 * weights.kernel.size // _BLOCK))
-    if blocks <= 1 or not weights.alone:  # columns that lie on several devices are not cut
-        return lax.dot_general(x, dequantized(weights, x.dtype), axes)
+    blocks = min(features, -(-x.shape[-1] * features // _BLOCK))
+    # Columns that lie on several devices are not cut.
+    if weights.kind in (None, "int8") or blocks <= 1 or not weights.alone:
+        return part(weights)
     block = -(-features // blocks)
 
     def columns(index: Array, out: Array) -> Array:
         start = jnp.minimum(index * block, features - block)  # the last block overlaps the one before it
-        some = weights.each(lambda part: lax.dynamic_slice_in_dim(part, start, block, axis=1))
-        part = lax.dot_general(x, dequantized(some, x.dtype), axes)
-        return lax.dynamic_update_slice_in_dim(out, part, start, axis=x.ndim - 1)
+        some = weights.each(lambda one: lax.dynamic_slice_in_dim(one, start, block, axis=one.ndim - 1))
+        return lax.dynamic_update_slice_in_dim(out, part(some), start, axis=x.ndim - 1)
 
-    return lax.fori_loop(0, blocks, columns, jnp.zeros((*x.shape[:-1], features), x.dtype))
+    zeros = jnp.zeros((*x.shape[:-1], features), jnp.float32 if by_outputs else x.dtype)
+    return lax.fori_loop(0, blocks, columns, zeros)
 
 
 def scaled(out: Array, weights: Weights, dtype: jax.typing.DTypeLike) -> Array:
