@@ -21,6 +21,7 @@ from pallas_kernels.unpack import affine_numbers, fp8_numbers
 
 MOST_HEIGHT = 128  # rows of a tile
 PROGRAMS = 528  # four for each multiprocessor of an H100: the sum is cut if there are fewer
+WIDE = 8192  # columns of all tiles from which few rows have wide blocks
 LEAST_STEPS = 2  # of a part of the sum
 
 
@@ -167,7 +168,9 @@ def plan_of(x: jax.Array, stack: Stack, tiles: int, height: int, rest: tuple[int
     rows, features = stack.kernel.shape[1:]
     wide = x.dtype == jnp.float32
     tall = max(LEAST, 1 << (height - 1).bit_length())
-    width = min(power_of_two(features), 32 if wide else 128 if tall > 64 else 64)
+    # Few rows leave registers for a wide block of codes, which takes fewer instructions for each.
+    large = tall > 64 or (tall == LEAST and stack.kernel.dtype.itemsize == 1 and features * tiles >= WIDE)
+    width = min(power_of_two(features), 32 if wide else 128 if large else 64)
     depth = min(power_of_two(rows), LEAST if wide else 64)
     count = blocks(rows, depth)
     if half:
