@@ -26,6 +26,7 @@ from jshadow.models.layers import Linear
 from jshadow.models.partition import sharding_of
 from jshadow.models.quantization import quantize_kernel, quantized
 from jshadow.ops import projections
+from jshadow.ops.attention import output_products
 from jshadow.ops.projections import KINDS, Weights, dequantized, group_of, record_of, weights_of
 from jshadow.planner.mesh import device_weights
 from jshadow.policies import Full
@@ -137,6 +138,14 @@ def test_a_product_is_that_of_the_numbers_meant(kind, monkeypatch):
     monkeypatch.setattr(projections, "_BLOCK", 96 * 16)
     got = jax.jit(lambda x, held: Linear(50).apply({"params": held}, x))(x, record)
     np.testing.assert_allclose(got, x @ meant(record), atol=1e-4)
+
+
+def test_norms_of_projected_values_are_those_of_the_numbers_meant():
+    """KVzip reads the output projection by itself."""
+    record = quantize_kernel("int4", np.random.default_rng(3).standard_normal((32, 12), np.float32))
+    got = jax.jit(output_products, static_argnums=(1, 2))(record, 2, 8)
+    w = meant(record).reshape(2, 2, 8, 12)
+    np.testing.assert_allclose(got, np.einsum("hgdm,hgem->hgde", w, w), atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
