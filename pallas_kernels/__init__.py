@@ -1,4 +1,4 @@
-"""Nine GPU ops for sparse attention over a prompt or an offloaded KV cache.
+"""Ten GPU ops for sparse attention over a prompt or an offloaded KV cache.
 
 Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It
 does not depend on jshadow. The public interface is the names below and two modules. `bits` defines the layout of packed
@@ -45,3 +45,6 @@ from pallas_kernels.sparse_attention import sparse_attention as sparse_attention
 from pallas_kernels.sparse_prefill import KeyLists as KeyLists
 from pallas_kernels.sparse_prefill import Keys as Keys
 from pallas_kernels.sparse_prefill import sparse_prefill as sparse_prefill
+from pallas_kernels.tile_products import Stack as Stack
+from pallas_kernels.tile_products import Tiles as Tiles
+from pallas_kernels.tile_products import tile_products as tile_products

@@ -10,6 +10,12 @@ of each word into the bits of a bfloat16, and a fused multiply-add subtracts wha
 sum of two bfloat16 numbers, high and low. The code times the low part is exact. One more multiply-add adds the code
 times the high part to it, and rounds once. So the result is the product in float32, rounded to bfloat16.
 
+**Unpacking codes with an offset.** As above, one `lop3` makes a code the bits of 128 + code, and a fused multiply-add
+subtracts 128. A second one multiplies the code by a factor, adds the value of code 0, and rounds once.
+
+**Unpacking fp8.** The bits of an E4M3 number, moved into the exponent and the fraction of a bfloat16, are a number that
+is smaller by 2**120. A fused multiply-add makes it larger, also if it is subnormal. An A100 has no instruction for it.
+
 **Unpacking to 8-bit integers.** A shift and a mask turn four bytes into four integers at once.
 
 **Sines.** The GPU's own `sin.approx` and `cos.approx` are off by less than 1e-6 between -pi and pi. That is far less
@@ -32,6 +38,33 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.bits import code_at, middle, signed
 from pallas_kernels.rotation import cos_sin_of, split_constant
+
+# A code is its own last four bits of 128 + code.
+AFFINE = """
+mov.b32 one, 0x3F803F80;
+mov.b32 less, 0xC300C300;
+lop3.b32 lo, lo, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 hi, hi, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 lo, lo, one, less;
+fma.rn.bf16x2 hi, hi, one, less;
+fma.rn.bf16x2 $0, lo, $3, $5;
+fma.rn.bf16x2 $1, hi, $4, $6;
+"""
+FP8 = """{
+.reg .b32 lo, hi, sign, large, zero;
+mov.b32 large, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+prmt.b32 lo, $2, 0, 0x1404;
+prmt.b32 hi, $2, 0, 0x3424;
+and.b32 sign, lo, 0x80008000;
+shr.u32 lo, lo, 4;
+lop3.b32 lo, lo, 0x07F007F0, sign, 0xEA;
+and.b32 sign, hi, 0x80008000;
+shr.u32 hi, hi, 4;
+lop3.b32 hi, hi, 0x07F007F0, sign, 0xEA;
+fma.rn.bf16x2 $0, lo, large, zero;
+fma.rn.bf16x2 $1, hi, large, zero;
+}"""
 
 # The code q is shifted to the second bit, so (bits & mask | 1) + 128 is 2 q + 129. Half of it, less 72 or 66, is
 # q + 1/2 - 8 or q + 1/2 - 2.
@@ -120,6 +153,40 @@ def middle_numbers(packed: jax.Array, place: int, bits: int, dtype: jnp.dtype, i
     if not interpret and bits in MIDDLE_OF and dtype == jnp.bfloat16:
         return unpacked(middle_assembly(place, bits), packed)
     return middle(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits).astype(dtype)
+
+
+def affine_numbers(
+    packed: jax.Array, place: int, scale: jax.Array, zero: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
+) -> jax.Array:
+    """Return code * scale + zero of the 4-bit codes in one place of a tile of bytes, in a dtype.
+
+    Args:
+        packed: uint8, codes in the layout of `bits`.
+        place: position in each byte.
+        scale: floating, broadcastable to the tile.
+        zero: floating, as the scale.
+        dtype: dtype of the result.
+        interpret: whether JAX's interpreter runs the kernel.
+    """
+    if interpret or not jnp.dtype(dtype) == scale.dtype == zero.dtype == jnp.bfloat16:
+        codes = code_at(lax.convert_element_type(packed, jnp.int32), place, 4).astype(jnp.float32)
+        factor, offset = (jnp.broadcast_to(x.astype(jnp.float32), codes.shape) for x in (scale, zero))
+        return multiply_add(codes, factor, offset, interpret).astype(dtype)
+    [numbers] = pltriton.elementwise_inline_asm(
+        spread("shr.u32 all, $2, 4;" if place else "mov.b32 all, $2;", AFFINE),
+        args=[packed, *(jnp.broadcast_to(x, packed.shape) for x in (scale, zero))],
+        constraints="=r,=r,r,r,r,r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
+    )
+    return numbers
+
+
+def fp8_numbers(packed: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool) -> jax.Array:
+    """Return the numbers of a tile of E4M3 bytes, uint8, in a dtype. All model dtypes represent them exactly."""
+    if interpret:
+        return lax.bitcast_convert_type(packed, jnp.float8_e4m3fn).astype(dtype)
+    return unpacked(FP8, packed).astype(dtype)
 
 
 def scaled_assembly(place: int) -> str:

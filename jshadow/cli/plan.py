@@ -36,6 +36,7 @@ _GROUP_ROWS = 8
 # Options that must come with --context.
 OF_A_GPU = ["gpu", "gpu_gib", "bandwidth", "link", "tflops", "batch", "host_gib", "gather", "repeat_share"]
 OF_A_GPU += ["group_rows", "shared", "speculate"]
+OF_A_GPU += ["quantize"]
 _OF_A_MESH = ["tp", "left", "nvlink"]
 _SESSION_NOTES = (
     "A session is a row of a group. Groups are stepped one after another, so temporaries are those of one group.",
@@ -110,13 +111,16 @@ class Plan(Command):
         "device_put with --lengths)"
     )
     dtype: str = option("of weights, keys and values", "bfloat16")
+    quantize: str | None = option("int8, fp8 or int4: the type of the projections' weights")
 
     def run(self) -> int:
         """Return 0 when the tables are printed."""
+        from jshadow.models.quantization import check_quantize
         from jshadow.policies import parse_policy
         from jshadow.weights.convert.safetensors_file import check_dtype
 
         check_dtype(self.dtype)
+        check_quantize(self.quantize)
         if (self.speculate is None) != (self.acceptance is None):
             raise ConfigError("--speculate and --acceptance must come together")
         if self.drafter is not None and self.speculate is None:
@@ -271,6 +275,7 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
         repeat_share=args.repeat_share,
         room=args.room,
         shards=args.mesh(),
+        quantize=args.quantize,
     )
     if args.speculate is not None:
         return _plan_speculation(args, gpus, config, workload, policy)
@@ -308,10 +313,8 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
     plans = []
     for gpu in gpus:
         limits = MemoryLimits(gpu.memory_bytes, host, CONTEXT_RESERVE)
-        sides = {
-            side: session_plan(config, policy, [sizes], limits, dtype=args.dtype, fetch=args.fetch)
-            for side, policy in named.items()
-        }
+        kinds: dict[str, Any] = {"dtype": args.dtype, "fetch": args.fetch, "quantize": args.quantize}
+        sides = {side: session_plan(config, policy, [sizes], limits, **kinds) for side, policy in named.items()}
         plans.append({"gpu": gpu.name, "plans": {side: plan.to_json() for side, plan in sides.items()}})
         if not args.json:
             _show_sessions(gpu, sides)

@@ -10,9 +10,10 @@ from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
 from jshadow.models.layers import MLP, Norm, gated, projection
-from jshadow.ops.projections import Weights, product
+from jshadow.ops.projections import Tiles, Weights, grouped_product, product
 
-_MOST_TILE = 64  # rows that one product of an expert takes
+_MOST_TILE = 64  # rows that one product of an expert takes on a CPU
+_LEAST_HEIGHT, _MOST_HEIGHT = 16, 128  # rows of a tile on a GPU
 
 
 class ExpertMLP(nn.Module):
@@ -114,7 +115,7 @@ def expert_tiles(ids: Array, experts: int, size: int) -> _Tiles:
     tiles = jnp.cumsum(-(-counts // size))  # of all experts up to each one
     most = ids.size if size == 1 else ids.size // size + min(experts, ids.size)
     number = jnp.arange(most)
-    expert = jnp.minimum(jnp.searchsorted(tiles, number, side="right"), experts - 1)
+    expert = jnp.minimum(jnp.searchsorted(tiles, number, side="right", method="compare_all"), experts - 1)
     before = jnp.where(expert > 0, tiles[expert - 1], 0)
     first = ends[expert] - counts[expert] + (number - before) * size
     return _Tiles(tiles[-1], expert, first, jnp.minimum(first + size, ends[expert]), order)
@@ -125,28 +126,61 @@ class _Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, ids: Array, shares: Array) -> Array:
-        """Return the sum of the chosen experts' outputs, float32 [N, D], for rows x [N, D].
-
-        The loop goes over tiles, so a step reads the weights of the chosen experts alone.
-        """
+        """Return the sum of the chosen experts' outputs, float32 [N, D], for rows x [N, D]."""
         c, e = self.config, experts_of(self.config)
         gate, up = (_Stack(e.count, e.width, e.biases, name=name)(x.shape[-1]) for name in ("gate", "up"))
         down = _Stack(e.count, c.model_dim, e.biases, name="down")(e.width)
-        size = min(_MOST_TILE, 1 << max(0, (ids.size // e.count).bit_length()))
-        tiles, chosen = expert_tiles(ids.reshape(-1), e.count, size), ids.shape[-1]
-        shares = shares.reshape(-1)
+        stacks = _Stacks(gate, up, down)
+        if not gate.stack.alone:  # the compiler cannot split the kernel of the grouped products
+            return _looped(c, stacks, x, ids, shares)
+        grouped, looped = (functools.partial(way, c) for way in (_grouped, _looped))
+        return lax.platform_dependent(stacks, x, ids, shares, cuda=grouped, default=looped)
 
-        def add(tile: Array, out: Array) -> Array:
-            expert = tiles.expert[tile]
-            places = tiles.first[tile] + jnp.arange(size)
-            pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
-            rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
-            taken = x[jnp.minimum(rows, len(x) - 1)]
-            inner = gated(c, gate(taken, expert), up(taken, expert))
-            made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
-            return out.at[rows].add(made, mode="drop")
 
-        return lax.fori_loop(0, tiles.number, add, jnp.zeros(x.shape, jnp.float32))
+def _looped(c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Array) -> Array:
+    """Compute one tile after another. So a step reads the weights of the chosen experts alone."""
+    gate, up, down = stacks
+    count = len(gate.stack.kernel)
+    size = min(_MOST_TILE, 1 << max(0, (ids.size // count).bit_length()))
+    tiles, chosen = expert_tiles(ids.reshape(-1), count, size), ids.shape[-1]
+    shares = shares.reshape(-1)
+
+    def add(tile: Array, out: Array) -> Array:
+        expert = tiles.expert[tile]
+        places = tiles.first[tile] + jnp.arange(size)
+        pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
+        rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
+        taken = x[jnp.minimum(rows, len(x) - 1)]
+        inner = gated(c, gate(taken, expert), up(taken, expert))
+        made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
+        return out.at[rows].add(made, mode="drop")
+
+    return lax.fori_loop(0, tiles.number, add, jnp.zeros(x.shape, jnp.float32))
+
+
+def _grouped(
+    c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Array, implementation: str = "auto"
+) -> Array:
+    """Compute all tiles at once, by three grouped products. The tiles of one row are its experts, without sorting."""
+    gate, up, down = stacks
+    count, chosen, pairs = len(gate.stack.kernel), ids.shape[-1], ids.reshape(-1)
+    if len(x) == 1:
+        order = first = jnp.arange(chosen, dtype=jnp.int32)
+        height, tiles = 1, Tiles(jnp.minimum(pairs, count - 1), first, first + (pairs < count))
+    else:
+        height = min(_MOST_HEIGHT, max(_LEAST_HEIGHT, 1 << max(0, (ids.size // count - 1).bit_length())))
+        made = expert_tiles(pairs, count, height)
+        order, tiles = made.order, Tiles(made.expert, made.first, made.end)
+
+    def multiplied(part: _Product, rows: Array) -> Array:
+        out = grouped_product(rows, part.stack, tiles, height, implementation)
+        return out if part.bias is None else out + part.bias[jnp.minimum(pairs[order], count - 1)].astype(out.dtype)
+
+    taken = x[order // chosen]
+    inner = gated(c, multiplied(gate, taken), multiplied(up, taken))
+    out = multiplied(down, inner)[jnp.argsort(order)].reshape(*ids.shape, -1)
+    out = jnp.where((ids < count)[..., None], out.astype(jnp.float32), 0)  # rows in no tile have any value
+    return (out * shares[..., None]).sum(axis=1)
 
 
 class _Stack(nn.Module):
@@ -168,8 +202,8 @@ class _Stack(nn.Module):
 
 
 class _Product(NamedTuple):
-    stack: Weights
-    bias: Array | None
+    stack: Weights  # the kernels of all experts
+    bias: Array | None  # [E, F]
 
     def __call__(self, x: Array, expert: Array) -> Array:
         def one(stack: Array) -> Array:
@@ -177,3 +211,9 @@ class _Product(NamedTuple):
 
         out = product(x, self.stack.each(one))
         return out if self.bias is None else out + one(self.bias).astype(x.dtype)
+
+
+class _Stacks(NamedTuple):
+    gate: _Product
+    up: _Product
+    down: _Product

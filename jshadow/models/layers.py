@@ -113,7 +113,8 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Project x [..., D] to [..., features] in x's dtype."""
         weights = projection(self, (x.shape[-1], self.features), nn.initializers.lecun_normal())
-        out = rows_of(lambda x: sums(x, weights), x) if self.shares_input else sums(x, weights)
+        merges = self.shares_input and weights.kind in (None, "int8")  # the others have a kernel of their own
+        out = rows_of(lambda x: sums(x, weights), x) if merges else sums(x, weights)
         out = scaled(out, weights, x.dtype)
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)

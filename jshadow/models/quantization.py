@@ -5,12 +5,14 @@ as they are.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jshadow.errors import ConfigError
-from jshadow.ops.projections import KINDS, group_of
+from jshadow.ops.projections import KINDS, group_of, record_of
 
 CHOICES = (None, *KINDS)
 _PROJECTIONS = re.compile(r"layer_\d+/(attention|mlp(/experts|/shared)?)/(q|k|v|o|gate|up|down)/kernel")
@@ -30,6 +32,26 @@ def check_quantize(quantize: str | None) -> None:
 def quantized(path: str) -> bool:
     """Whether the weight at `path` is a projection of a layer's attention or MLP, which `load` can quantize."""
     return _PROJECTIONS.fullmatch(path) is not None
+
+
+def stored(shapes: Mapping[str, tuple[int, ...]], quantize: str | None) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the arrays that `load` makes of weights: path -> shape and dtype. The dtype None is that of the model.
+
+    Args:
+        shapes: weight path -> shape.
+        quantize: None or one of KINDS.
+
+    Raises:
+        ConfigError: see `group_of`.
+    """
+    found: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for path, shape in shapes.items():
+        if quantize is not None and quantized(path):
+            own = path.removesuffix("kernel")
+            found |= {own + name: made for name, made in record_of(quantize, shape).items()}
+        else:
+            found[path] = (shape, None)
+    return found
 
 
 def quantize_kernel(kind: str, kernel: np.ndarray) -> dict[str, np.ndarray]:

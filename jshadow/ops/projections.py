@@ -13,6 +13,7 @@ The kernels of a stack of experts have one more axis in front, and so have their
 The kind follows from the dtype of the codes, and g from the shapes.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,11 +22,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.errors import ConfigError
+from pallas_kernels import Stack, tile_products
+from pallas_kernels import Tiles as Tiles
+from pallas_kernels.choose import run
 
 # The kinds and the dtypes of their codes
 KINDS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn"), "int4": jnp.dtype("uint8")}
 NAMES = ("kernel", "kernel_scale", "kernel_zero")
 GROUP = 32  # most inputs of a group of int4
+_FEW = 16  # rows of a product that a GPU computes by a kernel, which unpacks the codes while it multiplies
 _BLOCK = 2**22  # how many numbers are unpacked at once
 
 
@@ -90,12 +95,12 @@ def record_of(kind: str | None, shape: tuple[int, ...], group: int | None = None
     if kind is None:
         return {"kernel": (shape, None)}
     if kind != "int4":
-        return {"kernel": (shape, KINDS[kind]), "kernel_scale": ((*lead, features), jnp.float32)}
+        return {"kernel": (shape, KINDS[kind]), "kernel_scale": ((*lead, features), jnp.dtype("float32"))}
     groups = (*lead, inputs // (group or group_of(inputs)), features)
     return {
         "kernel": ((*lead, inputs // 2, features), KINDS[kind]),
-        "kernel_scale": (groups, jnp.bfloat16),
-        "kernel_zero": (groups, jnp.bfloat16),
+        "kernel_scale": (groups, jnp.dtype("bfloat16")),
+        "kernel_zero": (groups, jnp.dtype("bfloat16")),
     }
 
 
@@ -154,27 +159,69 @@ def sums(x: Array, weights: Weights) -> Array:
     """Return the sums of `product` [..., F], before `scaled`.
 
     The sums of int8 and fp8 are float32, because they may exceed the range of float16 before they are multiplied by
-    their factors. A kernel of int4 is unpacked to x's dtype, some columns at a time.
+    their factors. On a GPU, few rows are multiplied by codes of fp8 and int4 by a kernel.
     """
-    axes = (((x.ndim - 1,), (0,)), ((), ()))
-    if weights.zero is None:
-        wide = None if weights.scale is None else jnp.float32
-        return lax.dot_general(x, weights.kernel.astype(x.dtype), axes, preferred_element_type=wide)
+    rows = math.prod(x.shape[:-1])
+    if weights.kind in ("fp8", "int4") and 0 < rows <= _FEW and weights.alone:
+        return run("auto", _few_sums, _sums, x, weights)
+    return _sums(x, weights)
+
+
+def _few_sums(x: Array, weights: Weights, interpret: bool) -> Array:
+    rows, packed = x.reshape(-1, x.shape[-1]), weights.zero is not None
+    stack = Stack(*weights.each(lambda part: part[None]))
+    nothing = jnp.zeros(1, jnp.int32)
+    out = tile_products(
+        rows,
+        stack if packed else stack._replace(scale=None),
+        Tiles(nothing, nothing, jnp.full(1, len(rows), jnp.int32)),
+        height=len(rows),
+        dtype=x.dtype if packed else jnp.float32,
+        implementation="interpret" if interpret else "pallas",
+    )
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _sums(x: Array, weights: Weights) -> Array:
+    """Compute `sums` in XLA. A kernel of fp8 or int4 is unpacked to x's dtype, some columns at a time."""
+    axes, by_outputs = (((x.ndim - 1,), (0,)), ((), ())), weights.scale is not None and weights.zero is None
+
+    def part(some: Weights) -> Array:
+        numbers = some.kernel.astype(x.dtype) if some.zero is None else dequantized(some, x.dtype)
+        return lax.dot_general(x, numbers, axes, preferred_element_type=jnp.float32 if by_outputs else None)
+
     features = weights.kernel.shape[-1]
-    blocks = min(features, -(-2 * weights.kernel.size // _BLOCK))
-    if blocks <= 1 or not weights.alone:  # columns that lie on several devices are not cut
-        return lax.dot_general(x, dequantized(weights, x.dtype), axes)
+    blocks = min(features, -(-x.shape[-1] * features // _BLOCK))
+    # Columns that lie on several devices are not cut.
+    if weights.kind in (None, "int8") or blocks <= 1 or not weights.alone:
+        return part(weights)
     block = -(-features // blocks)
 
     def columns(index: Array, out: Array) -> Array:
         start = jnp.minimum(index * block, features - block)  # the last block overlaps the one before it
-        some = weights.each(lambda part: lax.dynamic_slice_in_dim(part, start, block, axis=1))
-        part = lax.dot_general(x, dequantized(some, x.dtype), axes)
-        return lax.dynamic_update_slice_in_dim(out, part, start, axis=x.ndim - 1)
+        some = weights.each(lambda one: lax.dynamic_slice_in_dim(one, start, block, axis=one.ndim - 1))
+        return lax.dynamic_update_slice_in_dim(out, part(some), start, axis=x.ndim - 1)
 
-    return lax.fori_loop(0, blocks, columns, jnp.zeros((*x.shape[:-1], features), x.dtype))
+    zeros = jnp.zeros((*x.shape[:-1], features), jnp.float32 if by_outputs else x.dtype)
+    return lax.fori_loop(0, blocks, columns, zeros)
 
 
 def scaled(out: Array, weights: Weights, dtype: jax.typing.DTypeLike) -> Array:
     """Multiply the `sums` of a product by the factors of its outputs, and return them in a dtype."""
     return out if weights.scale is None or weights.zero is not None else (out * weights.scale).astype(dtype)
+
+
+def grouped_product(x: Array, stack: Weights, tiles: Tiles, height: int, implementation: str = "auto") -> Array:
+    """Multiply rows that are sorted by expert by the kernels of their experts.
+
+    Args:
+        x: rows [P, D].
+        stack: the kernels [E, D, F].
+        tiles: the rows of each tile, and its expert.
+        height: most rows of a tile.
+        implementation: see `pallas_kernels`.
+
+    Returns:
+        [P, F] in x's dtype. Rows in no tile may have any value.
+    """
+    return tile_products(x, Stack(*stack), tiles, height=height, implementation=implementation)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.models.config import ModelConfig
-from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import SINK_COLUMNS
+from jshadow.planner.mesh import device_weights
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared, rows_of
@@ -40,6 +39,7 @@ class Workload:
             None: windows are sized for the capacity.
         width: number of tokens to which the prompts are padded. None: `context`.
         shards: the mesh over which model and states are split, or None for one device.
+        quantize: the type of the projections' weights, as in `jshadow.load`.
     """
 
     context: int
@@ -51,6 +51,7 @@ class Workload:
     room: int | None = None
     width: int | None = None
     shards: Shards | None = None
+    quantize: str | None = None
 
     @property
     def capacity(self) -> int:
@@ -163,9 +164,9 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
-def weight_numbers(config: ModelConfig) -> int:
-    """Return how many numbers the weights of a model have."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config)))
+def weight_bytes(config: ModelConfig, dtype: str, quantize: str | None = None) -> int:
+    """Return the bytes of a model's weights. `dtype` and `quantize` are those of `jshadow.load`."""
+    return device_weights(config, None, jnp.dtype(dtype).itemsize, quantize).bytes
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
@@ -215,7 +216,7 @@ def prefill_parts(
         whole = max(whole, batch * count * size * queries * item)
     second = {spec.policy.reads.second_pass for spec in state.specs} - {None}
     return {
-        "weights": weight_numbers(config) * item,
+        "weights": weight_bytes(config, dtype, workload.quantize),
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
         "attention": whole,

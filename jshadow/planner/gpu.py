@@ -324,7 +324,10 @@ class Planner:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on this GPU."""
-        return device_weights(self.whole, self.workload.shards).numbers * self.item
+        return self._weights().bytes
+
+    def _weights(self) -> Any:
+        return device_weights(self.whole, self.workload.shards, self.item, self.workload.quantize)
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
         """Return the plan of a policy. With "auto", it is the plan in the fetch mode that `choose_fetch` chooses.
@@ -439,11 +442,14 @@ class Planner:
             passes: whether to count what the GPU kernels move beyond the state (`StepCosts.passes`).
         """
         state = abstract_of(self.specs(policy, batch), policy)
-        weights, rows = device_weights(self.whole, self.workload.shards), batch * rows_of(policy)
+        weights, rows = self._weights(), batch * rows_of(policy)
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
-        read_once = weights.numbers - weights.experts - (0 if self.share.tie_embeddings else weights.embedding)
+        unread = 0 if self.share.tie_embeddings else weights.embedding
+        read_once = weights.numbers - weights.experts - unread
         chosen, some = _experts_read(self.whole, rows)
-        hbm: dict[str, float] = {"weights": self.item * (read_once + round(some * weights.experts))}
+        of_experts = round(some * weights.experts) * weights.expert_bytes // max(1, weights.experts)
+        read = weights.bytes - weights.expert_bytes - self.item * unread + of_experts
+        hbm: dict[str, float] = {"weights": read}
         flops = 2 * rows * (read_once + round(chosen * weights.experts))
         share, moved = self.repeats(state), 0.0
         links = model_links(self.whole, self.workload.shards, rows, self.item)

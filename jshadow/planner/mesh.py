@@ -23,6 +23,7 @@ from jshadow.cache.spec import Shards
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, check_left, sharding_of
+from jshadow.models.quantization import check_quantize, stored
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies.base import Links, gathered, reduced
 
@@ -54,6 +55,8 @@ class _DeviceWeights(NamedTuple):
         numbers: how many numbers they have.
         embedding: how many of them the embedding has.
         experts: how many of them the experts of all layers have.
+        bytes: the bytes of all of them.
+        expert_bytes: those of the experts of all layers.
         sums: number of products of a step that are summed over tp.
         splits_logits: whether each device of tp computes some of the logits.
     """
@@ -61,23 +64,46 @@ class _DeviceWeights(NamedTuple):
     numbers: int
     embedding: int
     experts: int
+    bytes: int
+    expert_bytes: int
     sums: int
     splits_logits: bool
 
 
 @functools.lru_cache(maxsize=64)
-def device_weights(config: ModelConfig, shards: Shards | None) -> _DeviceWeights:
-    """Return the weights that a device holds. They are split as `models.partition.sharding_of` says."""
+def device_weights(
+    config: ModelConfig, shards: Shards | None, item: int = 2, quantize: str | None = None
+) -> _DeviceWeights:
+    """Return the weights that a device holds. They are split as `models.partition.sharding_of` says.
+
+    Args:
+        config: the model.
+        shards: the mesh, or None.
+        item: bytes of a number that is not quantized.
+        quantize: as in `jshadow.load`.
+
+    Raises:
+        ConfigError: `quantize` is unknown, or its codes cannot be packed or split.
+    """
+    check_quantize(quantize)
     weights = traverse_util.flatten_dict(abstract_weights(config), sep="/")
     shapes = {path: leaf.shape for path, leaf in weights.items()}
-    own = dict(shapes)
-    if shards is not None:
-        own = {path: sharding_of(shards.mesh, path, shape).shard_shape(shape) for path, shape in shapes.items()}
+
+    def part(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if shards is None else sharding_of(shards.mesh, path, shape).shard_shape(shape)
+
+    own = {path: part(path, shape) for path, shape in shapes.items()}
     split = [path for path in shapes if own[path] != shapes[path]]
+    sizes = {
+        path: math.prod(part(path, shape)) * (item if dtype is None else dtype.itemsize)
+        for path, (shape, dtype) in stored(shapes, quantize).items()
+    }
     return _DeviceWeights(
         sum(map(math.prod, own.values())),
         math.prod(own["embed/embedding"]),
         sum(math.prod(shape) for path, shape in own.items() if "/experts/" in path),
+        sum(sizes.values()),
+        sum(size for path, size in sizes.items() if "/experts/" in path),
         sum(re.fullmatch(_SUMMED, path) is not None for path in split),
         ("embed/embedding" if config.tie_embeddings else "head/kernel") in split,
     )

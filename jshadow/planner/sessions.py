@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
@@ -19,7 +18,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, with_room
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries, weight_numbers
+from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries, weight_bytes
 from jshadow.planner.fetch_choice import kernel_refusal
 from jshadow.policies.base import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
@@ -143,7 +142,7 @@ class SessionPlan:
 
     Attributes:
         classes: the plan of each class.
-        weights_bytes: bytes of the weights, in the dtype of keys and values.
+        weights_bytes: bytes of the weights.
         limits: the memory that the engine may take.
     """
 
@@ -234,6 +233,7 @@ def session_plan(
     dtype: str = "bfloat16",
     fetch: str = "auto",
     backend: str = "gpu",
+    quantize: str | None = None,
 ) -> SessionPlan:
     """Plan the sessions of a serving engine on one device.
 
@@ -246,6 +246,7 @@ def session_plan(
         fetch: fetch mode. "auto": the mode with the most sessions. If modes are equal, it is the first of "resident",
             "zero_copy" and "device_put". If no mode fits, it is the one that needs the least device memory.
         backend: "gpu" for an NVIDIA GPU, or the name of another backend.
+        quantize: the type of the projections' weights, as in `jshadow.load`.
 
     Raises:
         CapacityError: a class has a prompt without tokens, a room below 0, or more tokens than the model's context.
@@ -269,7 +270,7 @@ def session_plan(
         made = [
             class_plan(config, sizes.policy or policy, sizes, rows) for sizes, rows in zip(classes, specs, strict=True)
         ]
-        plans.append(_filled(config, made, limits, dtype))
+        plans.append(_filled(made, weight_bytes(config, dtype, quantize), limits))
     # The first of equal ones. If no mode fits, it is the one that needs the least device memory.
     return max(plans, key=lambda plan: (not plan.excess(), plan.sessions, -plan.device_bytes if plan.excess() else 0))
 
@@ -338,9 +339,8 @@ def class_plan(
     )
 
 
-def _filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimits, dtype: str) -> SessionPlan:
+def _filled(classes: Sequence[ClassPlan], weights: int, limits: MemoryLimits) -> SessionPlan:
     """Return the plan with as many groups as fit in the class that leaves their number out."""
-    weights = weight_numbers(config) * jnp.dtype(dtype).itemsize
     plan = SessionPlan(tuple(classes), weights, limits)
     for place, free in enumerate(classes):
         if free.sizes.groups is not None:

@@ -17,10 +17,9 @@ from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.layers import dtype_of
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
-from jshadow.models.quantization import check_quantize, quantize_kernel, quantized
+from jshadow.models.quantization import check_quantize, quantize_kernel, quantized, stored
 from jshadow.models.registry import FAMILIES
 from jshadow.ops.projections import KINDS as CODES
-from jshadow.ops.projections import record_of
 from jshadow.weights.convert.files import (
     KINDS,
     ORBAX_WEIGHTS,
@@ -200,11 +199,9 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
 
 def check_records(quantize: str | None, config: ModelConfig, mesh: Mesh | None) -> None:
     """Raise ConfigError if a kernel cannot be quantized, or its codes cannot be split as it is."""
-    for path, shape in flat_abstract(config).items() if quantize is not None else ():
-        if quantized(path):
-            for name, (size, _) in record_of(quantize, shape).items():
-                if mesh is not None:
-                    sharding_of(mesh, path.removesuffix("kernel") + name, size)
+    for path, (shape, _) in stored(flat_abstract(config), quantize).items():
+        if mesh is not None:
+            sharding_of(mesh, path, shape)
 
 
 def spread(params: Params, mesh: Mesh, left: str = "split") -> Params:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -17,9 +18,9 @@ import jshadow
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import Experts
-from jshadow.models.experts import ExpertMLP, expert_tiles
+from jshadow.models.experts import ExpertMLP, _grouped, _looped, _Product, _Stacks, expert_tiles
 from jshadow.models.quantization import quantize_kernel, quantized
-from jshadow.ops.projections import KINDS
+from jshadow.ops.projections import KINDS, Weights
 from jshadow.planner.bytes import Workload
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import GPUS
@@ -149,10 +150,11 @@ def test_a_prefill_says_which_tokens_are_real(monkeypatch):
 
 
 def users_of(jaxpr, shape):
-    """The names of the operations that take an array of a shape, also inside loops."""
+    """The names of the operations that take an array of a shape, also inside loops and of all platforms."""
     names = set()
     for equation in jaxpr.eqns:
-        inner = [value for value in equation.params.values() if hasattr(value, "jaxpr")]
+        values = [one for value in equation.params.values() for one in (value if type(value) is tuple else (value,))]
+        inner = [value for value in values if hasattr(value, "jaxpr")]
         if inner:
             names |= set().union(*(users_of(one.jaxpr, shape) for one in inner))
         elif any(getattr(operand.aval, "shape", None) == shape for operand in equation.invars):
@@ -161,13 +163,32 @@ def users_of(jaxpr, shape):
 
 
 def test_a_step_reads_the_chosen_experts_alone():
+    """On a CPU by a slice. Which elements the kernel of a GPU loads is a test of tests/kernels."""
     experts = CASES["softmax"]
     layer = ExpertMLP(config_of(experts))
     traced = jax.make_jaxpr(lambda weights, x: layer.apply({"params": weights}, x))(
         layer_of(experts), jnp.ones((1, 1, 48))
     )
     for shape in ((6, 48, 20), (6, 20, 48)):
-        assert users_of(traced.jaxpr, shape) == {"dynamic_slice"}
+        assert users_of(traced.jaxpr, shape) == {"dynamic_slice", "masked_load"}
+
+
+@pytest.mark.parametrize(("rows", "kind"), quick([(1, "int4"), (40, None)], itertools.product((1, 40), (None, *KINDS))))
+def test_grouped_products_are_those_of_the_loop(rows, kind):
+    """As on a GPU, by the interpreter. One row needs no sorting. The last row is padding. Experts have biases."""
+    config = config_of(CASES["biases"])
+    weights, rng = layer_of(CASES["biases"])["experts"], np.random.default_rng(rows)
+    records = {name: {"kernel": np.asarray(part["kernel"])} for name, part in weights.items()}
+    if kind is not None:
+        records = {name: quantize_kernel(kind, part["kernel"]) for name, part in records.items()}
+    names = ("gate", "up", "down")
+    stacks = _Stacks(*(_Product(Weights.of(records[name]), jnp.asarray(weights[name]["bias"])) for name in names))
+    ids = np.argsort(rng.random((rows, 6)))[:, :3].astype(np.int32)
+    ids[1:][-1:] = 6
+    given = (stacks, rng.standard_normal((rows, 48), np.float32), ids, rng.random((rows, 3), np.float32))
+    looped = jax.jit(functools.partial(_looped, config))(*given)
+    grouped = jax.jit(functools.partial(_grouped, config, implementation="interpret"))(*given)
+    np.testing.assert_allclose(grouped, looped, atol=2e-5)
 
 
 def test_a_plan_counts_what_a_step_reads():

@@ -1,6 +1,7 @@
 """Quantized weights (int8, fp8, int4): codes, factors, the error of a model, and that other features work with them."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from quantized_cases import meant
 
 import jshadow
 from jshadow.cli.main import main
+from jshadow.cli.plan import config_of
 from jshadow.engine.decode import decode_step, extend, prefill
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import law
@@ -24,7 +26,9 @@ from jshadow.models.layers import Linear
 from jshadow.models.partition import sharding_of
 from jshadow.models.quantization import quantize_kernel, quantized
 from jshadow.ops import projections
+from jshadow.ops.attention import output_products
 from jshadow.ops.projections import KINDS, Weights, dequantized, group_of, record_of, weights_of
+from jshadow.planner.mesh import device_weights
 from jshadow.policies import Full
 from jshadow.weights.convert import convert
 from jshadow.weights.convert.huggingface import flat_abstract
@@ -136,6 +140,25 @@ def test_a_product_is_that_of_the_numbers_meant(kind, monkeypatch):
     np.testing.assert_allclose(got, x @ meant(record), atol=1e-4)
 
 
+def test_norms_of_projected_values_are_those_of_the_numbers_meant():
+    """KVzip reads the output projection by itself."""
+    record = quantize_kernel("int4", np.random.default_rng(3).standard_normal((32, 12), np.float32))
+    got = jax.jit(output_products, static_argnums=(1, 2))(record, 2, 8)
+    w = meant(record).reshape(2, 2, 8, 12)
+    np.testing.assert_allclose(got, np.einsum("hgdm,hgem->hgde", w, w), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_few_rows_have_the_same_product_by_the_kernel(kind):
+    """By the interpreter."""
+    rng = np.random.default_rng(2)
+    record = quantize_kernel(kind, rng.standard_normal((64, 20), np.float32))
+    weights, x = Weights.of(record), rng.standard_normal((3, 1, 64), np.float32)
+    sums = jax.jit(lambda x, weights: projections._few_sums(x, weights, interpret=True))(x, weights)
+    scale = record["kernel_scale"] if kind == "fp8" else 1
+    np.testing.assert_allclose(sums * scale, x @ meant(record), atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_beyond_float16_before_their_factor(kind):
     """Sums of codes overflow float16 long before the outputs do."""
@@ -177,6 +200,8 @@ def test_a_quantized_model(tmp_path, kind, name):
     assert all(path.endswith("kernel") and ("attention" in path or "mlp" in path) for path in codes)
     rest = [path for path in kinds if path not in codes and not path.endswith(("kernel_scale", "kernel_zero"))]
     assert {kinds[path] for path in rest} == {np.dtype("float32")}
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    assert held == device_weights(params.config, None, 4, kind).bytes
     tokens, lengths = np.arange(40)[None] % 90 + 3, np.array([40])
     outs = []
     for held in (plain, params, plain_of(params)):
@@ -187,6 +212,29 @@ def test_a_quantized_model(tmp_path, kind, name):
     np.testing.assert_allclose(outs[1], outs[2], atol=2e-4)
     near = {"int8": 0.1, "fp8": 0.25, "int4": 0.6}[kind]
     assert 0 < np.sqrt(((outs[1] - outs[0]) ** 2).mean()) < near * outs[0].std()
+
+
+def test_a_plan_counts_the_bytes_of_codes(capsys):
+    """A step of one row reads 8 of 128 experts. Llama-3.1-8B has 32 layers of 218,103,808 projected numbers."""
+    projected = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    whole = device_weights(config_of("llama-3.1-8b"), None)
+    for kind, bits in (("int8", 8), ("fp8", 8), ("int4", 5)):
+        weights = device_weights(config_of("llama-3.1-8b"), None, 2, kind)
+        factors = 0 if kind == "int4" else 4 * 32 * (3 * 4096 + 2 * 1024 + 2 * 14336)
+        assert weights.bytes - factors == whole.bytes - projected * (16 - bits) // 8
+    asked = ["plan", "qwen3-30b-a3b", "--context", "4096", "--gpu", "h100"]
+    asked += ["--policy", "full", "--batch", "1", "--json"]
+    told = []
+    for more in ([], ["--quantize", "int4"]):
+        assert main([*asked, *more]) == 0
+        told.append(json.loads(capsys.readouterr().out)["plans"][0]["chosen"]["step"]["hbm_bytes"]["weights"])
+    stacks = 48 * 8 * 3 * 2048 * 768
+    attention = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    assert told[0] - told[1] == (stacks + attention) * 11 // 8
+    assert main(["plan", "llama-3.1-8b", "--lengths", "64", "--quantize", "int4"]) == 2
+    assert "--quantize must come with --context" in capsys.readouterr().err
+    assert main(["plan", "llama-3.1-8b", "--context", "64", "--quantize", "int2"]) == 2
+    assert "quantize must be one of" in capsys.readouterr().err
 
 
 def test_states_know_their_weights(tmp_path):

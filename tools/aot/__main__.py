@@ -17,11 +17,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # If llvm-symbolizer is installed, LLVM runs it for every kernel. That takes ten times as long as the compilation.
 os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
-from aot.checks import prefill_of, row_of, table_of, tasks_of, works_of
+from aot.checks import prefill_of, products_of, row_of, table_of, tasks_of, works_of
 from aot.machine_code import tools_folder
 from aot.meshes import SETTINGS as MESHES
 from aot.meshes import mesh_row
-from aot.printing import print_prefill, print_row, print_table, print_work
+from aot.printing import print_prefill, print_product, print_row, print_table, print_work
 from aot.step_limits import faults_of
 from aot.step_table import SETTINGS
 from aot.targets import TARGETS
@@ -60,6 +60,7 @@ def main() -> int:
         spread_out = calls(mesh_row, [] if args.steps else meshes)
         steps = calls(table_of, settings)
         kernels = calls(prefill_of, readers if args.only in "sparse_prefill" else [])
+        products = calls(products_of, readers if args.only in "tile_products" else [])
         compressed = calls(works_of, readers if args.only in "compression" else [])
         for made in itertools.chain(compiled, spread_out):
             rows.append(made)
@@ -75,6 +76,11 @@ def main() -> int:
             limits += kernel.faults()
             if not args.json:
                 print_prefill(kernel)
+        for product in itertools.chain(*products):
+            prefills.append(product)
+            limits += product.faults()
+            if not args.json:
+                print_product(product)
         for gpu, found in zip(readers, compressed, strict=False):
             for name, work, wrong in found:
                 works.append({"name": name, "gpu": gpu, "operations": work.operations, "seconds": work.seconds})

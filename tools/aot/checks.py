@@ -8,9 +8,10 @@ from aot import programs
 from aot.compiler import Program, compile_for
 from aot.compression import Work, compressions
 from aot.cycles import cycle_tasks, target_faults
-from aot.machine_code import tools_folder
+from aot.machine_code import MOST_LOCAL, tools_folder
 from aot.pools import pool_tasks
 from aot.prefill_kernel import KernelTable, kernel_table
+from aot.product_kernel import ProductTable, product_tables
 from aot.programs import ReadLayer, Task
 from aot.shared import copies_of, shared_tasks
 from aot.step_table import Setting, StepTable, step_table
@@ -19,7 +20,6 @@ from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
 
 MOST_TEMPORARIES = 2**24  # maximum temporary bytes of a program that moves a row
-MOST_LOCAL = 256  # maximum bytes of spilled registers of a thread
 PACKED, PACKED_BATCH = "Llama-3.1-8B, shadowkv packed small", 50  # the setting of the paper has half this batch
 # Operations that may have the prompt's values as their result, because they copy nothing.
 HARMLESS = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "custom-call-start"}
@@ -81,6 +81,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield f"a kernel keeps {program.local_bytes()} bytes a thread in local memory"
     if task.kernel and "__gpu$xla.gpu.triton" not in program.text:
         yield "no kernel of ours in it"
+    if task.without_loops and any(i.operation == "while" for i in program.everything()):
+        yield "a loop, in place of kernels over all tiles"
     reused = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
     if task.reused is not None and reused != task.reused:
         yield f"results reuse {reused:,} bytes of the arguments, not {task.reused:,}"
@@ -167,6 +169,11 @@ def table_of(arguments: tuple[Setting, str, str]) -> StepTable:
 def prefill_of(gpu: str) -> KernelTable:
     """Return the table of the kernel of sparse prefill."""
     return kernel_table(gpu, tools_folder())
+
+
+def products_of(gpu: str) -> list[ProductTable]:
+    """Return the tables of the kernel of tile products."""
+    return product_tables(gpu, tools_folder())
 
 
 def works_of(gpu: str) -> list[tuple[str, Work, list[str]]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 TOOLS = Path("nvidia/cu13/bin")  # where the wheels put the tools
 REGISTERS = 65_536  # of a multiprocessor
 UNITS = 8  # registers are given to the threads of a warp in units of this many
+MOST_LOCAL = 256  # maximum bytes of spilled registers of a thread
 
 
 class MachineCode(NamedTuple):

@@ -3,6 +3,7 @@
 from aot import programs
 from aot.compression import TOKENS, Work
 from aot.prefill_kernel import KernelTable
+from aot.product_kernel import ProductTable
 from aot.step_table import StepTable
 from jshadow.planner.prefill_time import layer_operations
 
@@ -56,6 +57,18 @@ def print_prefill(table: KernelTable) -> None:
         f"The lists have {told['share']:.1%} of the tiles.\n"
         f"Predicted attention of a layer: {told['ms']:.1f} ms ({told['products_ms']:.1f} ms of products, "
         f"{told['read_ms']:.1f} ms of reads), dense: {told['dense_ms']:.1f} ms.",
+        flush=True,
+    )
+
+
+def print_product(table: ProductTable) -> None:
+    """Print a kernel of tile products, and its predicted time."""
+    told = table.report()
+    print(
+        f"tile_products, {table.name}, {table.gpu}: {told['registers']} registers, "
+        f"{told['blocks_per_core']} blocks/SM, predicted {told['us']:.1f} us ({told['issue_us']:.1f} us of issuing, "
+        f"{told['products_us']:.1f} us of products, {told['read_us']:.1f} us of reads), "
+        f"{told['rate']:.0%} of the hardware's rate",
         flush=True,
     )
 

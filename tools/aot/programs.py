@@ -11,15 +11,17 @@ from jax import ShapeDtypeStruct as Shape
 
 import pallas_kernels
 from aot.compiler import place
-from aot.models import LLAMA, ONE_LAYER
+from aot.models import EXPERTS, LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState, Reads
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Given, LayerPlan
 from jshadow.engine.step import step_writes
 from jshadow.models.config import AttentionKind, ModelConfig
+from jshadow.models.experts import ExpertMLP
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
+from jshadow.ops.projections import KINDS, record_of
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
 from jshadow.planner.machine import abstract_state, prefill_peak
 from jshadow.planner.pieces import pieces_of, rows_at_once
@@ -27,7 +29,7 @@ from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.landmarks import GROUP, Levels, first_level, first_spread, two_levels
-from pallas_kernels import ChosenKeys, HostRows, KeptRows, NewTokens
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, NewTokens, Stack, Tiles
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
@@ -68,6 +70,7 @@ class Task(NamedTuple):
         reused: bytes of the arguments whose memory the results take, in both memories, or None if this is not checked.
         prompt: the prompt half that all rows of a step share, or None if each row has its own.
         target: the abstract state whose tokens a cycle of speculation checks, or None for another program.
+        without_loops: whether the program must have no loop.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Task(NamedTuple):
     reused: int | None = None
     prompt: Reads | None = None
     target: KVState | None = None
+    without_loops: bool = False
 
 
 def size(tree: Any) -> int:
@@ -204,6 +208,47 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     yield Task("sparse_attention", gpu, attend, (q, pieces), kernel=True)
 
 
+def product_tasks(gpu: str) -> Iterator[Task]:
+    """Yield products of a decode step of Llama-3.1-8B, and the experts of Qwen3-30B-A3B in a step and in a prefill."""
+    one = [place(Shape((1,), jnp.int32))] * 3
+    for kind in ("int4", "fp8"):
+        kernel = stack_of(kind, 1, LLAMA.model_dim, LLAMA.ffn_dim)
+        few = functools.partial(pallas_kernels.tile_products, height=1, implementation="pallas")
+        arguments = (place(Shape((1, LLAMA.model_dim), DTYPE)), kernel, Tiles(*one))
+        yield Task(f"tile_products, {kind}, 1 row", gpu, few, arguments, kernel=True)
+    for rows, tiles, height in ((8, 8, 1), (16_384, 256, 128)):
+        for kind in (None, "int4", "fp8", "int8"):
+            table = Tiles(*[place(Shape((tiles,), jnp.int32))] * 3)
+            arguments = (place(Shape((rows, 2048), DTYPE)), stack_of(kind, 128, 2048, 768), table)
+            many = functools.partial(pallas_kernels.tile_products, height=height, implementation="pallas")
+            yield Task(f"tile_products, {kind or 'plain'}, experts, {rows:,} rows", gpu, many, arguments, kernel=True)
+
+
+def expert_tasks(gpu: str) -> Iterator[Task]:
+    """Yield the MLP with experts of a layer of Qwen3-30B-A3B, for a token and for a piece of a prompt."""
+    layer = jax.tree.map(lambda leaf: Shape(leaf.shape, DTYPE), abstract_weights(EXPERTS)["layer_0"]["mlp"])
+
+    def mlp(weights: Any, x: Any, valid: Any) -> Any:
+        return ExpertMLP(EXPERTS).apply({"params": weights}, x, valid)
+
+    for kind in (None, *KINDS):
+        weights = layer
+        if kind is not None:
+            experts = {name: record_of(kind, part["kernel"].shape) for name, part in layer["experts"].items()}
+            made = {name: {key: Shape(*one) for key, one in part.items()} for name, part in experts.items()}
+            weights = layer | {"experts": made}
+        for tokens in (1, 2048):
+            given = Shape((1, tokens, EXPERTS.model_dim), DTYPE), Shape((1, tokens), jnp.bool_)
+            name = f"experts, {kind or 'plain'}, {tokens:,} tokens"
+            yield Task(name, gpu, mlp, tuple(map(place, (weights, *given))), kernel=True, without_loops=True)
+
+
+def stack_of(kind: str | None, count: int, inputs: int, features: int) -> Stack:
+    """Return the abstract kernels of experts, plain or quantized."""
+    shapes = record_of(kind, (count, inputs, features))
+    return Stack(*(place(Shape(shape, dtype or DTYPE)) for shape, dtype in shapes.values()))
+
+
 def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
     """Yield the kernels of a decode step on the arrays of a state with packed numbers."""
     state = abstract_state(
@@ -248,6 +293,8 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """Yield all programs for one GPU. `full_batch` is the largest batch of full attention that fits into it."""
     yield from kernel_tasks(gpu)
+    yield from product_tasks(gpu)
+    yield from expert_tasks(gpu)
     for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL)):
         yield from packed_tasks(gpu, told, policy)
     for fetch in ("device_put", "zero_copy"):
