@@ -17,7 +17,7 @@ import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
 from jshadow.planner.machine import abstract_state
-from jshadow.policies import Full, OmniKV, Policy, ShadowKV
+from jshadow.policies import Full, OmniKV, Policy, Quest, ShadowKV
 from jshadow.policies.base import full_layers
 from jshadow.policies.shadowkv import ExactKeys, FromValues
 from jshadow.policies.sliding_window import SlidingWindow
@@ -33,6 +33,7 @@ FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Sliding layers of `full` are those of `shadowkv`.
 FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full()), ("gemma4", FROM_VALUES)]
+QUEST = Quest(budget=16, recent=8, unit=4)
 
 
 @functools.cache
@@ -104,7 +105,19 @@ def test_keys_from_values_are_the_keys(fetch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_the_host_has_values_alone():
+    """Half of the bytes of a model of the same sizes whose keys are stored. The steps in all fetch modes agree."""
+    config = family_config("gemma4")
+    stored = dataclasses.replace(config, values_from_keys=False)
+    sizes = {"batch": len(LENGTHS), "capacity": CAPACITY, "prompt": min(LENGTHS), "fetch": "device_put"}
+    mine, other = (abstract_state(one, QUEST, **sizes, dtype="float32") for one in (config, stored))
+    rows = [state_nbytes(state)["host rows"][1] for state in (mine, other)]
+    assert 2 * rows[0] == rows[1]
+    agree((("gemma4", QUEST, "device_put"), {}), (("gemma4", QUEST, "resident"), {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [*CASES, ("gemma4", QUEST)])
 def test_a_turn_is_its_steps(name, policy):
     """A turn of 20, 7 and 0 tokens: its logits, its lengths and the next logits are those of single steps."""
     active, params = np.arange(TURN.shape[1]) < NEW[:, None], params_of(name)

@@ -158,7 +158,7 @@ class FromValues(Keys):
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
         self.check_no_rank(policy, rank)
-        if not (config.values_from_keys and config.value_norm and config.qk_norm):
+        if not config.keys_follow:
             raise ConfigError(
                 f"{policy}.keys='from_values' must have a model whose values are its keys, got {config.model_type}"
             )
