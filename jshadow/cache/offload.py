@@ -188,8 +188,8 @@ def _fetch_by_gather(
     shape = ids.shape
     with jax.named_scope("fetch"):
         rows = gather(tier, ids, (layout.units, layout.tail_units))
-    keys = None
-    if selection.rebuild is not None:
+    keys, late = None, selection.rebuild is not None and selection.rebuild.codec.from_values
+    if selection.rebuild is not None and not late:
         with jax.named_scope("rebuild"):
             if spec.fetch != "resident":
                 # Start rebuilding only after the ids were sent to the host. Otherwise XLA may rebuild the keys first,
@@ -206,6 +206,9 @@ def _fetch_by_gather(
         for plane in range(layout.planes)
     ]
     keys, values = planes[0] if layout.planes == 2 else keys, planes[-1]
+    if selection.rebuild is not None and late:
+        with jax.named_scope("rebuild"):
+            keys = selection.rebuild.keys(ids, values).astype(spec.dtype)
     if (kept := selection.kept) is not None:
         assert keys is not None
         keys, values = (

@@ -191,8 +191,14 @@ class Rebuild(struct.PyTreeNode):
         """Whether the GPU kernel that fetches values can also rebuild the keys."""
         return bool(self.codec.compiled) and self.split is None and self.later is None
 
-    def keys(self, ids: Array) -> Array:
-        """Rebuild keys after RoPE [B, h, n * unit, d] of units int32 [B, h, n], in float32 or the model's dtype."""
+    def keys(self, ids: Array, values: Array | None = None) -> Array:
+        """Rebuild keys after RoPE [B, h, n * unit, d] of units int32 [B, h, n], in float32 or the model's dtype.
+
+        A codec that makes keys `from_values` needs the `values` of the units [B, h, n * unit, d].
+        """
+        if self.codec.from_values:
+            made: Array = self.codec.keys_of(self, ids, values)
+            return made
         units = self.left.shape[-2] if self.split is None else self.split.units
         if self.later is not None and units == 0:
             return self.later.keys(ids)

@@ -135,6 +135,7 @@ class CacheSpec:
         policy: this layer's policy. It is resolved, so none of its settings is None.
         keep: whether the keys and values of units that stay selected remain on the device from step to step, so that
             only the others are fetched and rebuilt; see `offload.keeps`.
+        values_from_keys: whether a value, times a weight for each column of a head, is the key before RoPE.
         shards: the mesh over which the arrays are split, or None for one device. With a mesh, `batch`, `q_heads` and
             `kv_heads` are those of one device, because the hooks run on each device.
     """
@@ -155,6 +156,7 @@ class CacheSpec:
     fetch: str
     policy: Any
     keep: bool = False
+    values_from_keys: bool = False
     shards: Shards | None = None
 
     def __hash__(self) -> int:

@@ -270,6 +270,11 @@ class ModelConfig:
         return dataclasses.replace(far, kv_heads=heads, head_dim=width, values_from_keys=False), far
 
     @property
+    def keys_follow(self) -> bool:
+        """Whether a value, times a weight for each column of a head, is the key before RoPE."""
+        return self.values_from_keys and self.value_norm and self.qk_norm
+
+    @property
     def query_columns(self) -> int:
         """Width of all query heads side by side."""
         return self.q_heads * self.head_dim

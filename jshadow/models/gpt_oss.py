@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig
+from jshadow.models.config import Experts, ModelConfig, experts_of
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, VALUES
 from jshadow.models.sliding import layer_count, layer_types, sliding_fields
@@ -36,6 +36,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         **sliding_fields(hf, [layer % 2 == 0 for layer in range(layers)]),
+        "norm": "wide",
         "activation": "swiglu_clamped",
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
@@ -45,8 +46,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    experts = experts_of(config)
     return {
         "hidden_act": "silu",
         "swiglu_alpha": config.swiglu_alpha,

@@ -23,7 +23,7 @@ _DEFAULTS = {
     "max_position_embeddings": 2048,
     "eos_token_id": 50279,
 }
-_SWITCHES = {"pre_norms": False, "post_norms": True, "joint_qk_norm": True}
+_SWITCHES = {"norm": "wide", "pre_norms": False, "post_norms": True, "joint_qk_norm": True}
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def cache_specs(
                 fetch=fetch,
                 policy=cache,
                 keep=offload.keeps(fetch, jax.default_backend()),
+                values_from_keys=sizes.keys_follow,
             )
         )
     return tuple(specs)

@@ -1,9 +1,10 @@
 """The base of retrieval policies: all tokens are kept, and each query attends to some of them.
 
-Tokens are grouped in units of `unit` tokens, whose keys and values are in the host tier. The device keeps a summary of
-each unit (`summarize`) and a ring buffer of the recent tokens. Each query scores the units before its recent tokens by
-their summaries (`score`). The units with the highest scores, within the budget, are fetched at each step. The query
-attends exactly to them and to its recent tokens.
+Tokens are grouped in units of `unit` tokens, whose keys and values are in the host tier. In a model whose values are
+the keys before their norm, these are the values alone. The device keeps a summary of each unit (`summarize`) and a ring
+buffer of the recent tokens. Each query scores the units before its recent tokens by their summaries (`score`). The
+units with the highest scores, within the budget, are fetched at each step. The query attends exactly to them and to its
+recent tokens.
 """
 
 import abc
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
@@ -23,6 +24,7 @@ from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, writ
 from jshadow.policies.base import Bytes, HookInputs, UniformPolicy, fetched_bytes
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
+from jshadow.policies.shadowkv.key_codecs import KeyCode, Sizes, ValueCodec
 
 
 def within_share(weights: Array, share: float) -> Array:
@@ -48,11 +50,13 @@ class UnitFrozen(struct.PyTreeNode):
         summaries: a pytree of arrays [B, h_kv, U, ...] with one summary for each unit, or None if the policy reads
             summaries from the units themselves.
         basis: arrays that the summaries are computed with, if the policy learns them from the prompt; else None.
+        code: what turns values into keys (`ValueCodec`), or None if the keys are stored beside the values.
     """
 
     units: Array
     summaries: Any
     basis: Any
+    code: KeyCode | None
 
 
 class UnitLive(struct.PyTreeNode):
@@ -141,6 +145,14 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         reads = type(self).resident_summaries is not RetrievalPolicy.resident_summaries
         return not reads or spec.fetch != "resident"
 
+    def from_values(self, spec: CacheSpec) -> bool:
+        """Return whether the host tier has values alone, from which the keys are made (`CacheSpec.values_from_keys`).
+
+        Keys in another form are stored, and so are keys of which some tokens were dropped.
+        """
+        own = (type(self).stored, type(self).host_layout) == (RetrievalPolicy.stored, RetrievalPolicy.host_layout)
+        return spec.values_from_keys and own
+
     def query(self, step: StepKV) -> Array:
         """Return the queries after RoPE by which units are chosen [B, T, h_q, d]."""
         return step.q_post
@@ -204,8 +216,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
 
     def host_layout(self, spec: CacheSpec) -> HostLayout:
         tail = max(1, -(-spec.window // self.unit))
-        units = spec.capacity // self.unit
-        return HostLayout(spec.kv_heads, units, self.unit, planes=2, tail_units=tail)
+        made, units = self.from_values(spec), spec.capacity // self.unit
+        no_kernel = "keys made from values" if made else ""
+        return HostLayout(
+            spec.kv_heads, units, self.unit, planes=1 if made else 2, tail_units=tail, no_kernel=no_kernel
+        )
 
     def first_recent(self, positions: Array) -> Array:
         """Return the first position that a query at `positions` reads from the ring. Units before it are candidates."""
@@ -240,7 +255,10 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
 
         ring = zeros(self.ring_slots(spec), spec.head_dim)
         chosen = jnp.full((spec.batch, spec.kv_heads, self.count(spec)), -1, jnp.int32)
-        frozen = UnitFrozen(jnp.zeros(spec.batch, jnp.int32), summaries(layout.units), basis)
+        code = None
+        if self.from_values(spec):
+            code = ValueCodec().empty(spec.batch, layout.units, self.unit, Sizes.of(spec))
+        frozen = UnitFrozen(jnp.zeros(spec.batch, jnp.int32), summaries(layout.units), basis, code)
         return LayerState(frozen, UnitLive(KeyValues(ring, ring), summaries(layout.tail_units), chosen))
 
     def compress(
@@ -254,12 +272,14 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         planes = [to_chunks(x, layout.units, self.unit) for x in rows]
         there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
         summaries = self.summarize(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
-        width = 2 * self.unit * spec.head_dim
-        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
+        code, width = None, layout.planes * self.unit * spec.head_dim
+        if self.from_values(spec):
+            code = ValueCodec().encode(prompt.k_pre, prompt.lengths, layout.units, self.unit, values=prompt.v)
+        data = jnp.stack(planes[-layout.planes :], axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
         live = state.live.replace(recent=KeyValues(k, v))
         # The prompt's last, incomplete unit is in the ring. `append` writes it to the tail with the next token.
         write = HostWrite(data) if layout.units else None
-        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), write
+        return state.replace(frozen=UnitFrozen(units, summaries, basis, code), live=live), write
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens to the ring, and the units they are in, even incomplete ones, to the tail."""
@@ -275,7 +295,8 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         shape = (spec.batch, spec.kv_heads, touched, self.unit, spec.head_dim)
         rows = (jnp.take_along_axis(x, index, axis=2).reshape(shape) for x in (k, v))
         keys, values = (jnp.where(there[:, None, ..., None], x, 0) for x in rows)
-        data = jnp.stack([keys, values], axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
+        planes = [values] if self.from_values(spec) else [keys, values]
+        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
         place = units - state.frozen.units[:, None]
         valid = there.any(-1) & step.valid[:, :1]
         summaries = state.live.summaries
@@ -308,7 +329,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         last = jnp.take_along_axis(taken, newest, axis=2)[:, :, 0]
         chosen = jnp.where(step.valid[:, :1, None], last, state.live.selected)
         flat = (spec.batch, spec.kv_heads, -1)
-        selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
+        rebuild = None
+        if (code := frozen.code) is not None:
+            rebuild = Rebuild(
+                code.left, code.right, step.inverse, tail_unit=frozen.units, codec=ValueCodec(), unit=self.unit
+            )
+        selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat), rebuild=rebuild)
         return selection, state.replace(live=state.live.replace(selected=chosen))
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
@@ -347,7 +373,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     # Costs
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> Bytes:
-        return fetched_bytes(spec, state, "selected", self.count(spec) * self.unit)
+        parts = fetched_bytes(spec, state, "selected", self.count(spec) * self.unit)
+        device, host = parts["selected"]
+        return parts | {"selected": (device, host // 2 if self.from_values(spec) else host)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of all units, the attended rows twice and once in float32, and their scores."""

@@ -158,7 +158,7 @@ class RocketKV(Quest):
 def _with_evicted(state: LayerState, evicted: Array) -> LayerState:
     """Return a state whose frozen record tells how many tokens were dropped."""
     frozen = state.frozen
-    return state.replace(frozen=RocketFrozen(frozen.units, frozen.summaries, frozen.basis, evicted))
+    return state.replace(frozen=RocketFrozen(frozen.units, frozen.summaries, frozen.basis, None, evicted))
 
 
 def _after_eviction(state: LayerState, step: StepKV) -> StepKV:

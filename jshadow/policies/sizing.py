@@ -111,6 +111,7 @@ def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig)
         sliding_window=None,
         fetch="device_put",
         policy=cache,
+        values_from_keys=config.keys_follow,
     )
 
 

@@ -17,21 +17,34 @@ import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
 from jshadow.planner.machine import abstract_state
-from jshadow.policies import Full, OmniKV, Policy, ShadowKV
+from jshadow.policies import Full, OmniKV, Policy, Quest, ShadowKV
 from jshadow.policies.base import full_layers
+from jshadow.policies.shadowkv import ExactKeys, FromValues
 from jshadow.policies.sliding_window import SlidingWindow
-from jshadow.weights.params import init_params
+from jshadow.weights.params import Params, init_params
 
 # Longer turns than a window and than a piece of a turn; 61 + 20 tokens go round every ring of the cases.
 TURN = np.random.default_rng(5).integers(3, 97, (len(LENGTHS), 20), dtype=np.int32)
 NEW = np.array([20, 7, 0])
 TOKENS = PROMPT % 97
 SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
+FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
 # Sliding layers of `full` are those of `shadowkv`.
 FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4")
-CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full())]
-params_of = functools.cache(lambda name: init_params(family_config(name), seed=4))
+CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full()), ("gemma4", FROM_VALUES)]
+QUEST = Quest(budget=16, recent=8, unit=4)
+
+
+@functools.cache
+def params_of(name: str) -> Params:
+    """Random weights, in which the scales of the norms differ too."""
+    params = init_params(family_config(name), seed=4)
+
+    def uneven(path: tuple, leaf: jax.Array) -> jax.Array:
+        return leaf * (1 + 0.3 * np.cos(np.arange(leaf.size))) if path[-1].key == "scale" else leaf
+
+    return dataclasses.replace(params, weights=jax.tree_util.tree_map_with_path(uneven, params.weights))
 
 
 @functools.cache
@@ -81,7 +94,30 @@ def test_policies_on_a_family(name, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), CASES)
+@pytest.mark.parametrize("fetch", ["resident", "device_put", "zero_copy"])
+def test_keys_from_values_are_the_keys(fetch):
+    """They select what exact keys select, and give the same logits. The state has no code of the keys."""
+    policies = [dataclasses.replace(SHADOWKV, rank=None, keys=keys) for keys in (ExactKeys(), FROM_VALUES.keys)]
+    agree(*((("gemma4", policy, fetch), {}) for policy in policies))
+    assert state_nbytes(held("gemma4", policies[1], fetch)[1])["left"] == (0, 0)
+    whole = dataclasses.replace(policies[1], budget=CAPACITY)
+    agree((("gemma4", whole, fetch), {}), (("gemma4", Full()), {}))
+
+
+@pytest.mark.slow
+def test_the_host_has_values_alone():
+    """Half of the bytes of a model of the same sizes whose keys are stored. The steps in all fetch modes agree."""
+    config = family_config("gemma4")
+    stored = dataclasses.replace(config, values_from_keys=False)
+    sizes = {"batch": len(LENGTHS), "capacity": CAPACITY, "prompt": min(LENGTHS), "fetch": "device_put"}
+    mine, other = (abstract_state(one, QUEST, **sizes, dtype="float32") for one in (config, stored))
+    rows = [state_nbytes(state)["host rows"][1] for state in (mine, other)]
+    assert 2 * rows[0] == rows[1]
+    agree((("gemma4", QUEST, "device_put"), {}), (("gemma4", QUEST, "resident"), {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), [*CASES, ("gemma4", QUEST)])
 def test_a_turn_is_its_steps(name, policy):
     """A turn of 20, 7 and 0 tokens: its logits, its lengths and the next logits are those of single steps."""
     active, params = np.arange(TURN.shape[1]) < NEW[:, None], params_of(name)

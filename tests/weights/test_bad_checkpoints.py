@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import seeded
 from checkpoint_files import LFS, TINY, assert_same, bare, edit_json, edit_tensors, refused, shard, tiny_directory
 from few import quick
 from hypothesis import HealthCheck, given, settings
@@ -46,6 +47,23 @@ def test_weights_that_do_not_fit_the_config(tmp_path, directory):
     edit_json(tmp_path / "c" / "config.json", attention_bias=None, intermediate_size=TINY.ffn_dim, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="layer_1/mlp/up/kernel: extra"):
         load(tmp_path / "c", verify=False)
+
+
+def test_layers_whose_tensors_do_not_have_the_heads_of_the_config(tmp_path):
+    """Gemma 4's layers differ: the wrong ones are named, and so are values that the config makes from keys."""
+    folder = seeded.write_checkpoint("gemma4", tmp_path / "m")
+    edit_json(folder / "config.json", per_layer_config={str(layer): {"head_dim": 32} for layer in (1, 2)})
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "layers.1.self_attn.k_proj.weight: misshaped, expected [64, 48], got [24, 48]" in message
+    assert "layers.0.self_attn" not in message
+    edit_json(folder / "config.json", attention_k_eq_v=False, per_layer_config=None, global_head_dim=24)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj\.weight: missing"):
+        load(folder)
+    edit_json(folder / "config.json", layer_types=3 * ["full_attention"], attention_k_eq_v=True)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.v_proj\.weight: extra"):
+        load(folder)
 
 
 @formats

@@ -1,11 +1,11 @@
-"""The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10), of
-Qwen3-30B-A3B (revision 2507), of GLM-4.5-Air and of gpt-oss.
+"""The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10), and of
+some later ones: Qwen3-30B-A3B (revision 2507), GLM-4.5-Air, gpt-oss, and the text models of Gemma 4 31B, Mistral
+Small 3.2, Ministral 3 8B and Command R7B.
 
-`jshadow plan` uses them to compute the size of a model without its checkpoint. They have the values that the authors of
-the models published, with two exceptions. Those of gpt-oss do not say that the published weights are quantized. The
-converted checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000. Its conversion dropped the factor of 10000
-(`rope_ratio`) that the weights were trained with. The file here includes that factor. Phi-3-mini is the revision of
-July 2024.
+`jshadow plan` uses them to compute the size of a model without its checkpoint. Their sizes are those that the authors
+of the models published. Those of gpt-oss do not say that the published weights are quantized. The converted
+checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000. Its conversion dropped the factor of 10000 (`rope_ratio`)
+that the weights were trained with. The file here includes that factor. Phi-3-mini is the revision of July 2024.
 """
 
 import json

@@ -9,6 +9,7 @@ from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
 from jshadow.policies.shadowkv.settings import Choice as Choice
 from jshadow.policies.shadowkv.settings import ExactKeys as ExactKeys
+from jshadow.policies.shadowkv.settings import FromValues as FromValues
 from jshadow.policies.shadowkv.settings import Keys as Keys
 from jshadow.policies.shadowkv.settings import Landmarks as Landmarks
 from jshadow.policies.shadowkv.settings import LowRank as LowRank

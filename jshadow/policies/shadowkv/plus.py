@@ -40,6 +40,7 @@ from jshadow.policies.shadowkv.landmarks import (
 )
 from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.selection import keep_exact, least_cosine, loses_more, most_lost, without_later
+from jshadow.policies.shadowkv.settings import FromValues
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
 
 LATER_BITS = {"int6": 6, "int4": 4}
@@ -119,6 +120,8 @@ class ShadowKVPlus(ShadowKV):
         if config.head_dim % multiple:
             needs = f"a head_dim that is a multiple of {multiple}"
             raise ConfigError(f"{self.name}.later_keys={self.later_keys!r} must have {needs}, got {config.head_dim}")
+        if isinstance(self.keys, FromValues):
+            raise ConfigError(f"{self.name}.keys must not be 'from_values': later chunks have keys of their own")
         resolved = super().resolve(config, capacity)
         if self.quirks.turn_selection == "shared":
             raise ConfigError(

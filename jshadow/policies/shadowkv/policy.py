@@ -191,7 +191,8 @@ class ShadowKV(ShadowCosts, SplitsTurns):
             code, lost = encode_parts(self.codec, prompt.k_pre, prompt.lengths, weights, parts, losses)
             left = code.left[:, : self.left_chunks(spec)]
             return code.replace(left=left), None if lost is None else lost[:, :, :count]
-        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
+        given: dict[str, Any] = {"values": prompt.v} if self.codec.from_values else {}
+        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights, **given)
         return code, self.codec.losses(code, prompt.k_pre, size, weights) if losses else None
 
     # One step

@@ -333,7 +333,9 @@ def received(live: ShadowLive, selection: Selection, fetched: Fetched, queries: 
     several = fetched.v.reshape(*asked.shape, -1, live.values.shape[3])
     values = jnp.take_along_axis(several, last[:, :, None, None, None], axis=2)[:, :, 0]
     count, there = values.shape[2], asked.any(axis=2)[:, :, None, None]
-    keys = selection.rebuild.keys(jnp.maximum(live.resident[:, :, :count], 0)).astype(live.keys.dtype)
+    units = jnp.maximum(live.resident[:, :, :count], 0)
+    tokens = values.reshape(*values.shape[:2], count * selection.rebuild.unit, -1)
+    keys = selection.rebuild.keys(units, tokens).astype(live.keys.dtype)
 
     def rows(new: Array, old: Array) -> Array:
         first = jnp.where(there, new.reshape(values.shape), old[:, :, :count])

@@ -23,6 +23,7 @@ from jshadow.policies.shadowkv.key_codecs import (
     LowRankCodec,
     Profile,
     TransformCodec,
+    ValueCodec,
     usual_profile,
     usual_rank,
 )
@@ -146,6 +147,27 @@ class ExactKeys(Keys):
         return ExactCodec()
 
 
+@dataclasses.dataclass(frozen=True)
+class FromValues(Keys):
+    """Keys made from the fetched values, in models whose values are the keys before their norm (Gemma 4 31B, 26B-A4B).
+
+    The device then holds no code of the keys.
+    """
+
+    name = "from_values"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        self.check_no_rank(policy, rank)
+        if not config.keys_follow:
+            raise ConfigError(
+                f"{policy}.keys='from_values' must have a model whose values are its keys, got {config.model_type}"
+            )
+        return self, None
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        return ValueCodec()
+
+
 def _check_profile(policy: str, profile: Any, columns: int) -> None:
     """Raise ConfigError unless a profile is three counts that fill whole bytes and sum to at most `columns`."""
     good = isinstance(profile, tuple) and len(profile) == 3
@@ -236,12 +258,15 @@ class Choice(Record):
     outlier_rule: str = "landmark"
 
     def check(self, policy: str, keys: Keys) -> None:
-        """Raise ConfigError if a setting is out of range, or if outlier_rule is "both" and the keys are exact."""
+        """Raise ConfigError if a setting is out of range, or does not go with the keys.
+
+        outlier_rule="both" needs keys with an error. rounds=2 needs keys that are known before the values.
+        """
         where = f"{policy}.choice"
         check_choice(where, "outlier_rule", self.outlier_rule, ("landmark", "both"))
-        if self.outlier_rule == "both" and isinstance(keys, ExactKeys):
-            raise ConfigError(f"{where}.outlier_rule must be 'landmark' with keys='exact', got 'both'")
-        check_range(where, "rounds", self.rounds, 1, 2)
+        if self.outlier_rule == "both" and isinstance(keys, ExactKeys | FromValues):
+            raise ConfigError(f"{where}.outlier_rule must be 'landmark' with keys={keys.name!r}, got 'both'")
+        check_range(where, "rounds", self.rounds, 1, 1 if isinstance(keys, FromValues) else 2)
 
     @property
     def wider(self) -> int:
@@ -331,7 +356,8 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
             at least 256, or at least 512 if values have four bits.
         outlier_chunks: number of chunks that each KV head keeps exactly. None: 24 for every 1,024 tokens of budget.
         local_chunks: number of whole chunks at the end of the prompt that stay in the window.
-        keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, or another subclass of `Keys`.
+        keys: how keys are stored: `LowRank` (the paper), `TransformCode`, `ExactKeys`, `FromValues`, or another
+            subclass of `Keys`.
         landmarks: the summaries of keys by which chunks are selected.
         values: how values are stored in host memory.
         choice: extensions of the paper's rules for choosing chunks.
@@ -471,6 +497,10 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         check_number(self.name, "pool", self.pool, 0)
         landmarks = self.landmarks.resolve(self.name, self.chunk_size, config)
         self.values.check(self.name, config)
+        if isinstance(keys, FromValues) and self.values.dtype != "model":
+            raise ConfigError(
+                f"{self.name}.values.dtype must be 'model' with keys='from_values', got {self.values.dtype!r}"
+            )
         resolved = dataclasses.replace(
             self, rank=rank, keys=keys, budget=budget, outlier_chunks=outliers, landmarks=landmarks
         )

@@ -30,6 +30,7 @@ from jshadow.policies.shadowkv.key_codecs import (
     Sizes,
     TokenCodec,
     TransformCodec,
+    ValueCodec,
     lowrank,
 )
 from jshadow.policies.shadowkv.key_codecs import transform as midrise
@@ -222,6 +223,30 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
         coder, dim = own_coder(code.right, b, codec.profile), code.right.mean.shape[2]
         keys = coder.keys(oracle_codec.unpacked(rows, codec.profile))[:, h * dim : (h + 1) * dim]
     return keys.reshape(len(left), CHUNK, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_are_made_from_values(dtype):
+    """The weights are found to the precision of a rounded key, and each value times them is rotated to its position."""
+    rng, (heads, dim) = np.random.default_rng(9), (2, 22)
+    rows = [rng.standard_normal((tokens, heads, dim)) for tokens in (29, 1)]
+    values, lengths = batch_of(rows, dtype)
+    weight = rng.uniform(0.5, 2, dim)
+    keys, _ = batch_of([wide(array(row, dtype)) * weight for row in rows], dtype)
+    codec, inverse = ValueCodec(), inverse_frequencies(RopeConfig(), dim)
+    code = jax.jit(codec.encode, static_argnums=(2, 3))(keys, lengths, 7, CHUNK, values=values)
+    assert code.left.shape == (2, heads, 7, 0)
+    np.testing.assert_allclose(
+        code.right, np.broadcast_to(weight, (2, heads, dim)), rtol=1e-6 if dtype == "float32" else 4e-3
+    )
+    ids = np.array([[[5, 0, 6], [2, 6, 1]]] * 2, np.int32)
+    chosen = array(rng.standard_normal((2, heads, 3 * CHUNK, dim)), dtype)
+    got = Rebuild(code.left, code.right, array(inverse), codec=codec, unit=CHUNK).keys(ids, chosen)
+    for b, h in np.ndindex(2, heads):
+        positions = (ids[b, h][:, None] * CHUNK + np.arange(CHUNK)).ravel()
+        plain = wide(chosen)[b, h] * wide(code.right)[b, h]
+        want = apply_rope(plain[:, None], positions, RopeConfig())[:, 0]
+        np.testing.assert_allclose(got[b, h], want, atol=1e-5)
 
 
 @pytest.mark.parametrize(("bits", "most", "dtype", "slack"), [(4, 7, "float32", 1e-5), (6, 31, "bfloat16", 0.02)])

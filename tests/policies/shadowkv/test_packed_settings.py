@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from cases import LENGTHS, PLUS, PROMPT, SMALL, STEPS, TINY, model, random_tokens, run_steps
+from family_cases import family_config
 from few import one_of
 from small_state import SMALL as SMALL_MODEL
 from small_state import equal
@@ -20,7 +21,7 @@ from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.planner.machine import abstract_state, footprint
 from jshadow.policies import Full, Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import policy_settings, with_settings
-from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
+from jshadow.policies.shadowkv import Choice, ExactKeys, FromValues, Landmarks, LowRank, Quirks, TransformCode, Values
 from jshadow.policies.shadowkv import settings as records
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.transform import packed_width, profile_of
@@ -317,6 +318,7 @@ REFUSED = [  # settings, message, and the width of a head if it matters
         dict(choice=Choice(outlier_rule="both"), keys=ExactKeys()),
         r"outlier_rule must be 'landmark' with keys='exact', got 'both'",
     ),
+    (dict(keys=FromValues()), r"keys='from_values' must have a model whose|keys must not be 'from_values': later"),
     (dict(pool=-1), r"\.pool must be a finite number of at least 0, got -1"),
     (dict(pool=float("nan")), r"\.pool must be a finite number of at least 0, got nan"),
     (dict(pool=True), r"\.pool must be a finite number of at least 0, got True"),
@@ -334,6 +336,19 @@ def test_settings_that_cannot_be_are_refused(given, message, width):
         others = {"later_keys": "projected"} if kind is ShadowKVPlus else {}  # the default needs heads of other widths
         with pytest.raises(ConfigError, match=rf"{message}"):
             kind(**others | given).resolve(config, 96)
+
+
+def test_keys_from_values_are_refused_where_keys_are_needed_before_them():
+    config = family_config("gemma4")
+    assert ShadowKV(keys=FromValues()).resolve(config, 96).codec.from_values
+    for given, message in (
+        (dict(choice=Choice(rounds=2)), r"choice\.rounds must be an integer in \[1, 1\], got 2"),
+        (dict(choice=Choice(outlier_rule="both")), "must be 'landmark' with keys='from_values', got 'both'"),
+        (dict(values=Values("int8")), r"values\.dtype must be 'model' with keys='from_values', got 'int8'"),
+        (dict(rank=8), "rank must be None with keys='from_values'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShadowKV(keys=FromValues(), **given).resolve(config, 96)
 
 
 def test_settings_next_to_refused_ones_are_taken():

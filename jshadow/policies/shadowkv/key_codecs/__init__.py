@@ -1,6 +1,7 @@
 """Codes of a prompt's keys before RoPE, which ShadowKV stores on the device and rebuilds chunks from.
 
-`lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. `TokenCodec`
+`lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. `from_values`
+needs no code, in models whose values are their keys. `TokenCodec`
 serves only the later tokens of ShadowKV+. A new code is a `KeyCodec` and a subclass of `shadowkv.Keys`, in a file of
 its own (docs/key_codes.md).
 """
@@ -18,3 +19,4 @@ from jshadow.policies.shadowkv.key_codecs.tokens import TokenCodec as TokenCodec
 from jshadow.policies.shadowkv.key_codecs.transform import Profile as Profile
 from jshadow.policies.shadowkv.key_codecs.transform import TransformCodec as TransformCodec
 from jshadow.policies.shadowkv.key_codecs.transform import usual_profile as usual_profile
+from jshadow.policies.shadowkv.key_codecs.values import ValueCodec as ValueCodec

@@ -130,11 +130,14 @@ class KeyCodec(abc.ABC):
         joint: whether the heads of a token are coded together, so that `left` serves all heads.
         compiled: whether `pallas_kernels` has a GPU kernel that rebuilds keys from this code, and one that also fetches
             values. Both take `operands`.
+        from_values: whether keys are made from the fetched values (`ValueCodec.keys_of`). `encode` then also takes the
+            values of the prompt.
     """
 
     name = ""
     joint = True
     compiled = False
+    from_values = False
 
     @abc.abstractmethod
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
@@ -265,11 +268,16 @@ class KeyCodec(abc.ABC):
             return pallas_kernels.reconstruct_keys(chosen)
         units, chunk, tail = rebuild.left.shape[-2], rebuild.unit, rebuild.tail
         ids = jnp.clip(ids, 0, units + (tail.shape[-2] if tail is not None else 0) - 1)
-        keys = self.decode(KeyCode(rebuild.left, rebuild.right), ids, chunk, tail)
-        place = ids
+        return self.rotated(rebuild, ids, self.decode(KeyCode(rebuild.left, rebuild.right), ids, chunk, tail))
+
+    def rotated(
+        self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"], keys: Float[Array, "B h_kv tokens d"]
+    ) -> Float[Array, "B h_kv tokens d"]:
+        """Rotate the keys before RoPE of units to their positions."""
+        units, place = rebuild.left.shape[-2], ids
         if rebuild.tail_unit is not None:
             place = jnp.where(ids < units, ids, ids - units + rebuild.tail_unit[:, None, None])
-        positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
+        positions = (place[..., None] * rebuild.unit + jnp.arange(rebuild.unit)).reshape(keys.shape[:3])
         return rotate(keys, *cos_sin(positions, rebuild.inverse))
 
     def encode_launches(self, sizes: Sizes, tokens: int) -> int:
