@@ -161,12 +161,10 @@ def _grouped(
         made = expert_tiles(pairs, count, height)
         order, tiles = made.order, Tiles(made.expert, made.first, made.end)
 
-    def multiplied(part: _Product, rows: Array) -> Array:
-        return grouped_product(rows, part.stack, tiles, height, implementation)
-
+    options = (tiles, height, implementation)
     taken = x[order // chosen]
-    inner = activate(c.activation, multiplied(gate, taken)) * multiplied(up, taken)
-    out = multiplied(down, inner)[jnp.argsort(order)].reshape(*ids.shape, -1)
+    inner = activate(c.activation, gate.grouped(taken, *options)) * up.grouped(taken, *options)
+    out = down.grouped(inner, *options)[jnp.argsort(order)].reshape(*ids.shape, -1)
     out = jnp.where((ids < count)[..., None], out.astype(jnp.float32), 0)  # rows in no tile have any value
     return (out * shares[..., None]).sum(axis=1)
 
@@ -188,7 +186,12 @@ class _Product(NamedTuple):
     stack: Weights  # the kernels of all experts
 
     def __call__(self, x: Array, expert: Array) -> Array:
+        """Multiply rows x by the kernel of one expert."""
         return product(x, self.stack.each(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False)))
+
+    def grouped(self, x: Array, tiles: Tiles, height: int, implementation: str) -> Array:
+        """Multiply rows x, sorted by expert, by the kernels of their experts."""
+        return grouped_product(x, self.stack, tiles, height, implementation)
 
 
 class _Stacks(NamedTuple):
