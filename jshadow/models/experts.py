@@ -172,13 +172,11 @@ def _grouped(
         made = expert_tiles(pairs, count, height)
         order, tiles = made.order, Tiles(made.expert, made.first, made.end)
 
-    def multiplied(part: _Product, rows: Array) -> Array:
-        out = grouped_product(rows, part.stack, tiles, height, implementation)
-        return out if part.bias is None else out + part.bias[jnp.minimum(pairs[order], count - 1)].astype(out.dtype)
-
+    owners = jnp.minimum(pairs[order], count - 1)
+    options = (owners, tiles, height, implementation)
     taken = x[order // chosen]
-    inner = gated(c, multiplied(gate, taken), multiplied(up, taken))
-    out = multiplied(down, inner)[jnp.argsort(order)].reshape(*ids.shape, -1)
+    inner = gated(c, gate.grouped(taken, *options), up.grouped(taken, *options))
+    out = down.grouped(inner, *options)[jnp.argsort(order)].reshape(*ids.shape, -1)
     out = jnp.where((ids < count)[..., None], out.astype(jnp.float32), 0)  # rows in no tile have any value
     return (out * shares[..., None]).sum(axis=1)
 
@@ -206,11 +204,18 @@ class _Product(NamedTuple):
     bias: Array | None  # [E, F]
 
     def __call__(self, x: Array, expert: Array) -> Array:
+        """Multiply rows x by the kernel of one expert."""
+
         def one(stack: Array) -> Array:
             return lax.dynamic_index_in_dim(stack, expert, keepdims=False)
 
         out = product(x, self.stack.each(one))
         return out if self.bias is None else out + one(self.bias).astype(x.dtype)
+
+    def grouped(self, x: Array, owners: Array, tiles: Tiles, height: int, implementation: str) -> Array:
+        """Multiply rows x, sorted by expert, by the kernels of their experts, `owners`, int32 [P]."""
+        out = grouped_product(x, self.stack, tiles, height, implementation)
+        return out if self.bias is None else out + self.bias[owners].astype(x.dtype)
 
 
 class _Stacks(NamedTuple):

@@ -29,6 +29,17 @@ def check_quantize(quantize: str | None) -> None:
         raise ConfigError(f"quantize must be one of {CHOICES}, got {quantize!r}")
 
 
+def kind_of_kernel(path: str, quantize: str | None) -> str | None:
+    """Return the kind of the weight at `path` in a model that is loaded with `quantize`, or None for a plain weight.
+
+    The projections of keys and values stay in int8 where the others are in int4. They are small where heads are shared,
+    and attention is sensitive to them.
+    """
+    if quantize is None or not quantized(path):
+        return None
+    return "int8" if quantize == "int4" and path.endswith(("attention/k/kernel", "attention/v/kernel")) else quantize
+
+
 def quantized(path: str) -> bool:
     """Whether the weight at `path` is a projection of a layer's attention or MLP, which `load` can quantize."""
     return _PROJECTIONS.fullmatch(path) is not None
@@ -46,9 +57,9 @@ def stored(shapes: Mapping[str, tuple[int, ...]], quantize: str | None) -> dict[
     """
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, shape in shapes.items():
-        if quantize is not None and quantized(path):
+        if kind := kind_of_kernel(path, quantize):
             own = path.removesuffix("kernel")
-            found |= {own + name: made for name, made in record_of(quantize, shape).items()}
+            found |= {own + name: made for name, made in record_of(kind, shape).items()}
         else:
             found[path] = (shape, None)
     return found

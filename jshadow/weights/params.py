@@ -17,7 +17,7 @@ from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.layers import dtype_of
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
-from jshadow.models.quantization import check_quantize, quantize_kernel, quantized, stored
+from jshadow.models.quantization import check_quantize, kind_of_kernel, quantize_kernel, stored
 from jshadow.models.registry import FAMILIES
 from jshadow.ops.projections import KINDS as CODES
 from jshadow.weights.convert.files import (
@@ -189,10 +189,11 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
         value_cast, problem = cast(value, dtype_of(path, dtype))
-        if quantize is None or not quantized(path) or problem:
+        kind = kind_of_kernel(path, quantize)
+        if kind is None or problem:
             return {path: give(path, value_cast)}, problem
         own = path.removesuffix("kernel")
-        return {own + name: give(own + name, part) for name, part in quantize_kernel(quantize, value).items()}, None
+        return {own + name: give(own + name, part) for name, part in quantize_kernel(kind, value).items()}, None
 
     return put
 
@@ -259,7 +260,7 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
     held = {leaf.dtype for leaf in jax.tree.leaves(params.weights)}
     if codes := [kind for kind, code in CODES.items() if code in held]:
-        raise ConfigError(f"params must hold plain weights, got {codes[0]}: save what they were loaded from")
+        raise ConfigError(f"params must hold plain weights, got {codes[-1]}: save what they were loaded from")
     with staged(check_path("directory", directory)) as partial:
         special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)

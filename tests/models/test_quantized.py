@@ -195,9 +195,12 @@ def test_a_quantized_model(tmp_path, kind, name):
     assert_same(load(tmp_path / "orbax", "float32", quantize=kind), params)
     assert params.digest != plain.digest
     kinds = {path: leaf.dtype for path, leaf in traverse_util.flatten_dict(params.weights, sep="/").items()}
-    codes = [path for path, dtype in kinds.items() if dtype == KINDS[kind] and not path.endswith("_zero")]
+    codes = [path for path, dtype in kinds.items() if dtype in KINDS.values() and not path.endswith("_zero")]
     assert len(codes) == 7 * plain.config.num_layers
     assert all(path.endswith("kernel") and ("attention" in path or "mlp" in path) for path in codes)
+    for path in codes:  # keys and values stay in int8
+        keeps = kind == "int4" and path.endswith(("/k/kernel", "/v/kernel"))
+        assert kinds[path] == KINDS["int8" if keeps else kind], path
     rest = [path for path in kinds if path not in codes and not path.endswith(("kernel_scale", "kernel_zero"))]
     assert {kinds[path] for path in rest} == {np.dtype("float32")}
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
@@ -220,8 +223,9 @@ def test_a_plan_counts_the_bytes_of_codes(capsys):
     whole = device_weights(config_of("llama-3.1-8b"), None)
     for kind, bits in (("int8", 8), ("fp8", 8), ("int4", 5)):
         weights = device_weights(config_of("llama-3.1-8b"), None, 2, kind)
-        factors = 0 if kind == "int4" else 4 * 32 * (3 * 4096 + 2 * 1024 + 2 * 14336)
-        assert weights.bytes - factors == whole.bytes - projected * (16 - bits) // 8
+        factors = 4 * 32 * (2 * 1024 if kind == "int4" else 3 * 4096 + 2 * 1024 + 2 * 14336)
+        kept = 32 * 2 * 4096 * 1024 * 3 // 8 if kind == "int4" else 0  # keys and values in int8
+        assert weights.bytes - factors - kept == whole.bytes - projected * (16 - bits) // 8
     asked = ["plan", "qwen3-30b-a3b", "--context", "4096", "--gpu", "h100"]
     asked += ["--policy", "full", "--batch", "1", "--json"]
     told = []
@@ -230,7 +234,8 @@ def test_a_plan_counts_the_bytes_of_codes(capsys):
         told.append(json.loads(capsys.readouterr().out)["plans"][0]["chosen"]["step"]["hbm_bytes"]["weights"])
     stacks = 48 * 8 * 3 * 2048 * 768
     attention = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
-    assert told[0] - told[1] == (stacks + attention) * 11 // 8
+    small = 48 * 2048 * 128 * 2 * 4  # keys and values stay in int8, with a factor for each output
+    assert told[0] - told[1] == (stacks + attention - small) * 11 // 8 + small - 4 * 48 * 2 * 4 * 128
     assert main(["plan", "llama-3.1-8b", "--lengths", "64", "--quantize", "int4"]) == 2
     assert "--quantize must come with --context" in capsys.readouterr().err
     assert main(["plan", "llama-3.1-8b", "--context", "64", "--quantize", "int2"]) == 2
