@@ -2,7 +2,8 @@
 
 The logits of a text (Python's documentation) are computed with full attention. Float32 is the reference. Bfloat16, and
 each kind of quantized weights with float32 and bfloat16 activations, are compared with it by the error of the logits,
-top-1 agreement, KL divergence and perplexity. For needle tasks, run
+top-1 agreement, KL divergence and perplexity. With --perplexity, only the perplexities with float32 activations are
+computed, which takes less memory. For needle tasks, run
 `jshadow eval MODEL --tasks needle_noise,needle_docs [--quantize int8]`.
 """
 
@@ -30,18 +31,19 @@ TOPICS = (
 
 
 def logits_of(model: str, ids: np.ndarray, dtype: str, quantize: str | None) -> tuple[np.ndarray, int]:
-    """Return the float64 logits [T, V] of all tokens, and the bytes of all weights."""
+    """Return the float32 logits [T, V] of all tokens, and the bytes of all weights."""
     params = jshadow.load(model, dtype, quantize=quantize)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
     logits, _ = jshadow.prefill(
         params, ids[None], np.array([len(ids)]), jshadow.Full(), capacity=len(ids), logits="all"
     )
-    return np.asarray(logits[0], np.float64), size
+    return np.asarray(logits[0]), size
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-probabilities over the last axis."""
-    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits.astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
@@ -55,8 +57,28 @@ def compared(name: str, got: np.ndarray, truth: np.ndarray, ids: np.ndarray) -> 
         "deviation_of_logits": float(truth.std()),
         "top1_agreement": float((got.argmax(-1) == truth.argmax(-1)).mean()),
         "kl": float((np.exp(true_log_probs) * (true_log_probs - log_probs)).sum(-1).mean()),
-        "perplexity": float(np.exp(-log_probs[np.arange(len(ids) - 1), ids[1:]].mean())),
+        "perplexity": perplexity_of(got, ids),
     }
+
+
+def perplexity_of(logits: np.ndarray, ids: np.ndarray, block: int = 256) -> float:
+    """Return the perplexity of all tokens but the first, from the logits [T, V]. They are made wide in blocks."""
+    total = 0.0
+    for first in range(0, len(ids) - 1, block):
+        targets = ids[first + 1 : first + block + 1]
+        total -= log_softmax(logits[first : first + len(targets)])[np.arange(len(targets)), targets].sum()
+    return float(np.exp(total / (len(ids) - 1)))
+
+
+def perplexities(model: str, ids: np.ndarray) -> dict[str, dict[str, float]]:
+    """Return the perplexity with float32 activations for each kind of weights, and its ratio to that of plain ones."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in (None, *KINDS):
+        logits, size = logits_of(model, ids, "float32", kind)
+        value = perplexity_of(logits, ids)
+        first = next(iter(found.values()))["perplexity"] if found else value
+        found[kind or "float32"] = {"perplexity": value, "ratio": value / first, "bytes": size}
+    return found
 
 
 def main() -> None:
@@ -64,12 +86,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--perplexity", action="store_true", help="only perplexities, with float32 activations")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tokenizer = jshadow.load(args.model).tokenizer
     text = "".join(topics.topics[name] for name in TOPICS)
     ids = np.asarray(tokenizer.encode(text)[: args.tokens])
     assert len(ids) == args.tokens, f"the text has {len(ids)} tokens only"
+    if args.perplexity:
+        told = perplexities(args.model, ids)
+        print(json.dumps({"tokens": len(ids), "results": told}) if args.json else told)
+        return
     truth, whole = logits_of(args.model, ids, "float32", None)
     half, halved = logits_of(args.model, ids, "bfloat16", None)
     rows = [compared("float32", truth, truth, ids), compared("bfloat16 to float32", half, truth, ids)]
