@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,8 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
         for name in [name for name in tensors if ".experts.0." in name]:  # one tensor has all experts
             parts = [name.replace(".experts.0.", f".experts.{expert}.") for expert in range(config.experts.count)]
             tensors[name.replace(".experts.0.", ".experts.")] = np.stack([tensors.pop(part) for part in parts])
+    if arch == "gpt-oss":
+        tensors = dict(gpt_oss_tensors(tensors))
     for name, value in tensors.items():
         if arch in ("llama", "mistral3", "smollm3", "granite") and ("q_proj" in name or "k_proj" in name):
             value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
@@ -154,6 +156,23 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gpt_oss_tensors(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of gpt-oss under names that GGUF's have: gate and up apart, and kernels as [E, out, in]."""
+    for name, value in tensors.items():
+        stem, _, kind = name.partition("_proj") if ".experts." in name else (name, "", "")
+        suffix = {"": ".weight", "_bias": ".bias"}[kind] if stem != name else ""
+        if value.ndim == 3:
+            value = value.swapaxes(1, 2)
+        if stem.endswith("gate_up"):
+            stem = stem.removesuffix("gate_up")
+            yield f"{stem}gate_proj{suffix}", value[:, 0::2]
+            yield f"{stem}up_proj{suffix}", value[:, 1::2]
+        elif stem != name:
+            yield f"{stem}_proj{suffix}", value
+        else:
+            yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", value
 
 
 def refused(source: Path, target: Path, error: type[JshadowError], fragments: tuple[str, ...]) -> None:

@@ -119,6 +119,7 @@ FROM_REFERENCES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "gpt-oss": ("gpt-oss", "gpt_oss", YARN | {WINDOW: 16}, ()),
     "smollm3": ("smollm3", "smollm3", {}, ()),
     "granite": (
         "granite",
@@ -157,6 +158,8 @@ def test_a_gguf_of_every_architecture_gives_the_model_of_its_directory(tmp_path:
     fields = {"eos_ids": (), "model_type": params.config.model_type}
     if arch == "gemma3":  # the file has neither the scale nor the layers of the windows
         fields |= {"query_scalar": 16, "sliding_layers": (0, 1, 2)}
+    if arch == "gpt-oss":  # all files have this limit
+        fields["swiglu_limit"] = 7.0
     if case == "mistral":
         fields["model_type"] = "llama"
     expected = dataclasses.replace(params.config, **fields)

@@ -42,10 +42,14 @@ def open_gguf(path: Path) -> Source:
     architecture = metadata.architecture
 
     def read(name: str) -> np.ndarray:
-        original, expert = stored[name]
+        (original, *others), expert = stored[name]
         if expert is not None:
             return decoded(original)[expert]
         value = file.read(original)
+        if others:
+            value = np.stack([value, *map(file.read, others)], axis=2).reshape(len(value), -1, *value.shape[2:])
+        if architecture.swapped and value.ndim == 3:
+            return value.swapaxes(1, 2)
         heads = {"q": config.q_heads, "k": config.kv_heads}
         if architecture.permuted and (matched := re.fullmatch(r"blk\.\d+\.attn_(q|k)\.\w+", original)):
             return _unpermute(value, heads[matched[1]])
@@ -296,6 +300,19 @@ def _glm4_moe(metadata: _Metadata, hf: _Fields) -> _Fields:
     }
 
 
+def _gpt_oss(metadata: _Metadata, hf: _Fields) -> _Fields:
+    if hf["rope_scaling"] is None or hf["rope_scaling"]["rope_type"] != "yarn":
+        raise ConfigError(f"{metadata.name}.rope.scaling.type must be 'yarn' in this architecture")
+    return {
+        "rope_scaling": {**hf["rope_scaling"], "truncate": False},
+        "attention_bias": True,
+        "num_local_experts": metadata.number("expert_count", int),
+        "num_experts_per_tok": metadata.number("expert_used_count", int),
+        "intermediate_size": metadata.number("expert_feed_forward_length", int, hf["intermediate_size"]),
+        "sliding_window": metadata.number("attention.sliding_window", int),
+    }
+
+
 def _granite(metadata: _Metadata, hf: _Fields) -> _Fields:
     keys = {
         "embedding_multiplier": "embedding_scale",
@@ -315,6 +332,7 @@ class _Architecture(NamedTuple):
         keys: those of the keys in `_MEANINGFUL` that `read` reads.
         permuted: whether the rows of q and k are in GGML's order.
         unit_norms: whether the norms' scales are stored with 1 added.
+        swapped: whether the inputs and outputs of all experts' kernels change places.
         ends: tokens that end a text in every model, beside those that the file names.
     """
 
@@ -323,11 +341,13 @@ class _Architecture(NamedTuple):
     keys: tuple[str, ...] = ()
     permuted: bool = False
     unit_norms: bool = False
+    swapped: bool = False
     ends: tuple[str, ...] = ()
 
 
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+_HARMONY_ENDS = ("<|return|>", "<|endoftext|>", "<|call|>")
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
 _ARCHITECTURES = {
     "llama": _Architecture("llama", _biases, permuted=True),  # Mistral too
@@ -340,6 +360,7 @@ _ARCHITECTURES = {
     "glm4": _Architecture("glm4", _glm4, ends=_GLM_ENDS),
     "glm4moe": _Architecture("glm4_moe", _glm4_moe, ("expert_count",), ends=_GLM_ENDS),
     "smollm3": _Architecture("smollm3", _biases, permuted=True),
+    "gpt-oss": _Architecture("gpt_oss", _gpt_oss, ("expert_count",), swapped=True, ends=_HARMONY_ENDS),
     "granite": _Architecture("granite", _granite, _SCALES, permuted=True),
 }
 
@@ -354,7 +375,7 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
 
 # Tensors
 
-_Stored = tuple[str, int | None]  # a tensor of the file, and which of its experts
+_Stored = tuple[list[str], int | None]  # tensors of the file whose rows alternate, and which of their experts
 
 
 def _matched(
@@ -375,19 +396,23 @@ def _matched(
     shapes: dict[str, Shape] = {}
     problems: list[str] = []
     for name, placement in placements(family, weight_shapes).items():
-        original = rename(placement)
+        originals, becomes = rename(placement), f"(it becomes {', '.join(placement.paths)})"
         right = placement.tensor_shape(weight_shapes)
         whole = right if placement.expert is None else (weight_shapes[placement.paths[0]][0], *right)
-        if original not in tensors:
-            problems.append(f"{original or name}: missing (it becomes {', '.join(placement.paths)})")
-        elif tensors[original] != whole:
-            problems.append(
-                f"{original}: misshaped, expected {list(whole)}, got {list(tensors[original])} "
-                f"(it becomes {', '.join(placement.paths)})"
-            )
-        else:
-            stored[name], shapes[name] = (original, placement.expert), right
-    used = {original for original, _ in stored.values()} | {_LLAMA3_DIVISORS, _LONG_DIVISORS, _SHORT_DIVISORS}
+        if metadata.architecture.swapped and len(whole) == 3:
+            whole = (whole[0], whole[2], whole[1])
+        whole = (whole[0], whole[1] // 2, *whole[2:]) if len(originals) == 2 else whole
+        lines = [f"{original or name}: missing {becomes}" for original in originals if original not in tensors]
+        lines += [
+            f"{original}: misshaped, expected {list(whole)}, got {list(tensors[original])} {becomes}"
+            for original in originals
+            if tensors.get(original, whole) != whole
+        ]
+        problems += lines
+        if not lines:
+            stored[name], shapes[name] = (originals, placement.expert), right
+    used = {original for originals, _ in stored.values() for original in originals}
+    used |= {_LLAMA3_DIVISORS, _LONG_DIVISORS, _SHORT_DIVISORS}
     wrong = {problem.split(":", 1)[0] for problem in problems}
     drafts = tuple(f"blk.{layer}." for layer in range(config.num_layers, metadata.number("block_count", int)))
     for original in tensors.keys() - used - wrong:
@@ -396,15 +421,19 @@ def _matched(
     return stored, shapes, list(dict.fromkeys(sorted(problems)))
 
 
-def _names(metadata: _Metadata, layers: int) -> Callable[[Placement], str]:
-    """Return a function from a placement to the name of its tensor in GGUF, or "" if GGUF has no name for it."""
+def _names(metadata: _Metadata, layers: int) -> Callable[[Placement], list[str]]:
+    """Return a function from a placement to the names of its tensors in GGUF, or [""] if GGUF has no name for it."""
     gguf = gguf_package()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(kinds[metadata.name], layers)
 
-    def rename(placement: Placement) -> str:
+    def rename(placement: Placement) -> list[str]:
         name = placement.name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)  # one tensor has all experts of a layer
-        return table.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+        name = re.sub(r"(?<=_proj)_bias$", ".bias", name)
+        name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        parts = ("gate", "up") if metadata.architecture.swapped and "gate_up" in name else ("gate_up",)
+        names = [name.replace("gate_up", part) for part in parts]
+        return [table.get_name(one, try_suffixes=(".weight", ".bias")) or "" for one in names]
 
     return rename
