@@ -9,7 +9,7 @@ from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, QK_NORMS, 
 from jshadow.models.sliding import layer_count
 from jshadow.ops.rope import RopeConfig
 
-_EXPERTS = (
+EXPERTS = (
     Rule(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
     Rule(r"model\.layers\.(\d+)\.block_sparse_moe\.e_score_correction_bias", "layer_{0}/mlp/router/correction"),
     *(
@@ -55,7 +55,7 @@ MINIMAX_M2 = ModelFamily(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     models="MiniMax-M2",
-    rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + _EXPERTS,
+    rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + EXPERTS,
     differs="half of each head rotated; queries and keys are normed over all heads; experts",
     defaults={
         "vocab_size": 200064,

@@ -5,6 +5,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.cohere import COHERE2
+from jshadow.models.cwm import CWM
 from jshadow.models.ernie import ERNIE45, ERNIE45_MOE
 from jshadow.models.exaone import EXAONE4
 from jshadow.models.family import ModelFamily
@@ -16,6 +17,7 @@ from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
 from jshadow.models.mistral import MINISTRAL3, MISTRAL
+from jshadow.models.mixtral import MIXTRAL
 from jshadow.models.olmo import OLMO2, OLMO3
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
@@ -25,8 +27,8 @@ from jshadow.models.smollm3 import SMOLLM3
 
 _FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3),
-    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
-    *(QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
+    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
+    *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 

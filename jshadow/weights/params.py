@@ -262,7 +262,8 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
     if codes := [kind for kind, code in CODES.items() if code in held]:
         raise ConfigError(f"params must hold plain weights, got {codes[-1]}: save what they were loaded from")
     with staged(check_path("directory", directory)) as partial:
-        special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+        named = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+        special = {name: token for name, token in named.items() if token is not None}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
         write_json(partial / GENERATION, {"eos_token_id": list(config.eos_ids)} if config.eos_ids else {})
         if params.tokenizer is not None:

@@ -275,6 +275,15 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 20,
         },
     ),
+    "cwm": (
+        "cwm",
+        {
+            "sliding_window": 16,
+            "rope_theta": None,
+            "rope_parameters": original(LLAMA3)["rope_scaling"] | {"rope_theta": 1e6},
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     "seed_oss_output": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),
     "granite": (
