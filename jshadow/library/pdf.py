@@ -38,14 +38,9 @@ _LIMITS = PdfLimits()
 def read_pdf(path: Path, limits: PdfLimits = _LIMITS, begun: Begun | None = None) -> str:
     """Return the text of a PDF file, with an empty line between pages.
 
-    Args:
-        path: the file.
-        limits: what the reading may take.
-        begun: called with the process that reads. Whoever kills it ends the reading with a CheckpointError.
-
-    Raises:
-        CheckpointError: the file cannot be read, is encrypted or damaged, or exceeds the limits.
-        ConfigError: pypdf is not installed.
+    `begun` is called with the process that reads. Whoever kills it ends the reading with a CheckpointError. That is
+    also raised if the file cannot be read, is encrypted or damaged, or exceeds the limits. Raises ConfigError without
+    the package pypdf.
     """
     if importlib.util.find_spec("pypdf") is None:
         raise ConfigError(f"{path} needs the package pypdf: pip install 'jshadow[pdf]'")

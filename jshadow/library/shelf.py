@@ -31,8 +31,7 @@ class Identity:
     def of(cls, params: Params, policy: Policy, fitted: Any, capacity: int, fetch: str) -> "Identity":
         """Return the identity of states of these params. `policy` is resolved, and `fetch` is not "auto".
 
-        Raises:
-            CheckpointError: JSON cannot express a setting.
+        Raises CheckpointError if JSON cannot express a setting.
         """
         values = {
             "config": plain(params.config),
@@ -41,18 +40,16 @@ class Identity:
             "policy": policy_record(policy),
             "fitted": None if fitted is None else tree_digest(fitted),
             "dtype": str(params.dtype),
+            "capacity": capacity,
+            "fetch": fetch,
         }
-        return cls._of_values(values, capacity, fetch)
+        return cls(sha256(canonical(values)))
 
     @classmethod
     def of_record(cls, record: StateRecord) -> "Identity":
         """Return the identity of a saved state."""
-        names = ("config", "weights", "tokenizer", "policy", "fitted", "dtype")
-        return cls._of_values({name: getattr(record, name) for name in names}, record.capacity, record.fetch)
-
-    @classmethod
-    def _of_values(cls, values: dict[str, Any], capacity: int, fetch: str) -> "Identity":
-        return cls(sha256(canonical(values | {"capacity": capacity, "fetch": fetch})))
+        names = ("config", "weights", "tokenizer", "policy", "fitted", "dtype", "capacity", "fetch")
+        return cls(sha256(canonical({name: getattr(record, name) for name in names})))
 
     @property
     def folder(self) -> str:
@@ -64,12 +61,7 @@ class Identity:
         return self.keys(ids, [len(ids)])[len(ids)]
 
     def keys(self, ids: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
-        """Return the key of the first n ids, for each n of `lengths`. All ids are hashed once.
-
-        Args:
-            ids: token ids, int32 [N].
-            lengths: numbers of tokens, each in [0, N].
-        """
+        """Return the key of the first n of `ids`, int32 [N], for each n of `lengths`, each in [0, N]."""
         hasher, done, found = hashlib.sha256(self.digest.encode()), 0, {}
         numbers = np.ascontiguousarray(ids, "<i4")
         for length in sorted(set(lengths)):

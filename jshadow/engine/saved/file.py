@@ -63,11 +63,7 @@ def cut(place: Place, shape: Sequence[int]) -> Place:
 
 
 def padded(place: Place, shape: Sequence[int], dtype: Any, read: Callable[[Place], np.ndarray]) -> np.ndarray:
-    """Return a slice of an array that is longer than the one that is read. Zeros follow the end of that one.
-
-    Args:
-        read: returns a slice of it.
-    """
+    """Return a slice of an array that is longer than the one of which `read` returns slices. Zeros follow its end."""
     inside = cut(place, shape)
     if inside == place:
         return read(place)
@@ -78,13 +74,7 @@ def padded(place: Place, shape: Sequence[int], dtype: Any, read: Callable[[Place
 
 
 def runs(place: Place, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return the runs of numbers of a slice in an array in C order: the first number of each, and how many.
-
-    The runs follow each other in the slice in C order.
-
-    Args:
-        shape: the shape of the array.
-    """
+    """Yield the runs of numbers of a slice in an array of this shape, in C order: the first of each, and how many."""
     counts = sizes(place)
     if not math.prod(counts):
         return
@@ -130,19 +120,15 @@ def read_slice(
                     low, high = wanted * block, min(total, (wanted + 1) * block)
                     if wanted != number:
                         number, held = wanted, memoryview(read(low, high))
-                        _check_block(file, name, (low, high), sha256(held) == digests[wanted])
+                        if sha256(held) != digests[wanted]:
+                            raise CheckpointError(
+                                f"{file.path} is damaged: bytes {low} to {high} of {name} do not have the SHA-256 that "
+                                "the header gives"
+                            )
                     piece = held[start - low : min(end, high) - low]
                 target[done : done + len(piece)] = piece
                 done, start = done + len(piece), start + len(piece)
     return out
-
-
-def _check_block(file: TensorFile, name: str, at: tuple[int, int], good: bool) -> None:
-    """Raise CheckpointError unless a block of a tensor has its SHA-256."""
-    if not good:
-        raise CheckpointError(
-            f"{file.path} is damaged: bytes {at[0]} to {at[1]} of {name} do not have the SHA-256 that the header gives"
-        )
 
 
 THREADS = 4  # number of threads that read and hash; both release Python's global lock
@@ -159,10 +145,9 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 def open_described(
     path: Path, kind: str, versions: Mapping[str, int]
 ) -> tuple[TensorFile, dict[str, str], dict[str, Any]]:
-    """Open a file that jshadow wrote, and check its header. `versions` has the version of each allowed format.
+    """Open a file of one of these formats and versions, and check its header. An error names the file as `kind`.
 
-    Return the file, its metadata texts, and the SHA-256 of each tensor, or a list of one for each block of it. An error
-    names the file as `kind`.
+    Return the file, its metadata texts, and the SHA-256 of each tensor, or a list of one for each block of it.
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
@@ -184,7 +169,7 @@ def open_described(
 
 @contextlib.contextmanager
 def described(path: Path, kind: str) -> Iterator[None]:
-    """A context manager that turns errors of reading metadata into a CheckpointError."""
+    """Turn errors of reading metadata into a CheckpointError."""
     try:
         yield
     except CheckpointError:

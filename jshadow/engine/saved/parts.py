@@ -39,7 +39,7 @@ from jshadow.engine.saved.file import (
     within,
     write_hashed,
 )
-from jshadow.engine.saved.record import read_json_text
+from jshadow.engine.saved.record import read_json_text, read_leaf
 from jshadow.errors import CheckpointError, DistributedError
 from jshadow.weights.convert.files import PARTIAL, remove_for_good, staged_file, sync, workspace
 from jshadow.weights.convert.safetensors_file import DTYPES_OF_TAGS, TAGS, TensorFile
@@ -75,28 +75,11 @@ def _read_entries(index: TensorFile) -> list[dict[str, Any]]:
     return entries
 
 
-def _read_leaves(index: TensorFile) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the format's dtype name and the shape of every tensor of a state in parts."""
-    leaves = read_json_text(index.metadata, "leaves")
-    good = isinstance(leaves, dict) and all(
-        isinstance(leaf, list)
-        and len(leaf) == 2
-        and leaf[0] in TAGS
-        and isinstance(leaf[1], list)
-        and all(type(size) is int and 0 <= size < 2**31 for size in leaf[1])
-        for leaf in leaves.values()
-    )
-    if not good:
-        raise ValueError(f"leaves must have a dtype and a shape for each tensor, got {leaves!r:.80}")
-    return {name: (TAGS[dtype], tuple(shape)) for name, (dtype, shape) in leaves.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """An array that is split over devices, as a file has it.
+    """An array that is split over devices, as a file has it. `parts` are the slices that this process writes.
 
-    Attributes:
-        parts: the slices that this process writes, each with its array. Together, the processes have every number once.
+    Each comes with its array. Together, the processes have every number once.
     """
 
     shape: tuple[int, ...]
@@ -135,16 +118,19 @@ class Split:
 
 
 class Parts:
-    """The tensors of a state in parts. The headers of all parts are read and checked."""
+    """The tensors of a state in parts, whose index was checked. The headers of all parts are read and checked."""
 
     def __init__(self, index: TensorFile) -> None:
-        """Open the parts of a state. The header of its index was checked."""
         self.path = index.path
         with described(index.path, "an index of parts"):
             entries, run = _read_entries(index), read_json_text(index.metadata, "run")
-            leaves = _read_leaves(index)
-        self.shapes = {name: shape for name, (_, shape) in leaves.items()}
-        self.tags = {name: tag for name, (tag, _) in leaves.items()}
+            told = "leaves must have a dtype and a shape for each tensor"
+            table = read_json_text(index.metadata, "leaves")
+            if not isinstance(table, dict):
+                raise ValueError(f"{told}, got {table!r:.80}")
+            leaves = {name: read_leaf(leaf, told) for name, leaf in table.items()}
+        self.shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        self.tags = {name: TAGS[leaf.dtype.name] for name, leaf in leaves.items()}
         self.slices: dict[str, list[tuple[Place, Callable[[Place], np.ndarray]]]] = {name: [] for name in leaves}
         for number, entry in enumerate(entries):
             self._open(index.path.parent / entry["file"], entry, run, f"{index.path}: part {number} of {len(entries)}")
@@ -310,7 +296,7 @@ def write_part(path: Path, run: str, leaves: Mapping[str, Any], named: frozenset
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[None]:
-    """A context manager that replaces a saved state. At its end, the parts of the old one are removed."""
+    """Remove the parts of the saved state at the target, if the block, which replaces it, succeeds."""
     old: list[Path] = []
     if target.is_file():
         with contextlib.suppress(CheckpointError):
