@@ -26,7 +26,7 @@ from jshadow.engine import decode
 from jshadow.engine.saved import file as blocks
 from jshadow.engine.saved import parts as together
 from jshadow.engine.saved import parts as write_parts
-from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, runs, sizes, within
+from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, sizes, within
 from jshadow.engine.saved.state import Split, StateContent, bare, cache_fills, places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full
@@ -400,16 +400,6 @@ def test_the_parts_are_the_state(halves, tmp_path):
     assert {key for key in info if info[key] != one[key]} == {"format", "version", "nbytes"}
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 5)])
-def test_runs_are_the_numbers_of_a_slice(shape):
-    array, random = np.arange(math.prod(shape)).reshape(shape), np.random.default_rng(1)
-    for _ in range(60):
-        place = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in shape)
-        found = [first + i for first, count in runs(place, shape) for i in range(count)]
-        assert found == array[tuple(slice(*end) for end in place)].ravel().tolist()
-    assert list(runs(tuple((0, size) for size in shape), shape)) == [(0, array.size)]
-
-
 def test_zeros_follow_the_end_of_an_array():
     array = np.arange(1, 13).reshape(3, 4)
 
@@ -426,8 +416,12 @@ def test_zeros_follow_the_end_of_an_array():
 
 
 def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
-    value = np.random.default_rng(0).standard_normal((4, 6, 8), np.float32)
-    write_tensors(tmp_path / "file", {"x": value.shape}, "float32", lambda _: value)
+    """Of tensors of each rank, and of the last also at random places."""
+    random = np.random.default_rng(0)
+    value = random.standard_normal((4, 6, 8), np.float32)
+    others = {"a": random.random(7, np.float32), "b": random.random((2, 1, 3, 5), np.float32)}
+    layout = {name: ("float32", one.shape) for name, one in (others | {"x": value}).items()}
+    write_tensors(tmp_path / "file", layout, (others | {"x": value}).__getitem__)
     block = 64
     digests = block_digests(value, block)
     assert len(digests) == value.nbytes // block
@@ -440,6 +434,10 @@ def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
         assert np.array_equal(read_slice(file, "x", place, digests, block), expected)
         assert sum(checked) <= expected.nbytes + 2 * block * max(1, place[0][1] - place[0][0])
         assert np.array_equal(read_slice(file, "x", place), expected)
+    for name, one in (others | {"x": value}).items():
+        for _ in range(60):
+            place = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in one.shape)
+            assert np.array_equal(read_slice(file, name, place), one[tuple(slice(*end) for end in place)])
     with pytest.raises(CheckpointError, match=r"bytes 704 to 768 of x do not have the SHA-256"):
         read_slice(file, "x", ((3, 4), (5, 6), (7, 8)), digests, block)
 
