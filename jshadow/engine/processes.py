@@ -118,9 +118,7 @@ def join(options: ProcessOptions) -> Processes:
 
     On a CPU, collectives go over gloo; on GPUs, over NCCL. Later, a thread watches the other processes. When one of
     them is gone, it prints a DistributedError on stderr and ends this process with status 2, also in the middle of a
-    collective.
-
-    Leave the processes at the end (`with join(...) as processes`).
+    collective. Leave the processes at the end (`with join(...) as processes`).
 
     Raises:
         DistributedError: JAX has started a backend already; process 0 cannot be reached, or its port cannot be opened;
@@ -349,10 +347,7 @@ class Hub:
         self._linger(0)
 
     def _end_run(self, why: str, failed: _Peer | None) -> None:
-        """Tell all why the run ends. Process 0 is the last, because JAX aborts the others when process 0 ends.
-
-        `failed` is the process that has failed, which knows the reason, or None.
-        """
+        """Tell all but the one that failed why the run ends, process 0 last, because JAX aborts the others then."""
         for peer in sorted(self.peers.values(), key=lambda one: one.process == 0):
             if peer.process == 0:
                 self._linger(1)
@@ -470,10 +465,7 @@ class Membership:
         self.goodbye.wait()
 
     def fail(self, why: str) -> None:
-        """Tell the other processes in one line why this one ends with an error, so that they end too.
-
-        The connection stays open until the process ends. So process 0 ends after it.
-        """
+        """Tell the others why this one ends with an error. The connection stays open, so process 0 ends after it."""
         _send(self.connection, {"failed": why[:2000]})
         self.noted.wait(REPORT_SECONDS + NOTED_SECONDS)
         self.noted.set()

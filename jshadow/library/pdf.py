@@ -17,17 +17,10 @@ Begun = Callable[["subprocess.Popen[bytes]"], None]
 
 @dataclasses.dataclass(frozen=True)
 class PdfLimits:
-    """The limits of the reading of one PDF file.
+    """The limits of the reading of one PDF file."""
 
-    Attributes:
-        seconds: CPU seconds. The reading also stops after three times as many seconds of wall time.
-        memory: bytes of address space.
-        pages: pages of the file.
-        characters: characters of its text.
-    """
-
-    seconds: int = 60
-    memory: int = 2**31
+    seconds: int = 60  # of the CPU; the reading also stops after three times as many seconds of wall time
+    memory: int = 2**31  # bytes of address space
     pages: int = 5000
     characters: int = 2**25
 

@@ -18,12 +18,7 @@ _FOLDER = 16  # hexadecimal digits in the name of a folder
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """All that determines the states of a library, except their token ids.
-
-    Attributes:
-        digest: SHA-256 of the model's config, the digests of its weights and its tokenizer, the policy with its
-            settings and learned arrays, the dtype, the capacity and the fetch mode.
-    """
+    """The SHA-256 of all that determines the states of a library, except their token ids."""
 
     digest: str
 
@@ -103,23 +98,14 @@ class Stored:
 
 @dataclasses.dataclass
 class Entry:
-    """What the index knows of a stored state.
+    """What the index knows of a stored state."""
 
-    Attributes:
-        ids: its token ids, int32 [n]. Empty if its file cannot be read.
-        note: "title" and "ends", as in Stored.
-        file: bytes of its file in the directory, or 0 if there is none.
-        object: bytes of its object in the object store, or 0 if there is none.
-        size: its size in memory, if that is known.
-        problem: as in Stored.
-    """
-
-    ids: np.ndarray
-    note: dict[str, str] = dataclasses.field(default_factory=dict)
-    file: int = 0
-    object: int = 0
-    size: Size | None = None
-    problem: str | None = None
+    ids: np.ndarray  # its token ids, int32 [n]; empty if its file cannot be read
+    note: dict[str, str] = dataclasses.field(default_factory=dict)  # "title" and "ends", as in Stored
+    file: int = 0  # bytes of its file in the directory, or 0 if there is none
+    object: int = 0  # bytes of its object in the object store, or 0 if there is none
+    size: Size | None = None  # in memory, if that is known
+    problem: str | None = None  # as in Stored
 
     def stored(self, key: str, tier: str | None) -> Stored:
         """Return the public description. `tier` is the state's tier in memory, or None if it is not in memory."""

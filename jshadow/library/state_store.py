@@ -343,9 +343,7 @@ class StateStore:
         """Notice the states that other machines put into the object store and removed from it.
 
         The other methods do not list the store. In a directory, all methods notice the files of other processes.
-
-        Raises:
-            CheckpointError: the object store cannot be read.
+        Raises CheckpointError if the object store cannot be read.
         """
         self.catalog.look()
 
@@ -376,15 +374,10 @@ class StateStore:
         return done
 
     def prepared(self, key: str, read: ReadState | None) -> KVState | None:
-        """Do what `load` does, but do not wait for the disk.
+        """Do what `load` does with what was `read`, the result of `prepare`. It does not wait for the disk.
 
-        Args:
-            key: the state.
-            read: the result of the future of `prepare`.
-
-        Returns:
-            The state, or None if it has left memory since `prepare` or another thread has taken what was read. Then it
-            must be prepared again.
+        Return None if the state has left memory since, or if another thread has taken what was read. Then it must be
+        prepared again.
         """
         self._check_open()
         try:
@@ -467,18 +460,14 @@ class StateStore:
         Arrays in device memory are copied to the host before this returns. It does not wait for the disk. `longest`
         finds the state at once if it is in memory. `documents` lists it when its file is complete. If the file cannot
         be written, the future has the error of `store`, and the state is forgotten. It has a CapacityError if the
-        states that wait for the disk have more bytes than `limits.writing`.
-
-        Raises:
-            StateMismatch, PromptError: as in `store`.
+        states that wait for the disk have more bytes than `limits.writing`. Raises StateMismatch and PromptError.
         """
         return self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=True)
 
     def remove(self, key: str) -> None:
         """Forget a state, and remove its file and its object. Also a damaged file can be removed.
 
-        Raises:
-            CheckpointError: there is no such state, or it cannot be removed.
+        Raises CheckpointError if there is no such state, or if it cannot be removed.
         """
         self.catalog.wait(key)
         self.catalog.entry(key)

@@ -99,12 +99,7 @@ def _on_devices(state: KVState, shards: Shards | None) -> KVState:
         return state
     specs = tuple(local_spec(spec, shards) for spec in state.specs)
     check_shards([specs])
-    made: dict[CacheSpec, LayerState] = {}
-    for spec in specs:
-        alike = dataclasses.replace(spec, layer=None)
-        if alike not in made:
-            made[alike] = _layer_on_devices(alike, shards)
-    layers = tuple(made[dataclasses.replace(spec, layer=None)] for spec in specs)
+    layers = tuple(_layer_on_devices(dataclasses.replace(spec, layer=None), shards) for spec in specs)
     everywhere = shards.sharding(PartitionSpec())
     others = {name: getattr(state, name) for name in ("shared", "lengths", "last", "counters", "fitted")}
     spread = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), others)
@@ -123,9 +118,7 @@ def _layer_on_devices(spec: CacheSpec, shards: Shards) -> LayerState:
         shape = whole_shape(shards, split, part.shape)
         return jax.ShapeDtypeStruct(shape, part.dtype, sharding=shards.sharding(split, memory))
 
-    leaves, structure = jax.tree.flatten(layer_shapes(spec), is_leaf=is_place)
-    splits = jax.tree.leaves(layer_splits(spec), is_leaf=lambda node: isinstance(node, HostArray | PartitionSpec))
-    layer: LayerState = jax.tree.unflatten(structure, map(spread, leaves, splits))
+    layer: LayerState = jax.tree.map(spread, layer_shapes(spec), layer_splits(spec), is_leaf=is_place)
     return layer
 
 
@@ -453,10 +446,7 @@ class StateContent:
         return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in self.leaves.values())
 
     def copied(self) -> "StateContent":
-        """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.
-
-        Arrays in pinned host memory stay where they are.
-        """
+        """Copy the arrays in device memory, so that another thread can write while the device computes."""
         return dataclasses.replace(self, leaves={name: _off_device(leaf) for name, leaf in self.leaves.items()})
 
     def write(self, target: Path, *, private: bool = False) -> int:
