@@ -23,9 +23,7 @@ from tiny_text import byte_tokenizer
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.saved import file as blocks
-from jshadow.engine.saved import parts as together
-from jshadow.engine.saved import parts as write_parts
+from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, sizes, within
 from jshadow.engine.saved.state import Split, StateContent, bare, cache_fills, places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
@@ -301,7 +299,7 @@ class Pair:
         self.pool = ThreadPoolExecutor(2)
         patch.setattr(jax, "process_index", lambda: getattr(self.own, "number", 0))
         patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(together, "exchange", self.exchange)
+        patch.setattr(saved_file, "exchange", self.exchange)
 
     def exchange(self, name, value, seconds):
         self.told[self.own.number] = value
@@ -339,7 +337,7 @@ def write_halves(pair, path, first=3):
     def work(number):
         whole = content.index
         leaves = {name: leaf if name in whole else half(number, leaf) for name, leaf in content.leaves.items()}
-        return write_parts.write_parts(path, content.record.texts(), leaves, whole)
+        return saved_file.write_parts(path, content.record.texts(), leaves, whole)
 
     return pair.call(work)
 
@@ -427,7 +425,9 @@ def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
     assert len(digests) == value.nbytes // block
     change_byte(tmp_path / "file", -1)  # in the last block
     file, checked = TensorFile(tmp_path / "file"), []
-    monkeypatch.setattr(blocks, "sha256", lambda held, real=blocks.sha256: checked.append(len(held)) or real(held))
+    monkeypatch.setattr(
+        saved_file, "sha256", lambda held, real=saved_file.sha256: checked.append(len(held)) or real(held)
+    )
     for place in [((1, 2), (0, 6), (0, 8)), ((0, 3), (1, 2), (2, 5)), ((0, 0), (0, 6), (0, 8))]:
         checked.clear()
         expected = value[tuple(slice(*end) for end in place)]
@@ -454,7 +454,7 @@ def test_the_saving_ends_in_all_where_one_fails(tmp_path, monkeypatch):
     pair = Pair(monkeypatch)
     write_halves(pair, tmp_path / "old")
     before = listing(tmp_path)
-    real = write_parts.write_part
+    real = saved_file.write_part
 
     def full(path, *rest):
         if jax.process_index() == 1:
@@ -462,7 +462,7 @@ def test_the_saving_ends_in_all_where_one_fails(tmp_path, monkeypatch):
         return real(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(write_parts, "write_part", full)
+        patch.setattr(saved_file, "write_part", full)
         for name in ("old", "new"):
             for number, told in enumerate(write_halves(pair, tmp_path / name, first=1)):
                 assert told.startswith("CheckpointError: ")
@@ -533,7 +533,10 @@ def test_any_changed_byte_is_noticed(halves, tmp_path):
         ({"parts": '[{"file":"/y","bytes":1,"header_sha256":""}]'}, "parts must be a list of files"),
         ({"run": '"another"'}, "must be of run 'another', got '"),
         ({"leaves": "{}"}, "must be a slice of a tensor of the state"),
-        ({"leaves": '{"last":["int32",[-1]]}'}, "leaves must have a dtype and a shape for each tensor"),
+        *(
+            ({"leaves": wrong}, "leaves must have a dtype and a shape for each tensor")
+            for wrong in ('{"last":["int32",[-1]]}', '{"last":["int32",2]}', "[]")
+        ),
         ({"format": "something else"}, "got a safetensors file of format 'something else'"),
         # with right digests everywhere, the numbers of all slices are still counted
         (lambda x: {"parts": json.dumps(json.loads(x["parts"])[:1])}, r"the parts must have \d+ of \S+, got \d+"),

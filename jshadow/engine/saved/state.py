@@ -1,7 +1,7 @@
 """Saving and loading KV states. A file is loaded only for its own model and policy.
 
 A state is stored in one safetensors file, which is written completely or not at all. If it lies on devices of several
-processes, it is stored in parts (`parts.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
+processes, it is stored in parts (`file.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
 The tensors are the leaves of the state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token
 ids if the caller passed them ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It
 is empty after loading. The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the
@@ -29,27 +29,25 @@ from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
 from jshadow.engine.placement import check_shards, shards_of
 from jshadow.engine.saved.file import (
+    INDEX_FORMAT,
+    INDEX_VERSION,
+    Parts,
     Place,
+    Split,
     described,
     open_described,
     padded,
+    part_paths,
     place_of,
     read_all,
     read_checked,
     read_slice,
+    replacing,
     sizes,
+    together,
     whole,
     within,
     write_hashed,
-)
-from jshadow.engine.saved.parts import (
-    INDEX_FORMAT,
-    INDEX_VERSION,
-    Parts,
-    Split,
-    part_paths,
-    replacing,
-    together,
     write_parts,
 )
 from jshadow.engine.saved.record import StateRecord, read_json_text
