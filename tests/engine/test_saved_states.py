@@ -1,6 +1,7 @@
-"""Saved states: what is loaded is the state that was saved, bit for bit, and goes on alike, also of a file in parts."""
+"""Saved states and learned arrays: what is loaded is what was saved, bit for bit, also from a file in parts."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,19 +16,24 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, STEPS, TINY, mode_of, model, prefilled, random_tokens, run_steps, setting
 from few import quick, slow
+from less_arrays import SMALL as SMALL_LESS
+from less_arrays import fitted_for
 from safetensors import safe_open
 from sealed import content_of, parts_of, seal
 from small_state import LENGTHS_SMALL, POLICY, SMALL, equal, file_size_limit, save_small, small
 from tiny_text import byte_tokenizer
 
-from jshadow import load_state, save_state
+from jshadow import load_fitted, load_state, save_fitted, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
-from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, sizes, within
-from jshadow.engine.saved.state import Split, StateContent, bare, cache_fills, places, read_state_info
-from jshadow.errors import CheckpointError, PromptError, StateMismatch
-from jshadow.policies import POLICIES, Full
+from jshadow.engine.saved.file import Split, block_digests, cut, padded, read_slice, sizes, within
+from jshadow.engine.saved.fitted import FORMAT, read_fitted_info
+from jshadow.engine.saved.state import StateContent, bare, cache_fills, places, read_state_info
+from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
+from jshadow.policies import POLICIES, Full, InfiniGen, Loki
+from jshadow.policies.capabilities import Learns, with_fitted
+from jshadow.policies.checks import reads_fitted
 from jshadow.policies.settings import dotted_settings
 from jshadow.weights.convert.safetensors_file import TensorFile, write_tensors
 from jshadow.weights.params import Params, init_params
@@ -425,9 +431,8 @@ def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
     assert len(digests) == value.nbytes // block
     change_byte(tmp_path / "file", -1)  # in the last block
     file, checked = TensorFile(tmp_path / "file"), []
-    monkeypatch.setattr(
-        saved_file, "sha256", lambda held, real=saved_file.sha256: checked.append(len(held)) or real(held)
-    )
+    real = saved_file.sha256
+    monkeypatch.setattr(saved_file, "sha256", lambda held: checked.append(len(held)) or real(held))
     for place in [((1, 2), (0, 6), (0, 8)), ((0, 3), (1, 2), (2, 5)), ((0, 0), (0, 6), (0, 8))]:
         checked.clear()
         expected = value[tuple(slice(*end) for end in place)]
@@ -548,3 +553,142 @@ def test_an_index_that_is_not_as_jshadow_writes_it(halves, tmp_path, texts, told
     seal(index, tensors, known | (texts(known) if callable(texts) else texts))
     with pytest.raises(CheckpointError, match=told):
         load(index)
+
+
+# The learned arrays of a policy
+
+LEARNED_FROM = random_tokens(60, seed=5)
+LOKI = Loki(budget=9, columns=3, calibration="offline")
+LEARNERS = {"loki": LOKI, "infinigen": InfiniGen(columns=4, calibration="offline"), "less": SMALL_LESS}
+
+
+@functools.cache
+def learned(name):
+    """A policy and random arrays as if it had learned them."""
+    policy = LEARNERS[name]
+    if name == "less":
+        return policy, jax.tree.map(np.asarray, fitted_for(TINY))
+    rng, shapes = np.random.default_rng(1), policy.fitted_shapes(TINY)
+    is_shape = {"is_leaf": lambda node: isinstance(node, tuple)}
+    return policy, jax.tree.map(lambda shape: rng.standard_normal(shape).astype(np.float32), shapes, **is_shape)
+
+
+def written(path, name="less"):
+    policy, fitted = learned(name)
+    save_fitted(path, fitted, policy, model(), about={"tokens": 60})
+    return path.read_bytes()
+
+
+def load_learned(path, policy=SMALL_LESS):
+    return load_fitted(path, model(), policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_a_fit_learned_comes_back_and_is_used(name, tmp_path):
+    policy = LEARNERS[name]
+    fitted = learned("less")[1] if name == "less" else policy.fit(model(), LEARNED_FROM)
+    save_fitted(tmp_path / "a", fitted, policy, model())
+    back = load_learned(tmp_path / "a", policy)
+    jax.tree.map(np.testing.assert_array_equal, back, fitted)
+    logits, _ = decode.prefill(model(), LEARNED_FROM[None], [60], policy, capacity=96, fitted=back)
+    assert np.isfinite(logits).all()
+
+
+OTHER_SETTINGS = {
+    "loki": dataclasses.replace(LOKI, budget=30, columns=16),
+    "less": dataclasses.replace(SMALL_LESS, heavy=1, recent=3, normalize=True),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_arrays_come_back(kind, tmp_path):
+    """Settings that decide no shape may differ."""
+    policy, fitted = learned(kind)
+    assert written(tmp_path / "a", kind) == written(tmp_path / "b", kind)
+    for one in (policy, OTHER_SETTINGS.get(kind, policy)):
+        back = load_learned(tmp_path / "a", one)
+        jax.tree.map(np.testing.assert_array_equal, back, fitted)
+        assert jax.tree.map(lambda leaf: leaf.shape, back) == policy.fitted_shapes(TINY)
+    info = read_fitted_info(tmp_path / "a")
+    assert (info["policy"]["name"], info["about"], info["dtype"]) == (kind, {"tokens": 60}, "float32")
+
+
+LEARNED_BY_OTHERS = [
+    (lambda: init_params(TINY, seed=9), SMALL_LESS, "weights: file has"),
+    (
+        lambda: init_params(dataclasses.replace(TINY, ffn_dim=64)),
+        SMALL_LESS,
+        r"config\.ffn_dim: file has 48, params has",
+    ),
+    (lambda: model(TINY, "bfloat16"), SMALL_LESS, "dtype: file has 'float32', params has 'bfloat16'"),
+    (model, LOKI, r"policy\.name: file has 'less', policy has 'loki'"),
+    (model, dataclasses.replace(SMALL_LESS, state_rank=8), r"arrays\.phi\.second: file has"),
+    (model, Full(), r"policy\.name"),
+]
+
+
+def test_what_belongs_to_another_is_refused(tmp_path):
+    written(tmp_path / "a")
+    for make, policy, told in LEARNED_BY_OTHERS:
+        with pytest.raises(StateMismatch, match=told):
+            load_fitted(tmp_path / "a", make(), policy)
+    written(tmp_path / "b", "loki")
+    with pytest.raises(ConfigError, match="policy must use learned arrays"):
+        load_learned(tmp_path / "b", Loki())
+
+
+FORGED = [
+    ({"version": "2"}, "format version 2"),
+    ({"version": "one"}, "version must be JSON"),
+    ({"policy": "[]"}, "policy must have settings"),
+    ({"policy": json.dumps({"name": "magic", "settings": {}})}, "policy must have settings"),
+    ({"policy": json.dumps({"name": "less", "settings": []})}, "policy must have settings"),
+    ({"sha256": "{}"}, "one digest for each tensor"),
+    ({"config": "3"}, "config: file has 3"),
+    (None, "does not have the SHA-256"),
+]
+
+
+def test_metadata_that_no_one_wrote(tmp_path):
+    written(tmp_path / "a")
+    arrays, texts = content_of(tmp_path / "a")
+    assert texts["format"] == FORMAT
+    for changes, told in FORGED:
+        wrong = {"sha256": json.dumps(dict.fromkeys(json.loads(texts["sha256"]), "0" * 64))}
+        seal(tmp_path / "a", arrays, texts | (wrong if changes is None else changes))
+        with pytest.raises((CheckpointError, StateMismatch), match=told):
+            load_learned(tmp_path / "a")
+
+
+def test_what_cannot_be_saved_is_told(tmp_path, monkeypatch):
+    """A write that fails leaves the file of before, and no other."""
+
+    def full(*_):
+        raise OSError(28, "no space left")
+
+    (policy, fitted), before, path = learned("less"), written(tmp_path / "a"), tmp_path / "a"
+    nan = fitted | {"psi": fitted["psi"] | {"scale": fitted["psi"]["scale"] * np.float32("nan")}}
+    monkeypatch.setattr(saved_file, "write_payload", full)
+    for place, arrays, own, error, told in (
+        (path, nan, policy, CheckpointError, r"psi\.scale: 24 of 24 values are NaN"),
+        (path, None, Full(), ConfigError, "may learn nothing"),
+        (path, learned("loki")[1], policy, ConfigError, "must be what the fit of less returned"),
+        ("/dev/null/a", fitted, policy, CheckpointError, "cannot be written"),
+        (path, fitted, policy, CheckpointError, "no space left"),
+    ):
+        with pytest.raises(error, match=told):
+            save_fitted(place, arrays, own, model())
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_only_learners_have_shapes():
+    """Whoever fits tells the shapes, and uses the arrays once it is set so."""
+    for policy in POLICIES.values():
+        if issubclass(policy, Learns):
+            assert policy().fitted_shapes(TINY)
+            assert with_fitted(policy()).reads_fitted
+        else:
+            assert with_fitted(policy()) == policy()
+            assert not reads_fitted(policy())
