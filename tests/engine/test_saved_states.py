@@ -19,6 +19,7 @@ from few import quick, slow
 from less_arrays import SMALL as SMALL_LESS
 from less_arrays import fitted_for
 from safetensors import safe_open
+from saved_cases import difference
 from sealed import content_of, parts_of, seal
 from small_state import LENGTHS_SMALL, POLICY, SMALL, equal, file_size_limit, save_small, small
 from tiny_text import byte_tokenizer
@@ -29,7 +30,7 @@ from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved.file import Split, block_digests, cut, padded, read_slice, sizes, within
 from jshadow.engine.saved.fitted import FORMAT, read_fitted_info
-from jshadow.engine.saved.state import StateContent, bare, cache_fills, places, read_state_info
+from jshadow.engine.saved.state import StateContent, places, read_state_info
 from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full, InfiniGen, Loki
 from jshadow.policies.capabilities import Learns, with_fitted
@@ -50,25 +51,6 @@ def decoded(name: str = "full", fetch: str = "resident"):
     return run_steps(model(), prefilled(name, "restricted", fetch)[1], STEPS[:, :2], ACTIVE)[1]
 
 
-def assert_same(mine, theirs, *, stepped: bool = False) -> None:
-    """Same structure and static fields; every leaf with the same bits, dtype, shape, device and memory kind.
-
-    A loaded state's cache of selected chunks is empty. After steps it may hold less, which costs hits and bytes.
-    """
-    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    fills, others = cache_fills(mine), places(theirs)
-    free = set(fills) | ({"counters.hits", "counters.fetched"} if stepped and fills else set())
-    for name, a in places(mine).items():
-        b = others[name]
-        assert getattr(a, "memory", None) == getattr(b, "memory", None), name
-        a, b = bare(a), bare(b)
-        assert (a.dtype, a.shape, a.sharding, a.weak_type) == (b.dtype, b.shape, b.sharding, b.weak_type), name
-        if name not in free:
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
-        elif not stepped:
-            assert (np.asarray(a) == fills[name]).all(), name
-
-
 @pytest.mark.parametrize("name", quick(("full", "shadowkv"), NAMES))
 def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
     fetch = mode_of(name)
@@ -76,13 +58,13 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model(), None if name in POLICIES else setting(name, "restricted"))
     assert (loaded.fetch, loaded.lengths.tolist()) == (fetch, [63, 28, 6])
-    assert_same(loaded, state)
+    assert difference(loaded, state) == "none"
     logits, after = run_steps(model(), state, STEPS[:, 2:5])
     compiled = decode._step._cache_size()
     loaded_logits, loaded_after = run_steps(model(), loaded, STEPS[:, 2:5])
     assert decode._step._cache_size() == compiled
     np.testing.assert_array_equal(loaded_logits, logits)
-    assert_same(loaded_after, after, stepped=True)
+    assert difference(loaded_after, after, stepped=True) == "none"
 
 
 def prefill_small(params: Params | None = None, policy=POLICY, capacity=16, lengths=LENGTHS_SMALL) -> KVState:
@@ -95,7 +77,7 @@ def test_sixteen_bit_states(tmp_path, dtype):
     params = init_params(SMALL, dtype=dtype)
     state = prefill_small(params)
     save_state(tmp_path / "state", state, params)
-    assert_same(load_state(tmp_path / "state", params), state)
+    assert difference(load_state(tmp_path / "state", params), state) == "none"
 
 
 @pytest.mark.slow
@@ -122,7 +104,7 @@ def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
         save_state(place, state, model(), tokens=tokens)
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
-    assert_same(load_state(path, model()), state)
+    assert difference(load_state(path, model()), state) == "none"
     info = read_state_info(path)
     assert (info["tokens"], info["lengths"]) == (tokens, state.lengths.tolist())
     assert info["policy"] == {"name": "shadowkv", "settings": dotted_settings(state.policy)}
@@ -165,7 +147,7 @@ def test_rows_taken_and_inserted_keep_their_window(tmp_path):
     shared = state.take([0]).share(2)
     for changed in (state.take([1, 0]), state.insert(1, one), one, shared.take([1])):
         save_state(tmp_path / "state", changed, params)
-        assert_same(load_state(tmp_path / "state", params), changed)
+        assert difference(load_state(tmp_path / "state", params), changed) == "none"
     assert one.specs[0].window != state.specs[0].window
     with pytest.raises(StateMismatch, match=r"take\(\[i\]\)"):
         save_state(tmp_path / "state", shared, params)
@@ -178,7 +160,7 @@ def test_fitted_arrays_come_back(tmp_path):
     state = decoded().replace(fitted=basis)
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model())
-    assert_same(loaded, state)
+    assert difference(loaded, state) == "none"
     first = read_state_info(tmp_path / "state")["fitted"]
     other = basis | {"b.c": jax.device_put(np.full(3, 4, np.int8))}
     save_state(tmp_path / "state", state.replace(fitted=other), model())
