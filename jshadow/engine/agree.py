@@ -25,7 +25,7 @@ AGREE_SECONDS = 600.0  # a process may still be reading its weights
 COMPILE_SECONDS = 3600.0
 POLL_MILLISECONDS = 1000  # between two looks at the clock, and at Ctrl-C
 SHOWN = 12  # characters of a value in an error
-rounds: collections.Counter[str] = collections.Counter()  # of exchanges, by name: a key is written once
+_rounds: collections.Counter[str] = collections.Counter()  # of exchanges, by name: a key is written once
 seen: set[Any] = set()  # programs that all processes have compiled
 
 
@@ -39,11 +39,11 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     own = distributed.global_state
     if own.client is None or own.num_processes == 1:
         return [value]
-    place, end = f"jshadow/{name}/{rounds[name]}", time.monotonic() + seconds
-    rounds[name] += 1
+    place, end = f"jshadow/{name}/{_rounds[name]}", time.monotonic() + seconds
+    _rounds[name] += 1
     own.client.key_value_set(f"{place}/{own.process_id}", value)
     values = [
-        value if number == own.process_id else wait_for(own.client, f"{place}/{number}", end)
+        value if number == own.process_id else _wait_for(own.client, f"{place}/{number}", end)
         for number in range(own.num_processes)
     ]
     late = [number for number, found in enumerate(values) if found is None]
@@ -55,7 +55,7 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
     return [found for found in values if found is not None]
 
 
-def wait_for(client: Any, key: str, end: float) -> str | None:
+def _wait_for(client: Any, key: str, end: float) -> str | None:
     """Return the value of a key of the store, or None if it is not there at the time `end` of `time.monotonic`."""
     while True:
         left = max(1, min(POLL_MILLISECONDS, int(1000 * (end - time.monotonic()))))
@@ -71,13 +71,8 @@ def wait_for(client: Any, key: str, end: float) -> str | None:
 def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
     """Compare the facts of all processes. Call it after loading the weights, and before the first collective.
 
-    Args:
-        facts: texts by the name of the field, such as those of `run_facts`. A field that only some processes have is
-            compared among them.
-        seconds: how long to wait for the others.
-
-    Raises:
-        DistributedError: a field differs. Each process raises it. The message names the field and the processes.
+    The facts are texts by the name of the field, such as those of `run_facts`. A field that only some processes have is
+    compared among them. If one differs, each process raises a DistributedError with the field and the processes.
     """
     texts = exchange("agree", json.dumps(dict(facts)), seconds)
     differences = []
@@ -100,16 +95,11 @@ def processes_here() -> int:
 
 
 def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict[str, str]:
-    """Return the facts of a run: SHA-256s of its config, tokenizer, weights and policy, and of other values.
+    """Return the facts of a run: SHA-256s of its config, tokenizer, weights and policy, and of other settings.
 
-    Args:
-        params: the model. Every byte of its weights that lies on a device of this process is hashed.
-        policy: the policy, or None.
-        **settings: other values by name, such as the token ids of the prompts, the seed and the shape of the mesh. They
-            must be plain values of JSON.
-
-    Raises:
-        CheckpointError: JSON cannot express a setting of the policy.
+    Every byte of the weights that lies on a device of this process is hashed. The settings are plain values of JSON by
+    name, such as the token ids of the prompts, the seed and the shape of the mesh. Raises CheckpointError if JSON
+    cannot express a setting of the policy.
     """
     facts = {
         "jax": jax.__version__,
@@ -124,13 +114,10 @@ def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict
 
 
 def weight_facts(weights: Any) -> dict[str, str]:
-    """Return SHA-256s of the weights that this process holds.
+    """Return SHA-256s of the weights that this process holds, a tree of arrays.
 
     Weights that it holds as a whole are one fact. The others are a second fact, whose name has the digest of their
     places in it. So processes compare the same slices, and only these.
-
-    Args:
-        weights: a tree of arrays, each on devices of this process or also on those of others.
     """
     whole, part, places = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     divided = False
@@ -169,8 +156,8 @@ def run_together(program: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """
     from jax._src import distributed
 
-    if distributed.global_state.client is not None and spans_processes((args, named)):
-        key = (program, signature((args, named)))
+    if distributed.global_state.client is not None and _spans_processes((args, named)):
+        key = (program, _signature((args, named)))
         if key not in seen:
             program.lower(*args, **named).compile()  # type: ignore[attr-defined]  # jit keeps what it has compiled
             compiled_everywhere(getattr(program, "__name__", "program"))
@@ -178,13 +165,12 @@ def run_together(program: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return program(*args, **named)
 
 
-def spans_processes(arguments: Any) -> bool:
-    """Return whether an array among the arguments also lies on devices of other processes."""
+def _spans_processes(arguments: Any) -> bool:
     leaves = jax.tree.leaves(arguments)
     return any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves)
 
 
-def signature(arguments: Any) -> Any:
+def _signature(arguments: Any) -> Any:
     """Return what a jitted function's program depends on: for arrays the types and places, for others the values."""
     leaves, tree = jax.tree.flatten(arguments)
 

@@ -49,21 +49,13 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 4}
 
 @dataclasses.dataclass(frozen=True)
 class ProcessOptions:
-    """Which process this is, and where the others meet.
+    """Which process this is, and where the others meet."""
 
-    Attributes:
-        coordinator: "HOST:PORT" of process 0. Its port must be free.
-        processes: the number of all processes. 1 alone: one process, whatever the environment says.
-        process: the number of this one, from 0.
-        join_timeout: how many seconds to wait for the others.
-        search: whether JAX may find the first three in the environment (Slurm, Open MPI, Kubernetes) if none is given.
-    """
-
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-    join_timeout: float = JOIN_SECONDS
-    search: bool = False
+    coordinator: str | None = None  # "HOST:PORT" of process 0, whose port must be free
+    processes: int | None = None  # the number of all; 1 alone: one process, whatever the environment says
+    process: int | None = None  # the number of this one, from 0
+    join_timeout: float = JOIN_SECONDS  # how long to wait for the others
+    search: bool = False  # whether JAX may find the first three in the environment (Slurm, Open MPI, Kubernetes)
 
     def __post_init__(self) -> None:
         names = ("coordinator", "processes", "process")
@@ -84,19 +76,14 @@ class ProcessOptions:
 
 
 class Processes:
-    """The processes of a run, as one of them sees them. As a context manager it leaves the run at the end.
+    """The count of the processes of a run, and the index of this one. As a context manager it leaves the run.
 
-    If the block raises an error, the other processes end with it. An error of gloo or NCCL becomes a DistributedError.
-
-    Attributes:
-        count: how many there are.
-        index: the number of this one.
+    If its block raises an error, the other processes end with it. An error of gloo or NCCL becomes a DistributedError.
     """
 
     def __init__(
         self, count: int, index: int, membership: "Membership | None" = None, hub: "Hub | None" = None
     ) -> None:
-        """Take the connections that `join` has made. Without them, the process is alone."""
         self.count, self.index = count, index
         self._membership, self._hub = membership, hub
 
@@ -131,13 +118,7 @@ def join(options: ProcessOptions) -> Processes:
 
     On a CPU, collectives go over gloo; on GPUs, over NCCL. Later, a thread watches the other processes. When one of
     them is gone, it prints a DistributedError on stderr and ends this process with status 2, also in the middle of a
-    collective.
-
-    Args:
-        options: which process this is.
-
-    Returns:
-        The processes. Leave them at the end (`with join(...) as processes`).
+    collective. Leave the processes at the end (`with join(...) as processes`).
 
     Raises:
         DistributedError: JAX has started a backend already; process 0 cannot be reached, or its port cannot be opened;
@@ -181,7 +162,7 @@ def join(options: ProcessOptions) -> Processes:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of this process among all: the options, with `devices`, the numbers of its local devices or None."""
+    """The place of this process among all, and the numbers of its local devices or None."""
 
     coordinator: str
     processes: int
@@ -237,7 +218,7 @@ def _forget_jax() -> None:
 
 @dataclasses.dataclass(eq=False)
 class _Peer:
-    """A connection of process 0: its socket, its address, its process if that is known, and whether that is done."""
+    """A connection of process 0 to a process, whose number may not be known yet."""
 
     connection: socket.socket
     address: str
@@ -366,10 +347,7 @@ class Hub:
         self._linger(0)
 
     def _end_run(self, why: str, failed: _Peer | None) -> None:
-        """Tell all why the run ends. Process 0 is the last, because JAX aborts the others when process 0 ends.
-
-        `failed` is the process that has failed, which knows the reason, or None.
-        """
+        """Tell all but the one that failed why the run ends, process 0 last, because JAX aborts the others then."""
         for peer in sorted(self.peers.values(), key=lambda one: one.process == 0):
             if peer.process == 0:
                 self._linger(1)
@@ -401,7 +379,7 @@ class Membership:
 
     def __init__(self, host: str, port: int, process: int, processes: int, timeout: float) -> None:
         """Connect to process 0, and wait until all processes have come, both for `timeout` seconds at most."""
-        self.place, self.process, self.processes = join_address(host, port), process, processes
+        self.place, self.process, self.processes = _join_address(host, port), process, processes
         self.timeout, self.end = timeout, time.monotonic() + timeout
         self.noted, self.goodbye = threading.Event(), threading.Event()
         self.connection, self.lines = self._connect(host, port), _Lines()
@@ -487,10 +465,7 @@ class Membership:
         self.goodbye.wait()
 
     def fail(self, why: str) -> None:
-        """Tell the other processes in one line why this one ends with an error, so that they end too.
-
-        The connection stays open until the process ends. So process 0 ends after it.
-        """
+        """Tell the others why this one ends with an error. The connection stays open, so process 0 ends after it."""
         _send(self.connection, {"failed": why[:2000]})
         self.noted.wait(REPORT_SECONDS + NOTED_SECONDS)
         self.noted.set()
@@ -524,8 +499,7 @@ def split_address(address: str, field: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
-def join_address(host: str, port: int) -> str:
-    """Return "HOST:PORT". An IPv6 address is put into brackets."""
+def _join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -536,7 +510,7 @@ def bind_address(host: str, port: int) -> str:
         loopback = ipaddress.ip_address(name).is_loopback
     except ValueError:  # a name
         loopback = False
-    return join_address(name if loopback else "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port)
+    return _join_address(name if loopback else "::" if socket.has_dualstack_ipv6() else "0.0.0.0", port)
 
 
 def listen(address: str) -> socket.socket:

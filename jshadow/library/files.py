@@ -2,11 +2,10 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from jshadow.engine.saved.state import ReadState, Stamp, StateContent, read_stat
 from jshadow.errors import CapacityError, CheckpointError, StateMismatch
 from jshadow.library.remote import Remote, is_url
 from jshadow.library.shelf import SUFFIX, Entry, Identity
-from jshadow.library.tiers import TierLimits, fits
+from jshadow.library.tiers import TierLimits
 from jshadow.policies import Policy
 from jshadow.weights.convert.files import check_path, private_folder, remove_abandoned
 from jshadow.weights.params import Params
@@ -30,19 +29,12 @@ _RECENT = 10**8  # nanoseconds: after a change that is so recent, another one ma
 
 
 class _Directory:
-    """The files of one library. All methods may be called from any thread, `write` from one at a time."""
+    """The files of one library. All methods may be called from any thread, `write` from one at a time.
+
+    The directory is created when the first file is written. `limit` is the maximum number of bytes of all files in it.
+    """
 
     def __init__(self, root: Path, identity: Identity, limit: int | None) -> None:
-        """Use a directory, which is created when the first file is written.
-
-        Args:
-            root: the directory.
-            identity: that of the library.
-            limit: maximum number of bytes of all files below `root`, or None.
-
-        Raises:
-            CheckpointError: `root` is not a directory.
-        """
         if root.exists() and not root.is_dir():
             raise CheckpointError(f"library {root} must be a directory, got another kind of file")
         self.root, self.identity, self.limit = root, identity, limit
@@ -50,18 +42,13 @@ class _Directory:
 
     @property
     def folder(self) -> Path:
-        """The folder of the library's files."""
         return self.root / self.identity.folder
 
     def path(self, key: str) -> Path:
-        """Return the path of a state's file, which may be missing."""
         return self.folder / f"{key}{SUFFIX}"
 
     def change(self) -> int | None:
-        """Return the time of the folder's last change in ns, or None if the next change may have the same time.
-
-        A folder that is missing has the time 0.
-        """
+        """Return when the folder changed, in ns. 0: it is missing. None: the next change may have the same time."""
         try:
             time_ns = self.folder.stat().st_mtime_ns
         except OSError:
@@ -93,21 +80,18 @@ class _Directory:
 
     def files(self) -> dict[str, int]:
         """Return the bytes of each file of the library, by key. An empty file counts as 1 byte."""
-        return {path.stem: max(1, size) for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
+        return {path.stem: max(1, size) for path, size in _listed(self.folder.glob(f"*{SUFFIX}"))}
 
     def bytes_of(self, key: str) -> int:
         """Return the bytes of a state's file, as `files` does, or 0 if there is none."""
-        return sum(max(1, size) for _, size in listed(iter([self.path(key)])))
+        return sum(max(1, size) for _, size in _listed(iter([self.path(key)])))
 
     def used(self) -> int:
         """Return the bytes of all stored states below the directory, also those of other libraries."""
-        return sum(size for _, size in listed(self.root.glob(f"*/*{SUFFIX}")))
+        return sum(size for _, size in _listed(self.root.glob(f"*/*{SUFFIX}")))
 
     def entry(self, key: str, size: int) -> Entry | None:
-        """Return the index entry of a file. If the file cannot be used, the entry says why.
-
-        Return None if the system cannot read the file now.
-        """
+        """Return the entry of a file, with a problem if it cannot be used, or None if it cannot be read now."""
         try:
             with self.named(key):
                 info = read_state_info(self.path(key))
@@ -123,12 +107,6 @@ class _Directory:
             return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
 
     def write(self, key: str, content: StateContent) -> int:
-        """Write the file of a state, and return its bytes.
-
-        Raises:
-            CapacityError: the file does not fit the limit.
-            CheckpointError: the file cannot be written, such as on a full disk.
-        """
         if self.limit is not None:
             size, used = most_bytes(content), self.used()
             if used + size > self.limit:
@@ -146,7 +124,6 @@ class _Directory:
         return content.write(self.path(key), private=True)
 
     def remove(self, key: str) -> None:
-        """Remove the file of a state, if there is one. Raises CheckpointError if it cannot be removed."""
         try:
             self.path(key).unlink(missing_ok=True)
         except OSError as error:
@@ -158,7 +135,7 @@ def most_bytes(content: StateContent) -> int:
     return content.nbytes + HEADER + HEADER_ARRAY * len(content.leaves)
 
 
-def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
+def _listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
     """Return paths with the bytes of their files. A file that was removed meanwhile or cannot be read is left out."""
     found = []
     with contextlib.suppress(OSError):
@@ -172,15 +149,6 @@ _READERS = 2  # number of states that are read at once; each is read by several 
 ATTEMPTS = 3  # how often a file is read that other processes replace meanwhile
 
 
-@dataclasses.dataclass(frozen=True)
-class Maker:
-    """The model and the resolved policy that make the states of a library, and the identity of the states."""
-
-    params: Params
-    policy: Policy
-    identity: Identity
-
-
 class Files:
     """The files of a library. All methods may be called from any thread.
 
@@ -191,10 +159,10 @@ class Files:
         pool: the threads that read.
     """
 
-    def __init__(self, place: Any, maker: Maker, limits: TierLimits) -> None:
+    def __init__(self, place: Any, params: Params, policy: Policy, identity: Identity, limits: TierLimits) -> None:
         """Open a directory or an object store. The arguments and errors are those of `Library`."""
-        self.maker, self.limits = maker, limits
-        self.remote = Remote(place, maker.identity) if is_url(place) else None
+        self.params, self.policy, self.identity, self.limits = params, policy, identity, limits
+        self.remote = Remote(place, identity) if is_url(place) else None
         self.temporary = contextlib.ExitStack()
         if self.remote is None:
             root, limit = check_path("place", place), limits.disk
@@ -202,20 +170,18 @@ class Files:
             root, limit = check_path("limits.disk_folder", limits.disk_folder), None
         else:
             root, limit = self.temporary.enter_context(private_folder("jshadow-library")), None
-        self.directory = _Directory(root, maker.identity, limit)
+        self.directory = _Directory(root, identity, limit)
         self.verified: set[Stamp] = set()
         self.pool = concurrent.futures.ThreadPoolExecutor(_READERS, "jshadow-library")
 
     def content(self, state: KVState, entry: Entry) -> StateContent:
         """Return what the file of a state is to hold. Raises CheckpointError or StateMismatch as `save_state` does."""
-        return StateContent.of(state, self.maker.params, [entry.ids.tolist()], entry.note)
+        return StateContent.of(state, self.params, [entry.ids.tolist()], entry.note)
 
     def write(self, key: str, content: StateContent, entry: Entry) -> None:
-        """Write the file of a state, and put it into the object store if there is one.
+        """Write the file of a state, and put it into the object store if there is one. If that fails, no file is left.
 
-        Raises:
-            CapacityError: the file does not fit `limits.disk`.
-            CheckpointError: the file or the object cannot be written. No file is left.
+        Raises CapacityError if the file does not fit `limits.disk`, and CheckpointError if it cannot be written.
         """
         with self.directory.named(key):
             entry.file = self.directory.write(key, content)
@@ -230,30 +196,21 @@ class Files:
     def read(self, key: str, ids: np.ndarray | None) -> ReadState:
         """Read and check the file of a state. It is fetched from the object store first if it is not on disk.
 
-        Args:
-            key: the state.
-            ids: the token ids that it must hold, int32 [n]. None: they are not known.
-
-        Raises:
-            CheckpointError: there is no such state, or its file is damaged or of a newer version.
-            StateMismatch: the state is of another model, policy, dtype, capacity or fetch mode, or holds other ids.
+        `ids` are the token ids that it must hold, int32 [n], if they are known. The errors are those of `Library.load`.
         """
         with self.directory.named(key):
-            return self._read(key, ids)
-
-    def _read(self, key: str, ids: np.ndarray | None) -> ReadState:
-        path, maker = self.directory.path(key), self.maker
-        if self.remote is None and not path.exists():
-            path = next(iter(sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))), path)
-        read = self._read_unchanged(key, path)
-        if (theirs := Identity.of_record(read.record)) != maker.identity:
-            expected = "capacity and fetch mode of this library, or its learned arrays"
-            got = f"capacity={read.record.capacity} and fetch={read.record.fetch!r}"
-            raise StateMismatch(f"{path} must have the {expected}, got {got} (identity {theirs.folder})")
-        tokens = None if read.tokens is None else read.tokens[0]
-        if tokens is None or maker.identity.key(tokens) != key or (ids is not None and not np.array_equal(tokens, ids)):
-            raise StateMismatch(f"{path} must hold the token ids of {key}, got others")
-        return read
+            path, identity = self.directory.path(key), self.identity
+            if self.remote is None and not path.exists():
+                path = next(iter(sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))), path)
+            read = self._read_unchanged(key, path)
+            if (theirs := Identity.of_record(read.record)) != identity:
+                expected = "capacity and fetch mode of this library, or its learned arrays"
+                got = f"capacity={read.record.capacity} and fetch={read.record.fetch!r}"
+                raise StateMismatch(f"{path} must have the {expected}, got {got} (identity {theirs.folder})")
+            tokens = None if read.tokens is None else read.tokens[0]
+            if tokens is None or identity.key(tokens) != key or (ids is not None and not np.array_equal(tokens, ids)):
+                raise StateMismatch(f"{path} must hold the token ids of {key}, got others")
+            return read
 
     def _read_unchanged(self, key: str, path: Path) -> ReadState:
         """Read a file, and again if another process replaced it meanwhile, or if the copy of an object was removed."""
@@ -262,22 +219,12 @@ class Files:
                 self.remote.fetch(key, path)
             before = stamp_of(path)
             try:
-                return read_state(path, self.maker.params, self.maker.policy, self.verified)
+                return read_state(path, self.params, self.policy, self.verified)
             except CheckpointError:
                 now = stamp_of(path)
                 if now == before or (now is None and self.remote is None) or attempt + 1 == ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")
-
-    def trim(self, order: Iterable[tuple[str, Entry]]) -> None:
-        """Remove copies of objects, in this order, until they fit `limits.disk`."""
-        for key, entry in order:
-            if fits(self.directory.used(), self.limits.disk):
-                return
-            if entry.file and entry.object:
-                with contextlib.suppress(CheckpointError):  # the copy stays
-                    self.directory.remove(key)
-                    entry.file = 0
 
     def remove(self, key: str) -> None:
         """Remove the file and the object of a state. Raises CheckpointError if one cannot be removed."""
@@ -287,6 +234,5 @@ class Files:
             self.directory.remove(key)
 
     def close(self) -> None:
-        """End the threads, and remove a temporary folder."""
         self.pool.shutdown(cancel_futures=True)
         self.temporary.close()

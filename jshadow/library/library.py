@@ -36,18 +36,12 @@ _Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
 
 
 def paths_of_part(paths: Sequence[Path], part: str | None) -> list[Path]:
-    """Return the documents that one of several processes reads, in the given order.
+    """Return the documents that one of several processes reads, such as "2/3" of all, in the given order.
 
     Each file is in exactly one part if all processes get the same list. The files are sorted by name, and then dealt by
-    their bytes (see `deal`). So neither their order matters, nor the folder in which a machine has them.
-
-    Args:
-        paths: all files.
-        part: which part, such as "2/3". None means all files. With more parts than files, some parts are empty.
-
-    Raises:
-        ConfigError: `part` is not I/N with I from 1 to N.
-        CheckpointError: a file is missing.
+    their bytes (see `deal`). So neither their order matters, nor the folder in which a machine has them. With more
+    parts than files, some parts are empty. Raises ConfigError unless `part` is None or I/N with I from 1 to N, and
+    CheckpointError if a file is missing.
     """
     if part is None:
         return [*paths]
@@ -91,8 +85,7 @@ def ids_of(source: _Source, params: Params) -> tuple[np.ndarray, str]:
 def text_ids(text: str, params: Params) -> np.ndarray:
     """Return the token ids of a text as a document, int32 [n]. Texts of special tokens in it are plain text.
 
-    Raises:
-        PromptError: there is no text in it, or the chat template allows no document.
+    Raises PromptError if there is no text in it, or if the chat template allows no document.
     """
     if not text.strip():
         raise PromptError(f"source must have text in it, got {text!r:.20}")
@@ -121,27 +114,14 @@ _PLAIN_STOP = "\nQuestion:"  # for a model without a chat template
 
 
 class Asking:
-    """One question about a stored text.
-
-    Attributes:
-        loop: the generation. Iterate over it, and then call `Library.finish`.
-        before: the token ids of the stored text, int32 [n].
-        ids: the token ids of the question.
-        title: the title of the stored text.
-        store: whether the state at the end of the answer is to be stored.
-    """
+    """One question about a stored text. Iterate over `loop`, the generation, and then call `Library.finish`."""
 
     def __init__(
         self, library: "Library", key: str, question: OnePrompt, options: Mapping[str, Any], *, store: bool
     ) -> None:
-        """Load the text, and begin a generation. Nothing of the question is read yet.
+        """Load the text, and begin a generation. The arguments and errors are those of `Library.ask`.
 
-        Args:
-            library, key, question, store: as in `Library.ask`.
-            options: `max_new_tokens` and other options of `GenerateOptions`, without the state.
-
-        Raises:
-            As `Library.ask`.
+        `options` are `max_new_tokens` and other options of `GenerateOptions`, without the state.
         """
         state = library.load(key)
         entry = library.catalog.entry(key)
@@ -158,16 +138,9 @@ class Asking:
 
 
 def question_ids(params: Params, question: OnePrompt, ends: str, last: int) -> list[int]:
-    """Return the token ids of a question.
+    """Return the token ids of a question. The text before it `ends` with "document", "answer" or "", and a token.
 
-    Args:
-        params: the model.
-        question: text, token ids or a chat.
-        ends: what the text before it ends with: "document", "answer" or "".
-        last: the last token of the text before it.
-
-    Raises:
-        PromptError: the question is empty, or it is text and there is no tokenizer.
+    Raises PromptError if the question is empty, or if it is text and there is no tokenizer.
     """
     tokenizer = params.tokenizer
     if isinstance(question, str) and question.strip() and tokenizer is not None:
@@ -185,11 +158,7 @@ _LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_
 
 @dataclasses.dataclass(frozen=True)
 class Reply(Generation):
-    """The answer of `Library.ask`.
-
-    Attributes:
-        key: the key of the state at the end of the answer, or None if it was not stored.
-    """
+    """The answer of `Library.ask`. `key` is that of the state at the end of it, or None if it was not stored."""
 
     key: str | None = None
 
@@ -272,14 +241,8 @@ class Library(StateStore):
     def prompt(self, key: str, question: OnePrompt) -> list[int]:
         """Return the token ids of a stored text and of a question about it, as `ask` puts them together.
 
-        A serving engine with this library finds the stored text at the beginning of these ids.
-
-        Args:
-            key, question: as in `ask`.
-
-        Raises:
-            CheckpointError: there is no such text.
-            PromptError: the question is empty, or it is text and there is no tokenizer.
+        A serving engine with this library finds the stored text at the beginning of these ids. Raises CheckpointError
+        if there is no such text, and PromptError as `ask` does.
         """
         entry = self.catalog.entry(key)
         asked = question_ids(self.params, question, entry.note.get("ends", ""), int(entry.ids[-1]))

@@ -17,17 +17,10 @@ Begun = Callable[["subprocess.Popen[bytes]"], None]
 
 @dataclasses.dataclass(frozen=True)
 class PdfLimits:
-    """The limits of the reading of one PDF file.
+    """The limits of the reading of one PDF file."""
 
-    Attributes:
-        seconds: CPU seconds. The reading also stops after three times as many seconds of wall time.
-        memory: bytes of address space.
-        pages: pages of the file.
-        characters: characters of its text.
-    """
-
-    seconds: int = 60
-    memory: int = 2**31
+    seconds: int = 60  # of the CPU; the reading also stops after three times as many seconds of wall time
+    memory: int = 2**31  # bytes of address space
     pages: int = 5000
     characters: int = 2**25
 
@@ -38,14 +31,9 @@ _LIMITS = PdfLimits()
 def read_pdf(path: Path, limits: PdfLimits = _LIMITS, begun: Begun | None = None) -> str:
     """Return the text of a PDF file, with an empty line between pages.
 
-    Args:
-        path: the file.
-        limits: what the reading may take.
-        begun: called with the process that reads. Whoever kills it ends the reading with a CheckpointError.
-
-    Raises:
-        CheckpointError: the file cannot be read, is encrypted or damaged, or exceeds the limits.
-        ConfigError: pypdf is not installed.
+    `begun` is called with the process that reads. Whoever kills it ends the reading with a CheckpointError. That is
+    also raised if the file cannot be read, is encrypted or damaged, or exceeds the limits. Raises ConfigError without
+    the package pypdf.
     """
     if importlib.util.find_spec("pypdf") is None:
         raise ConfigError(f"{path} needs the package pypdf: pip install 'jshadow[pdf]'")

@@ -39,7 +39,6 @@ def text_of(file: Any, pages: int, characters: int) -> str:
 
 
 def _main(path: str, seconds: int, memory: int, pages: int, characters: int) -> int:
-    """Print the text of a file, and return the exit status."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -47,16 +46,16 @@ def _main(path: str, seconds: int, memory: int, pages: int, characters: int) -> 
         with open(path, "rb") as file:
             text = text_of(file, pages, characters)
     except Refusal as refusal:
-        print(" ".join(str(refusal).split()), file=sys.stderr)
-        return REFUSED
+        refused = " ".join(str(refusal).split())
     except MemoryError:
-        print(f"must be readable with {memory} bytes of memory, got a PDF that needs more", file=sys.stderr)
-        return REFUSED
+        refused = f"must be readable with {memory} bytes of memory, got a PDF that needs more"
     except OSError as error:
-        print(f"cannot be read: {error}", file=sys.stderr)
-        return REFUSED
-    sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
-    return 0
+        refused = f"cannot be read: {error}"
+    else:
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
+        return 0
+    print(refused, file=sys.stderr)
+    return REFUSED
 
 
 if __name__ == "__main__":

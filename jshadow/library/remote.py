@@ -36,14 +36,9 @@ class Remote:
     """The objects of one library. All methods may be called from any thread."""
 
     def __init__(self, url: str, identity: Identity) -> None:
-        """Open an object store.
+        """Open an object store such as "s3://bucket/path", "gs://...", "az://..." or "file:///...".
 
-        Args:
-            url: such as "s3://bucket/path", "gs://...", "az://..." or "file:///...".
-            identity: that of the library.
-
-        Raises:
-            ConfigError: the package obstore is not installed, or it does not know such a URL.
+        Raises ConfigError if the package obstore is not installed, or if it does not know such a URL.
         """
         try:
             import obstore
@@ -59,7 +54,6 @@ class Remote:
             raise ConfigError(f"place must be the URL of an object store, got {url!r}: {error}") from error
 
     def name(self, key: str, suffix: str = SUFFIX) -> str:
-        """Return the name of an object of a state."""
         return f"{self.identity.folder}/{key}{suffix}"
 
     @contextlib.contextmanager
@@ -73,13 +67,12 @@ class Remote:
             raise CheckpointError(f"object {name} cannot be read or written: {text}") from error
 
     def keys(self) -> set[str]:
-        """Return the keys of all complete states. Raises CheckpointError if the store cannot be read."""
+        """Return the keys of all complete states."""
         with self.errors(self.identity.folder):
             names = [meta["path"] for batch in self.store.list(f"{self.identity.folder}/") for meta in batch]
         return {Path(name).stem for name in names if name.endswith(_TABLE)}
 
     def entries(self, keys: set[str]) -> dict[str, Entry]:
-        """Return the entries of complete states, by key."""
         with ThreadPoolExecutor(_READERS) as pool:
             return dict(zip(keys, pool.map(self.entry, keys), strict=True))
 
@@ -119,12 +112,8 @@ class Remote:
             return False
         return True
 
-    def fetch(self, key: str, path: Path) -> int:
-        """Copy the object of a state to a file by ranged reads, several at once. Return its bytes.
-
-        Raises:
-            CheckpointError: the object is missing or cannot be read, or the file cannot be written.
-        """
+    def fetch(self, key: str, path: Path) -> None:
+        """Copy the object of a state to a file by ranged reads, several at once. Raises CheckpointError."""
         name = self.name(key)
         with self.errors(name):
             size = int(self.store.head(name)["size"])
@@ -141,7 +130,6 @@ class Remote:
 
             with ThreadPoolExecutor(_READERS) as pool:
                 list(pool.map(copy, range(0, size, RANGE)))
-        return size
 
     def remove(self, key: str) -> None:
         """Remove the objects of a state, first the table. Missing objects are not an error. Raises CheckpointError."""

@@ -18,12 +18,7 @@ _FOLDER = 16  # hexadecimal digits in the name of a folder
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """All that determines the states of a library, except their token ids.
-
-    Attributes:
-        digest: SHA-256 of the model's config, the digests of its weights and its tokenizer, the policy with its
-            settings and learned arrays, the dtype, the capacity and the fetch mode.
-    """
+    """The SHA-256 of all that determines the states of a library, except their token ids."""
 
     digest: str
 
@@ -31,8 +26,7 @@ class Identity:
     def of(cls, params: Params, policy: Policy, fitted: Any, capacity: int, fetch: str) -> "Identity":
         """Return the identity of states of these params. `policy` is resolved, and `fetch` is not "auto".
 
-        Raises:
-            CheckpointError: JSON cannot express a setting.
+        Raises CheckpointError if JSON cannot express a setting.
         """
         values = {
             "config": plain(params.config),
@@ -41,18 +35,16 @@ class Identity:
             "policy": policy_record(policy),
             "fitted": None if fitted is None else tree_digest(fitted),
             "dtype": str(params.dtype),
+            "capacity": capacity,
+            "fetch": fetch,
         }
-        return cls._of_values(values, capacity, fetch)
+        return cls(sha256(canonical(values)))
 
     @classmethod
     def of_record(cls, record: StateRecord) -> "Identity":
         """Return the identity of a saved state."""
-        names = ("config", "weights", "tokenizer", "policy", "fitted", "dtype")
-        return cls._of_values({name: getattr(record, name) for name in names}, record.capacity, record.fetch)
-
-    @classmethod
-    def _of_values(cls, values: dict[str, Any], capacity: int, fetch: str) -> "Identity":
-        return cls(sha256(canonical(values | {"capacity": capacity, "fetch": fetch})))
+        names = ("config", "weights", "tokenizer", "policy", "fitted", "dtype", "capacity", "fetch")
+        return cls(sha256(canonical({name: getattr(record, name) for name in names})))
 
     @property
     def folder(self) -> str:
@@ -64,12 +56,7 @@ class Identity:
         return self.keys(ids, [len(ids)])[len(ids)]
 
     def keys(self, ids: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
-        """Return the key of the first n ids, for each n of `lengths`. All ids are hashed once.
-
-        Args:
-            ids: token ids, int32 [N].
-            lengths: numbers of tokens, each in [0, N].
-        """
+        """Return the key of the first n of `ids`, int32 [N], for each n of `lengths`, each in [0, N]."""
         hasher, done, found = hashlib.sha256(self.digest.encode()), 0, {}
         numbers = np.ascontiguousarray(ids, "<i4")
         for length in sorted(set(lengths)):
@@ -111,23 +98,14 @@ class Stored:
 
 @dataclasses.dataclass
 class Entry:
-    """What the index knows of a stored state.
+    """What the index knows of a stored state."""
 
-    Attributes:
-        ids: its token ids, int32 [n]. Empty if its file cannot be read.
-        note: "title" and "ends", as in Stored.
-        file: bytes of its file in the directory, or 0 if there is none.
-        object: bytes of its object in the object store, or 0 if there is none.
-        size: its size in memory, if that is known.
-        problem: as in Stored.
-    """
-
-    ids: np.ndarray
-    note: dict[str, str] = dataclasses.field(default_factory=dict)
-    file: int = 0
-    object: int = 0
-    size: Size | None = None
-    problem: str | None = None
+    ids: np.ndarray  # its token ids, int32 [n]; empty if its file cannot be read
+    note: dict[str, str] = dataclasses.field(default_factory=dict)  # "title" and "ends", as in Stored
+    file: int = 0  # bytes of its file in the directory, or 0 if there is none
+    object: int = 0  # bytes of its object in the object store, or 0 if there is none
+    size: Size | None = None  # in memory, if that is known
+    problem: str | None = None  # as in Stored
 
     def stored(self, key: str, tier: str | None) -> Stored:
         """Return the public description. `tier` is the state's tier in memory, or None if it is not in memory."""

@@ -58,20 +58,18 @@ class Size:
 
     @property
     def total(self) -> int:
-        """Bytes of the whole state."""
         return self.device + self.host
 
 
 @dataclasses.dataclass
 class Held[State]:
-    """A state in memory, its size, and its tier."""
+    """A state in memory."""
 
     state: State
     size: Size
     tier: str
 
     def taken(self, tier: str) -> int:
-        """Return the bytes that the state takes of a tier."""
         if tier == DEVICE:
             return self.size.device if self.tier == DEVICE else 0
         return self.size.host if self.tier == DEVICE else self.size.total
@@ -87,18 +85,11 @@ class MemoryTiers[State]:
     def __init__(
         self, limits: TierLimits, lower: Callable[[State], State], leave: Callable[[str, State], None]
     ) -> None:
-        """Begin with no states.
-
-        Args:
-            limits: the limits of both tiers.
-            lower: moves a state to the host tier, and returns the moved state.
-            leave: called with the key and the state of one that has left memory.
-        """
+        """Begin with no states. `lower` moves one to the host tier. `leave` is called with one that leaves memory."""
         self.limits, self.lower, self.leave = limits, lower, leave
         self.held: collections.OrderedDict[str, Held[State]] = collections.OrderedDict()
 
     def used(self, tier: str) -> int:
-        """Return the bytes that all states take of a tier."""
         return sum(held.taken(tier) for held in list(self.held.values()))
 
     def tier_of(self, key: str) -> str | None:
@@ -180,32 +171,23 @@ def size_of(state: KVState) -> Size:
 
 
 def to_host(state: KVState) -> KVState:
-    """Copy all arrays of a state to pinned host memory. Offloaded rows stay where they are.
-
-    The result is not ready for a step.
-    """
-    return _moved(state, lambda leaf: _copied(leaf, _PINNED))
+    """Copy all arrays of a state but its offloaded rows to pinned host memory. The result is not ready for a step."""
+    return _moved(state, _PINNED)
 
 
 def to_device(state: KVState) -> KVState:
     """Undo `to_host`. Offloaded rows stay in host memory."""
-    return _moved(state, lambda leaf: _copied(leaf, "device"))
+    return _moved(state, "device")
 
 
-def _moved(state: KVState, move: Callable[[Any], Any]) -> KVState:
-    """Return a state with every array moved, except offloaded rows. The copies are complete when this returns."""
+def _moved(state: KVState, memory: str) -> KVState:
+    """Return a state with every array in a memory, except offloaded rows. The copies are complete when this returns."""
 
-    def of_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, HostArray):
-            return move(leaf)
-        return leaf if leaf.memory == _PINNED else HostArray(move(leaf.array), leaf.memory)
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, HostArray):
+            return leaf if leaf.memory == _PINNED else HostArray(copied(leaf.array), leaf.memory)
+        sharding = leaf.sharding
+        return leaf if sharding.memory_kind == memory else jax.device_put(leaf, sharding.with_memory_kind(memory))
 
-    result: KVState = jax.block_until_ready(jax.tree.map(of_leaf, state, is_leaf=is_place))
+    result: KVState = jax.block_until_ready(jax.tree.map(copied, state, is_leaf=is_place))
     return result
-
-
-def _copied(leaf: jax.Array, memory: str) -> jax.Array:
-    """Copy an array to a memory of its device, or return it if it is there."""
-    if leaf.sharding.memory_kind == memory:
-        return leaf
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(memory))

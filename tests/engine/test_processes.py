@@ -308,22 +308,18 @@ def test_peers_learn_of_a_process_that_is_gone(ends):
     assert any(reason.endswith("This is process 0") for reason in ends.reasons)
 
 
-def test_peers_learn_of_a_process_that_fails(ends):
-    ends.roll(2).all()[1].fail("CapacityError: too long")
-    assert ends.event.wait(LONG)
-    assert ends.reasons == ["process 1 of 2 failed: CapacityError: too long. This is process 0"]
-
-
-def test_a_process_that_fails_is_not_ended_by_others(ends):
-    """Its own error is the one that counts, also if process 0 is gone by then."""
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_other_learns_of_a_process_that_fails(ends, failing):
+    """The one that fails is not ended: its own error is the one that counts, also if process 0 is gone by then."""
     roll = ends.roll(2)
     members = roll.all()
-    members[0].fail("ValueError: one")
-    assert ends.reasons == ["process 0 of 2 failed: ValueError: one. This is process 1"]
+    members[failing].fail("ValueError: one")
+    assert ends.event.wait(LONG)
+    assert ends.reasons == [f"process {failing} of 2 failed: ValueError: one. This is process {1 - failing}"]
     members[0].connection.shutdown(socket.SHUT_RDWR)
     roll.hub.thread.join(LONG)
     assert len(ends.reasons) <= 2
-    assert not any(reason.endswith("This is process 0") for reason in ends.reasons)
+    assert not any(reason.endswith(f"This is process {failing}") for reason in ends.reasons)
 
 
 def test_numbers_in_words():

@@ -22,15 +22,17 @@ from sealed import content_of, seal
 from small_state import LENGTHS_SMALL, POLICY, SMALL, equal, file_size_limit, save_small, small
 from tiny_text import byte_tokenizer
 
-from jshadow import Full, StreamingLLM, load_state, save_state
+from jshadow import Full, StreamingLLM, load_fitted, load_state, save_fitted, save_state
 from jshadow.cache import host_memory, offload
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved import state as saved_read
+from jshadow.engine.saved.fitted import read_fitted_info
 from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError, StateMismatch
 from jshadow.models.config import RopeConfig
+from jshadow.policies import Loki
 from jshadow.policies.settings import with_settings
 from jshadow.weights.convert.safetensors_file import TensorFile
 from jshadow.weights.digest import canonical, raw_bytes, sha256
@@ -96,17 +98,36 @@ MUTATIONS = {
 }
 
 
+def same_arrays(path: Path) -> bool:
+    """Whether a file has the learned arrays of `LEARNED`."""
+    loaded = load_fitted(path, small()[0], LEARNER)
+    return all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(learned())))
+
+
+LEARNER = Loki(budget=9, columns=3, calibration="offline")
+READERS = {"a state": (same, read_state_info), "learned arrays": (same_arrays, read_fitted_info)}
+
+
+def learned() -> dict[str, np.ndarray]:
+    shapes = LEARNER.fitted_shapes(SMALL).items()
+    return {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes}
+
+
+@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutated_file_is_refused_or_the_same(path, name, record_property):
-    data, (times, mutation), info = path.read_bytes(), MUTATIONS[name], read_state_info(path) | {"nbytes": 0}
+def test_a_mutated_file_is_refused_or_the_same(path, kind, name, record_property):
+    is_same, read_info = READERS[kind]
+    if kind == "learned arrays":
+        save_fitted(path, learned(), LEARNER, small()[0], about={"tokens": 60})
+    data, (times, mutation), info = path.read_bytes(), MUTATIONS[name], read_info(path) | {"nbytes": 0}
     rng, harmless = np.random.default_rng(len(name)), 0
-    for _ in range(times):
+    for _ in range(times if kind == "a state" else times // 2):
         path.write_bytes(mutation(data, rng))
         with contextlib.suppress(CheckpointError, StateMismatch):
-            assert same(path)
+            assert is_same(path)
             harmless += 1
         with contextlib.suppress(CheckpointError):  # it does not read all tensors, but what it says is right
-            assert read_state_info(path) | {"nbytes": 0} == info
+            assert read_info(path) | {"nbytes": 0} == info
     record_property("harmless", harmless)
     assert harmless <= (0.2 * times if name in ("retype_header", "swap_blocks") else 0)
 
@@ -243,8 +264,8 @@ def test_each_tensor_is_read_once_and_hashed_in_threads(path, monkeypatch):
         (LFS, "git lfs pull"),
         (b"short", "5 bytes"),
         *((content, "something else") for content in (b"\x80\x04\x95pickle" * 9, b"\xff" * 99, b"[" * 999)),
-        (save({"lengths": np.zeros(2, np.int32)}), "must be a saved KV state.*format None"),
-        (save({"lengths": np.zeros(2, np.int32)}, {"format": "pt"}), "must be a saved KV state.*format 'pt'"),
+        (save({"lengths": np.zeros(2, np.int32)}), "must be a .*format None"),
+        (save({"lengths": np.zeros(2, np.int32)}, {"format": "pt"}), "must be a .*format 'pt'"),
         ("directory", "not a regular file"),
     ],
 )
@@ -253,9 +274,11 @@ def test_no_state_at_all(tmp_path, content, told):
         (tmp_path / "state").mkdir()
     elif content is not None:
         (tmp_path / "state").write_bytes(content)
-    for read in (load, read_state_info):
-        with pytest.raises(CheckpointError, match=told):
-            read(tmp_path / "state")
+    told_kinds = {"a saved KV state": (load, read_state_info), "a file of fitted arrays": (same_arrays,)}
+    for kind, readers in told_kinds.items():
+        for read in readers:
+            with pytest.raises(CheckpointError, match=told.replace("must be a ", f"must be {kind}")):
+                read(tmp_path / "state")
 
 
 # Files that another writer sealed well, and whose content is wrong all the same

@@ -1,6 +1,7 @@
-"""Saved states: what is loaded is the state that was saved, bit for bit, and goes on alike, also of a file in parts."""
+"""Saved states and learned arrays: what is loaded is what was saved, bit for bit, also from a file in parts."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,21 +16,25 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, STEPS, TINY, mode_of, model, prefilled, random_tokens, run_steps, setting
 from few import quick, slow
+from less_arrays import SMALL as SMALL_LESS
+from less_arrays import fitted_for
 from safetensors import safe_open
+from saved_cases import difference
 from sealed import content_of, parts_of, seal
 from small_state import LENGTHS_SMALL, POLICY, SMALL, equal, file_size_limit, save_small, small
 from tiny_text import byte_tokenizer
 
-from jshadow import load_state, save_state
+from jshadow import load_fitted, load_state, save_fitted, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.saved import file as blocks
-from jshadow.engine.saved import parts as together
-from jshadow.engine.saved import parts as write_parts
-from jshadow.engine.saved.file import block_digests, cut, padded, read_slice, runs, sizes, within
-from jshadow.engine.saved.state import Split, StateContent, bare, cache_fills, places, read_state_info
-from jshadow.errors import CheckpointError, PromptError, StateMismatch
-from jshadow.policies import POLICIES, Full
+from jshadow.engine.saved import file as saved_file
+from jshadow.engine.saved.file import Split, block_digests, cut, padded, read_slice, sizes, within
+from jshadow.engine.saved.fitted import FORMAT, read_fitted_info
+from jshadow.engine.saved.state import StateContent, places, read_state_info
+from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
+from jshadow.policies import POLICIES, Full, InfiniGen, Loki
+from jshadow.policies.capabilities import Learns, with_fitted
+from jshadow.policies.checks import reads_fitted
 from jshadow.policies.settings import dotted_settings
 from jshadow.weights.convert.safetensors_file import TensorFile, write_tensors
 from jshadow.weights.params import Params, init_params
@@ -46,25 +51,6 @@ def decoded(name: str = "full", fetch: str = "resident"):
     return run_steps(model(), prefilled(name, "restricted", fetch)[1], STEPS[:, :2], ACTIVE)[1]
 
 
-def assert_same(mine, theirs, *, stepped: bool = False) -> None:
-    """Same structure and static fields; every leaf with the same bits, dtype, shape, device and memory kind.
-
-    A loaded state's cache of selected chunks is empty. After steps it may hold less, which costs hits and bytes.
-    """
-    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    fills, others = cache_fills(mine), places(theirs)
-    free = set(fills) | ({"counters.hits", "counters.fetched"} if stepped and fills else set())
-    for name, a in places(mine).items():
-        b = others[name]
-        assert getattr(a, "memory", None) == getattr(b, "memory", None), name
-        a, b = bare(a), bare(b)
-        assert (a.dtype, a.shape, a.sharding, a.weak_type) == (b.dtype, b.shape, b.sharding, b.weak_type), name
-        if name not in free:
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
-        elif not stepped:
-            assert (np.asarray(a) == fills[name]).all(), name
-
-
 @pytest.mark.parametrize("name", quick(("full", "shadowkv"), NAMES))
 def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
     fetch = mode_of(name)
@@ -72,13 +58,13 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model(), None if name in POLICIES else setting(name, "restricted"))
     assert (loaded.fetch, loaded.lengths.tolist()) == (fetch, [63, 28, 6])
-    assert_same(loaded, state)
+    assert difference(loaded, state) == "none"
     logits, after = run_steps(model(), state, STEPS[:, 2:5])
     compiled = decode._step._cache_size()
     loaded_logits, loaded_after = run_steps(model(), loaded, STEPS[:, 2:5])
     assert decode._step._cache_size() == compiled
     np.testing.assert_array_equal(loaded_logits, logits)
-    assert_same(loaded_after, after, stepped=True)
+    assert difference(loaded_after, after, stepped=True) == "none"
 
 
 def prefill_small(params: Params | None = None, policy=POLICY, capacity=16, lengths=LENGTHS_SMALL) -> KVState:
@@ -91,7 +77,7 @@ def test_sixteen_bit_states(tmp_path, dtype):
     params = init_params(SMALL, dtype=dtype)
     state = prefill_small(params)
     save_state(tmp_path / "state", state, params)
-    assert_same(load_state(tmp_path / "state", params), state)
+    assert difference(load_state(tmp_path / "state", params), state) == "none"
 
 
 @pytest.mark.slow
@@ -118,7 +104,7 @@ def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
         save_state(place, state, model(), tokens=tokens)
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
-    assert_same(load_state(path, model()), state)
+    assert difference(load_state(path, model()), state) == "none"
     info = read_state_info(path)
     assert (info["tokens"], info["lengths"]) == (tokens, state.lengths.tolist())
     assert info["policy"] == {"name": "shadowkv", "settings": dotted_settings(state.policy)}
@@ -161,7 +147,7 @@ def test_rows_taken_and_inserted_keep_their_window(tmp_path):
     shared = state.take([0]).share(2)
     for changed in (state.take([1, 0]), state.insert(1, one), one, shared.take([1])):
         save_state(tmp_path / "state", changed, params)
-        assert_same(load_state(tmp_path / "state", params), changed)
+        assert difference(load_state(tmp_path / "state", params), changed) == "none"
     assert one.specs[0].window != state.specs[0].window
     with pytest.raises(StateMismatch, match=r"take\(\[i\]\)"):
         save_state(tmp_path / "state", shared, params)
@@ -174,7 +160,7 @@ def test_fitted_arrays_come_back(tmp_path):
     state = decoded().replace(fitted=basis)
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model())
-    assert_same(loaded, state)
+    assert difference(loaded, state) == "none"
     first = read_state_info(tmp_path / "state")["fitted"]
     other = basis | {"b.c": jax.device_put(np.full(3, 4, np.int8))}
     save_state(tmp_path / "state", state.replace(fitted=other), model())
@@ -301,7 +287,7 @@ class Pair:
         self.pool = ThreadPoolExecutor(2)
         patch.setattr(jax, "process_index", lambda: getattr(self.own, "number", 0))
         patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(together, "exchange", self.exchange)
+        patch.setattr(saved_file, "exchange", self.exchange)
 
     def exchange(self, name, value, seconds):
         self.told[self.own.number] = value
@@ -339,7 +325,7 @@ def write_halves(pair, path, first=3):
     def work(number):
         whole = content.index
         leaves = {name: leaf if name in whole else half(number, leaf) for name, leaf in content.leaves.items()}
-        return write_parts.write_parts(path, content.record.texts(), leaves, whole)
+        return saved_file.write_parts(path, content.record.texts(), leaves, whole)
 
     return pair.call(work)
 
@@ -400,16 +386,6 @@ def test_the_parts_are_the_state(halves, tmp_path):
     assert {key for key in info if info[key] != one[key]} == {"format", "version", "nbytes"}
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (2, 1, 3, 5)])
-def test_runs_are_the_numbers_of_a_slice(shape):
-    array, random = np.arange(math.prod(shape)).reshape(shape), np.random.default_rng(1)
-    for _ in range(60):
-        place = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in shape)
-        found = [first + i for first, count in runs(place, shape) for i in range(count)]
-        assert found == array[tuple(slice(*end) for end in place)].ravel().tolist()
-    assert list(runs(tuple((0, size) for size in shape), shape)) == [(0, array.size)]
-
-
 def test_zeros_follow_the_end_of_an_array():
     array = np.arange(1, 13).reshape(3, 4)
 
@@ -426,20 +402,29 @@ def test_zeros_follow_the_end_of_an_array():
 
 
 def test_only_the_blocks_of_a_slice_are_read_and_checked(tmp_path, monkeypatch):
-    value = np.random.default_rng(0).standard_normal((4, 6, 8), np.float32)
-    write_tensors(tmp_path / "file", {"x": value.shape}, "float32", lambda _: value)
+    """Of tensors of each rank, and of the last also at random places."""
+    random = np.random.default_rng(0)
+    value = random.standard_normal((4, 6, 8), np.float32)
+    others = {"a": random.random(7, np.float32), "b": random.random((2, 1, 3, 5), np.float32)}
+    layout = {name: ("float32", one.shape) for name, one in (others | {"x": value}).items()}
+    write_tensors(tmp_path / "file", layout, (others | {"x": value}).__getitem__)
     block = 64
     digests = block_digests(value, block)
     assert len(digests) == value.nbytes // block
     change_byte(tmp_path / "file", -1)  # in the last block
     file, checked = TensorFile(tmp_path / "file"), []
-    monkeypatch.setattr(blocks, "sha256", lambda held, real=blocks.sha256: checked.append(len(held)) or real(held))
+    real = saved_file.sha256
+    monkeypatch.setattr(saved_file, "sha256", lambda held: checked.append(len(held)) or real(held))
     for place in [((1, 2), (0, 6), (0, 8)), ((0, 3), (1, 2), (2, 5)), ((0, 0), (0, 6), (0, 8))]:
         checked.clear()
         expected = value[tuple(slice(*end) for end in place)]
         assert np.array_equal(read_slice(file, "x", place, digests, block), expected)
         assert sum(checked) <= expected.nbytes + 2 * block * max(1, place[0][1] - place[0][0])
         assert np.array_equal(read_slice(file, "x", place), expected)
+    for name, one in (others | {"x": value}).items():
+        for _ in range(60):
+            place = tuple(tuple(sorted(random.integers(0, size + 1, 2).tolist())) for size in one.shape)
+            assert np.array_equal(read_slice(file, name, place), one[tuple(slice(*end) for end in place)])
     with pytest.raises(CheckpointError, match=r"bytes 704 to 768 of x do not have the SHA-256"):
         read_slice(file, "x", ((3, 4), (5, 6), (7, 8)), digests, block)
 
@@ -456,7 +441,7 @@ def test_the_saving_ends_in_all_where_one_fails(tmp_path, monkeypatch):
     pair = Pair(monkeypatch)
     write_halves(pair, tmp_path / "old")
     before = listing(tmp_path)
-    real = write_parts.write_part
+    real = saved_file.write_part
 
     def full(path, *rest):
         if jax.process_index() == 1:
@@ -464,7 +449,7 @@ def test_the_saving_ends_in_all_where_one_fails(tmp_path, monkeypatch):
         return real(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(write_parts, "write_part", full)
+        patch.setattr(saved_file, "write_part", full)
         for name in ("old", "new"):
             for number, told in enumerate(write_halves(pair, tmp_path / name, first=1)):
                 assert told.startswith("CheckpointError: ")
@@ -535,7 +520,10 @@ def test_any_changed_byte_is_noticed(halves, tmp_path):
         ({"parts": '[{"file":"/y","bytes":1,"header_sha256":""}]'}, "parts must be a list of files"),
         ({"run": '"another"'}, "must be of run 'another', got '"),
         ({"leaves": "{}"}, "must be a slice of a tensor of the state"),
-        ({"leaves": '{"last":["int32",[-1]]}'}, "leaves must have a dtype and a shape for each tensor"),
+        *(
+            ({"leaves": wrong}, "leaves must have a dtype and a shape for each tensor")
+            for wrong in ('{"last":["int32",[-1]]}', '{"last":["int32",2]}', "[]")
+        ),
         ({"format": "something else"}, "got a safetensors file of format 'something else'"),
         # with right digests everywhere, the numbers of all slices are still counted
         (lambda x: {"parts": json.dumps(json.loads(x["parts"])[:1])}, r"the parts must have \d+ of \S+, got \d+"),
@@ -547,3 +535,142 @@ def test_an_index_that_is_not_as_jshadow_writes_it(halves, tmp_path, texts, told
     seal(index, tensors, known | (texts(known) if callable(texts) else texts))
     with pytest.raises(CheckpointError, match=told):
         load(index)
+
+
+# The learned arrays of a policy
+
+LEARNED_FROM = random_tokens(60, seed=5)
+LOKI = Loki(budget=9, columns=3, calibration="offline")
+LEARNERS = {"loki": LOKI, "infinigen": InfiniGen(columns=4, calibration="offline"), "less": SMALL_LESS}
+
+
+@functools.cache
+def learned(name):
+    """A policy and random arrays as if it had learned them."""
+    policy = LEARNERS[name]
+    if name == "less":
+        return policy, jax.tree.map(np.asarray, fitted_for(TINY))
+    rng, shapes = np.random.default_rng(1), policy.fitted_shapes(TINY)
+    is_shape = {"is_leaf": lambda node: isinstance(node, tuple)}
+    return policy, jax.tree.map(lambda shape: rng.standard_normal(shape).astype(np.float32), shapes, **is_shape)
+
+
+def written(path, name="less"):
+    policy, fitted = learned(name)
+    save_fitted(path, fitted, policy, model(), about={"tokens": 60})
+    return path.read_bytes()
+
+
+def load_learned(path, policy=SMALL_LESS):
+    return load_fitted(path, model(), policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEARNERS)
+def test_what_a_fit_learned_comes_back_and_is_used(name, tmp_path):
+    policy = LEARNERS[name]
+    fitted = learned("less")[1] if name == "less" else policy.fit(model(), LEARNED_FROM)
+    save_fitted(tmp_path / "a", fitted, policy, model())
+    back = load_learned(tmp_path / "a", policy)
+    jax.tree.map(np.testing.assert_array_equal, back, fitted)
+    logits, _ = decode.prefill(model(), LEARNED_FROM[None], [60], policy, capacity=96, fitted=back)
+    assert np.isfinite(logits).all()
+
+
+OTHER_SETTINGS = {
+    "loki": dataclasses.replace(LOKI, budget=30, columns=16),
+    "less": dataclasses.replace(SMALL_LESS, heavy=1, recent=3, normalize=True),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_arrays_come_back(kind, tmp_path):
+    """Settings that decide no shape may differ."""
+    policy, fitted = learned(kind)
+    assert written(tmp_path / "a", kind) == written(tmp_path / "b", kind)
+    for one in (policy, OTHER_SETTINGS.get(kind, policy)):
+        back = load_learned(tmp_path / "a", one)
+        jax.tree.map(np.testing.assert_array_equal, back, fitted)
+        assert jax.tree.map(lambda leaf: leaf.shape, back) == policy.fitted_shapes(TINY)
+    info = read_fitted_info(tmp_path / "a")
+    assert (info["policy"]["name"], info["about"], info["dtype"]) == (kind, {"tokens": 60}, "float32")
+
+
+LEARNED_BY_OTHERS = [
+    (lambda: init_params(TINY, seed=9), SMALL_LESS, "weights: file has"),
+    (
+        lambda: init_params(dataclasses.replace(TINY, ffn_dim=64)),
+        SMALL_LESS,
+        r"config\.ffn_dim: file has 48, params has",
+    ),
+    (lambda: model(TINY, "bfloat16"), SMALL_LESS, "dtype: file has 'float32', params has 'bfloat16'"),
+    (model, LOKI, r"policy\.name: file has 'less', policy has 'loki'"),
+    (model, dataclasses.replace(SMALL_LESS, state_rank=8), r"arrays\.phi\.second: file has"),
+    (model, Full(), r"policy\.name"),
+]
+
+
+def test_what_belongs_to_another_is_refused(tmp_path):
+    written(tmp_path / "a")
+    for make, policy, told in LEARNED_BY_OTHERS:
+        with pytest.raises(StateMismatch, match=told):
+            load_fitted(tmp_path / "a", make(), policy)
+    written(tmp_path / "b", "loki")
+    with pytest.raises(ConfigError, match="policy must use learned arrays"):
+        load_learned(tmp_path / "b", Loki())
+
+
+FORGED = [
+    ({"version": "2"}, "format version 2"),
+    ({"version": "one"}, "version must be JSON"),
+    ({"policy": "[]"}, "policy must have settings"),
+    ({"policy": json.dumps({"name": "magic", "settings": {}})}, "policy must have settings"),
+    ({"policy": json.dumps({"name": "less", "settings": []})}, "policy must have settings"),
+    ({"sha256": "{}"}, "one digest for each tensor"),
+    ({"config": "3"}, "config: file has 3"),
+    (None, "does not have the SHA-256"),
+]
+
+
+def test_metadata_that_no_one_wrote(tmp_path):
+    written(tmp_path / "a")
+    arrays, texts = content_of(tmp_path / "a")
+    assert texts["format"] == FORMAT
+    for changes, told in FORGED:
+        wrong = {"sha256": json.dumps(dict.fromkeys(json.loads(texts["sha256"]), "0" * 64))}
+        seal(tmp_path / "a", arrays, texts | (wrong if changes is None else changes))
+        with pytest.raises((CheckpointError, StateMismatch), match=told):
+            load_learned(tmp_path / "a")
+
+
+def test_what_cannot_be_saved_is_told(tmp_path, monkeypatch):
+    """A write that fails leaves the file of before, and no other."""
+
+    def full(*_):
+        raise OSError(28, "no space left")
+
+    (policy, fitted), before, path = learned("less"), written(tmp_path / "a"), tmp_path / "a"
+    nan = fitted | {"psi": fitted["psi"] | {"scale": fitted["psi"]["scale"] * np.float32("nan")}}
+    monkeypatch.setattr(saved_file, "write_payload", full)
+    for place, arrays, own, error, told in (
+        (path, nan, policy, CheckpointError, r"psi\.scale: 24 of 24 values are NaN"),
+        (path, None, Full(), ConfigError, "may learn nothing"),
+        (path, learned("loki")[1], policy, ConfigError, "must be what the fit of less returned"),
+        ("/dev/null/a", fitted, policy, CheckpointError, "cannot be written"),
+        (path, fitted, policy, CheckpointError, "no space left"),
+    ):
+        with pytest.raises(error, match=told):
+            save_fitted(place, arrays, own, model())
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_only_learners_have_shapes():
+    """Whoever fits tells the shapes, and uses the arrays once it is set so."""
+    for policy in POLICIES.values():
+        if issubclass(policy, Learns):
+            assert policy().fitted_shapes(TINY)
+            assert with_fitted(policy()).reads_fitted
+        else:
+            assert with_fitted(policy()) == policy()
+            assert not reads_fitted(policy())

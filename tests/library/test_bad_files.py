@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disk_calls import before_disk_calls
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from small_state import POLICY, SMALL, equal
 
 import jshadow
@@ -47,28 +45,6 @@ def check_mended(library, key, other):
     library.load(other)
     assert library.add(IDS).key == key
     assert np.asarray(library.load(key).lengths).tolist() == [20]
-
-
-@settings(max_examples=60, deadline=None)
-@given(place=st.floats(0, 1), bit=st.integers(0, 7), listed=st.booleans())
-@example(place=0.0, bit=0, listed=True)  # the length of the header
-@example(place=0.5, bit=3, listed=False)
-@example(place=1.0, bit=7, listed=True)  # the last byte of the last tensor
-def test_every_damaged_bit_is_refused(made, params, tmp_path_factory, place, bit, listed):
-    folder = tmp_path_factory.mktemp("damaged") / "library"
-    shutil.copytree(made[0], folder)
-    _, key, other, _ = made
-    with jshadow.Library(folder, params, **SETTINGS) as library:
-        if listed:
-            library.documents()
-        path = library.files.directory.path(key)
-        content = bytearray(path.read_bytes())
-        content[round(place * (len(content) - 1))] ^= 1 << bit
-        path.write_bytes(content)
-        with pytest.raises((CheckpointError, StateMismatch)):
-            library.load(key)
-        library.load(other)
-    shutil.rmtree(folder.parent)
 
 
 def damaged_tensor(path):

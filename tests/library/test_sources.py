@@ -38,20 +38,15 @@ def written(tmp_path, name, content) -> Path:
     return path
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "A.TXT", "a name.md"])
-def test_text_files(tmp_path, name):
+def test_text_files(tmp_path, name, encoding):
+    """A mark of byte order is no part of a document."""
     text = "# A title\n\nÜber 10 €.\n"
-    path = written(tmp_path, name, text)
+    path = written(tmp_path, name, text.encode(encoding))
     assert read_document(path) == text
     assert ids_of(path, PARAMS)[1] == name
     assert ids_of(path, PARAMS)[0].tolist() == ids_of(text, PARAMS)[0].tolist()
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
-@pytest.mark.parametrize("name", ["a.txt", "b.md"])
-def test_a_mark_of_byte_order_is_no_part_of_a_document(tmp_path, name, encoding):
-    path = written(tmp_path, name, "Über 10 €.".encode(encoding))
-    assert read_document(path) == "Über 10 €."
 
 
 DATED = "\n{% set form = '%Y' %}{% macro told() %}{{ strftime_now('%Y') }}{% endmacro %}"

@@ -23,11 +23,7 @@ from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import Learns, capability, with_fitted
 from jshadow.policies.checks import check_fitted
 from jshadow.weights.convert.files import staged_file
-from jshadow.weights.convert.safetensors_file import (
-    TensorFile,
-    not_finite,
-    raise_all,
-)
+from jshadow.weights.convert.safetensors_file import TensorFile, not_finite, raise_all
 from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
 
@@ -66,23 +62,19 @@ def save_fitted(
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
     raise_all(str(path), bad)
     record = _identity(params) | {"policy": policy_record(innermost(policy)), "about": _plain_values(about or {})}
-    texts = {name: canonical(record[name]).decode() for name in FIELDS}
-    texts |= {"format": FORMAT, "version": str(VERSION)}
+    texts = {name: canonical(record[name]).decode() for name in FIELDS} | {"format": FORMAT, "version": str(VERSION)}
     layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
     with staged_file(Path(path).expanduser()) as fresh:
         write_hashed(fresh, layout, texts, arrays.__getitem__)
 
 
 def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) -> Fitted:
-    """Load learned arrays, to be passed as `fitted=` to prefill and generate.
+    """Load the learned arrays that `policy.fit` returned, to be passed as `fitted=` to prefill and generate.
 
     Args:
         path: file that `save_fitted` wrote.
         params: the model that they were learned on, with the same config, weights and dtype.
         policy: the policy that learned them. Settings that do not affect a shape, such as a budget, may differ.
-
-    Returns:
-        The nested dict of float32 arrays that `policy.fit` returned.
 
     Raises:
         StateMismatch: the file belongs to another model, dtype or policy. The message lists every difference.
@@ -94,15 +86,13 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
     lines = [line for name in ours for line in compare(name, record[name], ours[name], "params")]
     lines += compare("policy.name", record["policy"]["name"], innermost(policy).name, "policy")
     if lines:
-        raise StateMismatch(
-            "{} must hold arrays of these params and policy, got {} difference(s):\n  {}".format(
-                file.path, len(lines), "\n  ".join(lines)
-            )
-        )
+        told = "\n  ".join([f"got {len(lines)} difference(s):", *lines])
+        raise StateMismatch(f"{file.path} must hold arrays of these params and policy, {told}")
     learner = capability(policy, Learns)
     if learner is None or not learner.reads_fitted:
         raise ConfigError(f"policy must use learned arrays, with {file.path}, got {policy}")
-    shapes = _named(learner.fitted_shapes(params.config))
+    tree = learner.fitted_shapes(params.config)
+    shapes = _named(tree)
     got = {name: (file.tags[name], shape) for name, shape in file.shapes.items()}
     lines = compare("arrays", got, {name: ("F32", shape) for name, shape in shapes.items()}, "policy")
     if lines:
@@ -112,17 +102,14 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
         )
     arrays = {name: read_checked(file, name, digests) for name in shapes}
     raise_all(str(file.path), [f"{name}: {problem}" for name, x in arrays.items() if (problem := not_finite(x))])
-    return _nested({name: jnp.asarray(value) for name, value in arrays.items()})
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_is_shape), map(jnp.asarray, arrays.values()))
 
 
 def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the metadata of a file that `save_fitted` wrote, without reading the arrays.
+    """Read the metadata of a file that `save_fitted` wrote, without reading the arrays, which are not checked.
 
-    Returns:
-        "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype" and "about".
-
-    Raises:
-        CheckpointError: as in `load_fitted`, except that the arrays are not checked for damage.
+    Return "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype" and "about". Raises CheckpointError
+    as `load_fitted` does.
     """
     return _open_fitted(Path(path).expanduser())[1]
 
@@ -145,21 +132,13 @@ def _identity(params: Params) -> dict[str, Any]:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a nested dict by dotted names, such as "psi.scale". A tuple is a leaf, as it is a shape."""
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
+    """Return the leaves of a nested dict by dotted names, such as "psi.scale"."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_shape)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Undo `_named`: return the nested dict of the leaves."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *outer, last = name.split(".")
-        node = tree
-        for part in outer:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return tree
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)
 
 
 def _plain_values(about: Mapping[str, object]) -> dict[str, Any]:

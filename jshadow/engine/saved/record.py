@@ -16,7 +16,7 @@ from jshadow.planner.bytes import abstract_of, cache_specs
 from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.settings import dotted_settings, with_settings
-from jshadow.weights.convert.safetensors_file import TAGS
+from jshadow.weights.convert.safetensors_file import DTYPES_OF_TAGS, TAGS
 from jshadow.weights.digest import canonical, tree_digest
 from jshadow.weights.params import Params
 
@@ -25,30 +25,19 @@ NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 
 @dataclasses.dataclass(frozen=True)
 class StateRecord:
-    """The metadata of a saved state. Each attribute is stored as a JSON text.
-
-    Attributes:
-        config: every field of the ModelConfig.
-        weights: `Params.digest`.
-        tokenizer: `Params.tokenizer_digest`.
-        policy: {"name", "settings"} of the resolved policy.
-        fitted: digest of the policy's fitted arrays, or None.
-        fitted_tree: the nested dict of these arrays, with [dtype, shape] in place of each array, or None.
-        batch, capacity, dtype, fetch: these fields of CacheSpec, which are equal in all layers.
-        windows: the window of each layer's CacheSpec.
-    """
+    """The metadata of a saved state. Each attribute is stored as a JSON text."""
 
     config: dict[str, Any]
-    weights: str
-    tokenizer: str | None
-    policy: dict[str, Any]
-    fitted: str | None
-    fitted_tree: Any
+    weights: str  # `Params.digest`
+    tokenizer: str | None  # `Params.tokenizer_digest`
+    policy: dict[str, Any]  # {"name", "settings"} of the resolved policy
+    fitted: str | None  # digest of the policy's fitted arrays
+    fitted_tree: Any  # the nested dict of these arrays, with [dtype, shape] in place of each, or None
     batch: int
     capacity: int
     dtype: str
     fetch: str
-    windows: list[int]
+    windows: list[int]  # the window of each layer's CacheSpec
 
     @classmethod
     def of(cls, state: KVState, params: Params) -> "StateRecord":
@@ -74,21 +63,16 @@ class StateRecord:
     @classmethod
     def read(cls, texts: Mapping[str, str]) -> "StateRecord":
         """Parse a record from its JSON texts. Raises ValueError if a field is missing or has the wrong type."""
-        values = {}
-        for field in dataclasses.fields(cls):
-            values[field.name] = read_json_text(texts, field.name)
-        record = cls(**values)
-        sizes = [record.batch, record.capacity]
+        record = cls(**{field.name: read_json_text(texts, field.name) for field in dataclasses.fields(cls)})
         checks = {
             "config": isinstance(record.config, dict),
             "policy": isinstance(record.policy, dict)
             and isinstance(record.policy.get("name"), str)
             and isinstance(record.policy.get("settings"), dict),
-            "batch, capacity": all(type(size) is int and 0 < size < 2**31 for size in sizes),
+            "batch, capacity": _is_size(record.batch, 1) and _is_size(record.capacity, 1),
             "dtype": isinstance(record.dtype, str) and record.dtype in TAGS,
             "fetch": isinstance(record.fetch, str) and record.fetch in offload.FETCH_MODES,
-            "windows": isinstance(record.windows, list)
-            and all(type(window) is int and 0 <= window < 2**31 for window in record.windows),
+            "windows": isinstance(record.windows, list) and all(map(_is_size, record.windows)),
         }
         for name, good in checks.items():
             if not good:
@@ -98,8 +82,7 @@ class StateRecord:
     def match(self, params: Params, policy: Policy | None) -> Policy:
         """Compare the record with `params`, and with `policy` if it is given. Return the state's resolved policy.
 
-        Raises:
-            StateMismatch: something differs. The message has a line for each difference.
+        Raises StateMismatch if something differs. The message has a line for each difference.
         """
         ours = {
             "config": plain(params.config),
@@ -108,17 +91,14 @@ class StateRecord:
             "tokenizer": params.tokenizer_digest,
         }
         lines = [line for name in ours for line in compare(name, getattr(self, name), ours[name], "params")]
-        resolved, more = self.match_policy(params.config, policy)
+        resolved, more = self._match_policy(params.config, policy)
         lines += more
         if lines or resolved is None:
             raise StateMismatch("{} difference(s):\n  {}".format(len(lines), "\n  ".join(lines)))
         return resolved
 
-    def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
-        """Return the resolved policy of the state, and a line for each difference from the given policy.
-
-        The policy is None if it cannot be made.
-        """
+    def _match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
+        """Return the state's resolved policy, or None if it cannot be made, and its differences from the given one."""
         name, settings = self.policy["name"], self.policy["settings"]
         if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
@@ -133,16 +113,10 @@ class StateRecord:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
     def abstract(self, config: ModelConfig, policy: Policy, keep: bool | None = None) -> KVState:
-        """Return the state with ShapeDtypeStructs in place of arrays.
+        """Return the state of a resolved policy with ShapeDtypeStructs in place of arrays.
 
-        Args:
-            config: the model.
-            policy: the resolved policy.
-            keep: `CacheSpec.keep`. None: that of a state that is made on this machine.
-
-        Raises:
-            ConfigError: this machine does not support the fetch mode for such a state.
-            ValueError: no state has these sizes.
+        `keep` is `CacheSpec.keep`. None: that of a state that is made on this machine. Raises ConfigError if this
+        machine does not support the fetch mode for such a state, and ValueError if no state has these sizes.
         """
         if len(self.windows) != config.num_layers or self.capacity > config.context:
             raise ValueError(
@@ -221,18 +195,23 @@ def _abstract_tree(tree: Any) -> Any:
         return None
     if isinstance(tree, dict):
         return {key: _abstract_tree(value) for key, value in tree.items()}
-    dtype, shape = tree
-    if dtype not in TAGS or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise ValueError(f"fitted_tree must hold [dtype, shape], got {tree!r:.80}")
-    return jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+    return read_leaf(tree, "fitted_tree must hold [dtype, shape]")
+
+
+def read_leaf(leaf: Any, told: str) -> jax.ShapeDtypeStruct:
+    """Return the array that [dtype, shape] of JSON describes. Raises ValueError with what was `told`, or TypeError."""
+    dtype, shape = leaf
+    if dtype not in TAGS or not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"{told}, got {leaf!r:.80}")
+    return jax.ShapeDtypeStruct(tuple(shape), DTYPES_OF_TAGS[TAGS[dtype]])
+
+
+def _is_size(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 2**31
 
 
 def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
-    """Return a line for each difference between two values of a field.
-
-    Args:
-        owner: name of that object in the lines, "params" or "policy".
-    """
+    """Return a line for each difference between two values of a field. `owner` has ours: "params" or "policy"."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [

@@ -1,7 +1,7 @@
 """Saving and loading KV states. A file is loaded only for its own model and policy.
 
 A state is stored in one safetensors file, which is written completely or not at all. If it lies on devices of several
-processes, it is stored in parts (`parts.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
+processes, it is stored in parts (`file.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
 The tensors are the leaves of the state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token
 ids if the caller passed them ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It
 is empty after loading. The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the
@@ -10,6 +10,7 @@ file in which any bit has changed is refused. Only white space in the header, wh
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,27 +29,25 @@ from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
 from jshadow.engine.placement import check_shards, shards_of
 from jshadow.engine.saved.file import (
+    INDEX_FORMAT,
+    INDEX_VERSION,
+    Parts,
     Place,
+    Split,
     described,
     open_described,
     padded,
+    part_paths,
     place_of,
     read_all,
     read_checked,
     read_slice,
+    replacing,
     sizes,
+    together,
     whole,
     within,
     write_hashed,
-)
-from jshadow.engine.saved.parts import (
-    INDEX_FORMAT,
-    INDEX_VERSION,
-    Parts,
-    Split,
-    part_paths,
-    replacing,
-    together,
     write_parts,
 )
 from jshadow.engine.saved.record import StateRecord, read_json_text
@@ -61,7 +60,7 @@ from jshadow.weights.params import Params
 
 
 def is_place(node: Any) -> bool:
-    """Return whether a node of the pytree is a HostArray. A HostArray counts as one leaf."""
+    """Return whether a node of the pytree is a HostArray, which counts as one leaf."""
     return isinstance(node, HostArray)
 
 
@@ -89,7 +88,6 @@ def bare(leaf: Any) -> Any:
 
 
 def _token_names(batch: int) -> list[str]:
-    """Return the tensor names of the token ids, one for each row."""
     return [f"tokens.{row}" for row in range(batch)]
 
 
@@ -99,20 +97,11 @@ def _on_devices(state: KVState, shards: Shards | None) -> KVState:
         return state
     specs = tuple(local_spec(spec, shards) for spec in state.specs)
     check_shards([specs])
-    made: dict[CacheSpec, LayerState] = {}
-    for spec in specs:
-        alike = dataclasses.replace(spec, layer=None)
-        if alike not in made:
-            made[alike] = _layer_on_devices(alike, shards)
-    layers = tuple(made[dataclasses.replace(spec, layer=None)] for spec in specs)
+    layers = tuple(_layer_on_devices(dataclasses.replace(spec, layer=None), shards) for spec in specs)
     everywhere = shards.sharding(PartitionSpec())
-
-    def spread(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-
-    others = ("shared", "lengths", "last", "counters", "fitted")
-    rest = {name: jax.tree.map(spread, getattr(state, name)) for name in others}
-    return state.replace(layers=layers, specs=specs, **rest)
+    others = {name: getattr(state, name) for name in ("shared", "lengths", "last", "counters", "fitted")}
+    spread = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), others)
+    return state.replace(layers=layers, specs=specs, **spread)
 
 
 def _layer_on_devices(spec: CacheSpec, shards: Shards) -> LayerState:
@@ -127,9 +116,7 @@ def _layer_on_devices(spec: CacheSpec, shards: Shards) -> LayerState:
         shape = whole_shape(shards, split, part.shape)
         return jax.ShapeDtypeStruct(shape, part.dtype, sharding=shards.sharding(split, memory))
 
-    leaves, structure = jax.tree.flatten(layer_shapes(spec), is_leaf=is_place)
-    splits = jax.tree.leaves(layer_splits(spec), is_leaf=lambda node: isinstance(node, HostArray | PartitionSpec))
-    layer: LayerState = jax.tree.unflatten(structure, map(spread, leaves, splits))
+    layer: LayerState = jax.tree.map(spread, layer_shapes(spec), layer_splits(spec), is_leaf=is_place)
     return layer
 
 
@@ -154,9 +141,8 @@ def _put(leaf: Any, shape: tuple[int, ...], memory: str, read: Callable[[Place],
     return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
-def _filled(shape: tuple[int, ...], dtype: Any, fill: int) -> Callable[[Place], np.ndarray]:
-    """Return a function that returns slices of an array of one number."""
-    return lambda place: np.full(sizes(place), fill, dtype)
+def _filled(dtype: Any, fill: int, place: Place) -> np.ndarray:
+    return np.full(sizes(place), fill, dtype)
 
 
 FORMAT, VERSION = "jshadow KV state", 3
@@ -170,40 +156,25 @@ Stamp = tuple[int, int, int, int]  # device, inode, size in bytes and time of th
 class ReadState:
     """A saved state that was read and checked, and is not on the device yet.
 
-    Attributes:
-        file: the file. With parts, it is their index.
-        parts: the parts, or None if the file has all tensors.
-        record: its record.
-        expected: the state with ShapeDtypeStructs in place of arrays, as it will lie on the devices.
-        shapes: the shape of each array as one device has it.
-        tensors: tensors by name, in host memory. One that did not fit into memory is read again by `place_state`. Of a
-            state in parts, `place_state` reads the slices that this process needs.
-        tokens: the token ids of each row, int32 [length], or None if they were not stored.
-        stamp: the stamp of the file when it was read.
+    `tensors` are in host memory, by name. One that did not fit into memory is read again by `place_state`. Of a state
+    in parts, `place_state` reads the slices that this process needs.
     """
 
-    file: TensorFile
-    parts: Parts | None
+    file: TensorFile  # with parts, their index
+    parts: Parts | None  # None: the file has all tensors
     record: StateRecord
-    expected: KVState
-    shapes: dict[str, tuple[int, ...]]
+    expected: KVState  # as it will lie on the devices, with ShapeDtypeStructs
+    shapes: dict[str, tuple[int, ...]]  # of each array as one device has it
     tensors: dict[str, np.ndarray]
-    tokens: list[np.ndarray] | None
-    stamp: Stamp
+    tokens: list[np.ndarray] | None  # of each row, int32 [length], if they were stored
+    stamp: Stamp  # of the file when it was read
 
 
 def read_state(path: Path, params: Params, policy: Policy | None, verified: set[Stamp] | None = None) -> ReadState:
-    """Read and check a saved state.
+    """Read and check a saved state. The arguments and errors are those of `load_state`.
 
-    Args:
-        path: file that `save_state` wrote.
-        params, policy: as in `load_state`.
-        verified: stamps of files whose SHA-256 digests were compared before. They are not compared again. The stamp of
-            this file is added. None: all digests are compared.
-
-    Raises:
-        StateMismatch, CheckpointError, ConfigError, HostMemoryError: as in `load_state`.
-        CheckpointError: the file changed while it was read.
+    `verified` has the stamps of files whose digests were compared before, and are not again. The stamp of this file is
+    added. Raises CheckpointError also if the file changed while it was read.
     """
     stamp = stamp_of(path)
     file, record, digests = _open_state(path)
@@ -239,10 +210,8 @@ def read_state(path: Path, params: Params, policy: Policy | None, verified: set[
 def place_state(read: ReadState) -> KVState:
     """Copy a state that was read to the memories of its arrays. This empties `read.tensors`.
 
-    Raises:
-        CheckpointError: a row has more tokens than its window can hold, a part is damaged, or the file changed
-            meanwhile.
-        HostMemoryError: the host lacks the memory for the offloaded rows.
+    Raises CheckpointError if a row has more tokens than its window can hold, a part is damaged, or the file changed
+    meanwhile, and HostMemoryError if the host lacks the memory for the offloaded rows.
     """
     return _check_placed(_place_arrays(read), read.file.path)
 
@@ -257,7 +226,8 @@ def _place_arrays(read: ReadState) -> KVState:
         leaf, array = leaves[name], bare(leaves[name])
         memory = leaf.memory if is_place(leaf) else "device"
         if name in fills:
-            placed = _put(array, array.shape, memory, _filled(array.shape, array.dtype, fills[name]))
+            read_fill = functools.partial(_filled, array.dtype, fills[name])
+            placed = _put(array, array.shape, memory, read_fill)
         else:
             placed = _put(array, read.shapes[name], memory, _reader(read, name))
         return HostArray(placed, memory) if is_place(leaf) else placed
@@ -274,10 +244,7 @@ def _place_arrays(read: ReadState) -> KVState:
 
 
 def _reader(read: ReadState, name: str) -> Callable[[Place], np.ndarray]:
-    """Return a function that returns slices of a tensor. A tensor in memory leaves `read.tensors` here.
-
-    So it is freed as soon as it is placed.
-    """
+    """Return a function that returns slices of a tensor. It leaves `read.tensors`, so that it is freed when placed."""
     file, parts, shape = read.file, read.parts, read.shapes[name]
     if name in read.tensors:
         value = read.tensors.pop(name)
@@ -297,13 +264,9 @@ def _check_placed(state: KVState, path: Path) -> KVState:
 def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the record of a file, its lengths and its tokens, without loading the state.
 
-    Returns:
-        The fields of StateRecord, and "format", "version", "lengths" (one for each row), "tokens" (a list of ids for
-        each row, or None if they were not stored), "note" (texts by name) and "nbytes" (the size of the file, with its
-        parts).
-
-    Raises:
-        CheckpointError: as in `load_state`, except that only the tensors of lengths and tokens are checked.
+    Return the fields of StateRecord, and "format", "version", "lengths" (one for each row), "tokens" (a list of ids for
+    each row, or None if they were not stored), "note" (texts by name) and "nbytes" (the size of the file, with its
+    parts). Raises CheckpointError as `load_state` does, but only the tensors of lengths and tokens are checked.
     """
     file, record, digests = _open_state(Path(path).expanduser())
     names = [name for name in _token_names(record.batch) if name in file.shapes]
@@ -369,10 +332,9 @@ def _check_index(file: TensorFile) -> None:
 
 
 def spare_bytes(expected: KVState) -> int:
-    """Return the bytes of host memory that tensors may take while a file is checked.
+    """Return the bytes of host memory that tensors may take while a file is checked, 0 if it is not known.
 
-    It is half of the memory that the state's host rows leave free, or 0 if the system does not report its memory.
-    Several processes may share a host, so each takes its share of that.
+    It is half of what the state's host rows leave free. Several processes may share a host, so each takes its share.
     """
     free, shards = host_memory.available_memory(), expected.specs[0].shards
     devices = 1 if shards is None else len(shards.mesh.local_devices)
@@ -445,21 +407,13 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
 @dataclasses.dataclass(frozen=True)
 class StateContent:
-    """The content of the file of a state. `of` has checked the state.
-
-    Attributes:
-        record: the record of the state.
-        leaves: arrays by their names in the file, in the order of the file.
-        note: texts by name.
-        index: the names of the arrays that the index of a state in parts holds.
-        spans: whether the arrays lie on devices of several processes. Then each process writes its part.
-    """
+    """The content of the file of a state. `of` has checked the state."""
 
     record: StateRecord
-    leaves: dict[str, Any]
+    leaves: dict[str, Any]  # arrays by their names in the file, in the order of the file
     note: Mapping[str, str]
-    index: frozenset[str] = frozenset()
-    spans: bool = False
+    index: frozenset[str]  # the names of the arrays that the index of a state in parts holds
+    spans: bool  # whether the arrays lie on devices of several processes; then each process writes its part
 
     @classmethod
     def of(
@@ -490,19 +444,13 @@ class StateContent:
         return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in self.leaves.values())
 
     def copied(self) -> "StateContent":
-        """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.
-
-        Arrays in pinned host memory stay where they are.
-        """
+        """Copy the arrays in device memory, so that another thread can write while the device computes."""
         return dataclasses.replace(self, leaves={name: _off_device(leaf) for name, leaf in self.leaves.items()})
 
     def write(self, target: Path, *, private: bool = False) -> int:
         """Write the file completely or not at all, and return its bytes. One array at a time is copied to the host.
 
-        `private`: only the user of this process may read the file.
-
-        Raises:
-            CheckpointError: the file cannot be written (such as on a full disk).
+        `private`: only the user of this process may read the file. Raises CheckpointError if it cannot be written.
         """
         texts = self.record.texts()
         if self.note:
