@@ -3,6 +3,7 @@
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import RULES
 from jshadow.models.sliding import layer_count, layer_types, sliding_fields
+from jshadow.ops.rope import ORIGINAL
 
 CWM = ModelFamily(
     model_type="cwm",
@@ -21,7 +22,7 @@ CWM = ModelFamily(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
         "sliding_window": 8192,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0},
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 8192},
         "eos_token_id": [128001, 128008, 128009],
     },
     read=lambda hf: sliding_fields(hf, [layer % 4 != 0 for layer in range(layer_count(hf))]),
