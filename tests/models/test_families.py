@@ -22,7 +22,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import full_bytes
 from jshadow.planner.machine import footprint
-from jshadow.policies import Full, ShadowKV, StreamingLLM
+from jshadow.policies import Full, Quantized, Quest, ShadowKV, StreamingLLM
 from jshadow.policies.base import full_layers, why_dense
 from jshadow.policies.sizing import at_share
 from jshadow.weights.params import init_params
@@ -255,6 +255,24 @@ def test_what_was_attended_is_told_layer_by_layer():
 
 def test_the_page_of_models_has_the_support_matrix():
     assert support_matrix() in MODELS_PAGE.read_text()
+
+
+def bytes_table():
+    """The table of docs/models.md that tells what policies save on the published models."""
+    quantized = Quantized(dtype="fp8")
+    ways = [(Full(), "resident"), (quantized, "resident")]
+    ways += [(policy, "device_put") for policy in (ShadowKV(), ShadowKV.packed(), ShadowKV.packed(small=True), Quest())]
+    names = ["model", "bytes a token", "full", "fp8", "`ShadowKV()`", "`packed()`", "`packed(small=True)`", "`Quest()`"]
+    rows = [names, ["---"] * len(names)]
+    for name, (_, numbers, _) in sorted(PUBLISHED.items()):
+        sizes = {"capacity": 32768 + 256, "prompt": 32768}
+        found = [footprint(published(name), policy, fetch=fetch, **sizes)["device_bytes"] for policy, fetch in ways]
+        rows.append([f"`{name}`", f"{2 * numbers:,}", *(f"{size / 1e9:.2f}" for size in found)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_page_of_models_tells_what_policies_save():
+    assert bytes_table() in MODELS_PAGE.read_text()
 
 
 def test_families_and_kinds_of_rope_all_have_a_parity_case():
