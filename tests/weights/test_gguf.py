@@ -314,6 +314,10 @@ def test_what_metadata_become(tmp_path, directory):
     divisors = {"rope_freqs.weight": llama3_divisors(500000.0, 8, 32.0)}
     written = {
         "llama3": {"metadata": {"llama.rope.freq_base": 500000.0}, "extra_tensors": divisors},
+        "factor 1": {
+            "metadata": {"llama.rope.scaling.factor": 1.0, "llama.rope.freq_base": 5e5},
+            "extra_tensors": divisors,
+        },
         "linear": {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}},
         "no type": {"metadata": {"llama.rope.scaling.factor": 4.0}},
         "of 2023": {"metadata": {"llama.rope.scale_linear": 4.0}},
@@ -328,6 +332,7 @@ def test_what_metadata_become(tmp_path, directory):
         found[name] = loaded.config
         assert (loaded.tokenizer is None) == (name == "no tokenizer")
     rope = found["llama3"].rope
+    assert found["factor 1"].rope == rope
     assert (rope.kind, rope.factor, rope.theta, rope.original_context) == ("llama3", 32.0, 500000.0, 8192)
     for name in ("linear", "no type", "of 2023"):
         assert (found[name].rope.kind, found[name].rope.factor) == ("linear", 4.0)

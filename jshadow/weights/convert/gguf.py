@@ -186,7 +186,7 @@ def _rope_scaling(metadata: _Metadata, head_dim: int) -> dict[str, Any] | None:
     older = metadata.number("rope.scale_linear", float, 0.0)  # the key of files from 2023
     factor = metadata.number("rope.scaling.factor", float, older)
     # A factor without a type is one of linear scaling, as llama.cpp reads it.
-    kind = metadata.file.metadata.get(f"{metadata.name}.rope.scaling.type", "linear" if factor else "none")
+    kind = metadata.file.metadata.get(f"{metadata.name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind != "none" and metadata.has(_LLAMA3_DIVISORS):
         raise ConfigError(f"{metadata.name}.rope.scaling must be absent beside {_LLAMA3_DIVISORS}, got {kind!r}")
     if kind == "linear":
