@@ -38,7 +38,7 @@ class _LibraryCommand(PolicyOptions, CacheOptions, Command):
 
     title: ClassVar[str] = "library"
     place: str = option("a directory, or the URL of an object store", metavar="DIR", positional=True, required=True)
-    model: str | None = option("HF directory, or hub id (only for an object store)")
+    model: str | None = option("HF directory, .gguf file, or hub id (only for an object store)")
     policy: str | None = option("policy name, or module:Class (default: that of DIR, or shadowkv)")
     set: Sequence[str] = option("a setting of the policy (repeatable)", (), metavar="KEY=VALUE")
     fitted: str | None = option("arrays that `jshadow fit` wrote", metavar="FILE")
@@ -61,7 +61,7 @@ class Add(_LibraryCommand, ProcessOptions):
     those of the states in DIR, if all of these have the same.
     """
 
-    model: str | None = option("HF directory, or hub id", required=True)
+    model: str | None = option("HF directory, .gguf file, or hub id", required=True)
     files: Sequence[str] = option("a .txt, .md or .pdf file", (), metavar="FILE", positional=True, required=True)
     part: str | None = option("read only part I of N parts of the files", metavar="I/N")
 
@@ -117,7 +117,7 @@ class Ask(_LibraryCommand, SamplingOptions):
     In a directory, the policy, the capacity, the fetch mode and the dtype are those of the stored state.
     """
 
-    model: str | None = option("HF directory, or hub id", required=True)
+    model: str | None = option("HF directory, .gguf file, or hub id", required=True)
     key: str = option(_KEY_HELP, metavar="KEY", positional=True, required=True)
     question: str = option("the question", metavar="QUESTION", positional=True, required=True)
     max_new_tokens: int = option("of the answer, at most", 128)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jshadow.engine.sampling import Sampler
     from jshadow.policies import Policy
 
-MODEL_HELP = "HF directory, or hub id"
+MODEL_HELP = "HF directory, .gguf file, or hub id"
 FETCH_HELP = "auto, resident, device_put or zero_copy"
 PREFILL_HELP = "exact (default), vertical_slash or a_shape: how the prompt's tokens attend to each other"
 

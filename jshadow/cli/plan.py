@@ -59,7 +59,7 @@ class Plan(Command):
     """
 
     model: str = option(
-        "HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)",
+        "HF directory, .gguf file, hub id, path of a config.json, or a published model (llama-3.1-8b)",
         positional=True,
         required=True,
     )

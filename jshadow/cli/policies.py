@@ -55,7 +55,9 @@ class Policies(Command):
     name: str | None = option(
         "explain the settings of this policy (or of module:Class)", metavar="NAME", positional=True
     )
-    model: str | None = option("HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
+    model: str | None = option(
+        "HF directory, .gguf file, hub id, path of a config.json, or a published model (llama-3.1-8b)"
+    )
     context: int | None = option("prompt tokens of the request", metavar="TOKENS")
     policies: str | None = option("NAME or NAME:key=value:..., comma list (default: as the papers run them)")
     fetch: str | None = option("with --policies: resident, device_put or zero_copy (default: device_put)")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import struct
@@ -283,6 +284,10 @@ ENDS = [
     ({PRE: "gpt2"}, "a b", ["a", "Ġ", "b"]),
     ({PRE: "llama-bpe"}, "12", ["<|user|>", "12"]),  # bos in front unless the file says no
     ({PRE: "llama-bpe", BOS: False}, "hell", ["hell"]),
+    ({PRE: "smaug-bpe"}, "12", ["12"]),  # SmolLM3
+    ({PRE: "refact"}, "12", ["1", "2"]),  # Granite 3
+    ({PRE: "chatglm-bpe"}, "12", ["12"]),
+    ({PRE: "deepseek-r1-qwen"}, "12", ["1", "2"]),
     ({BOS: True}, "h1", ["<|user|>", "h", "1"]),
     (BOTH, "h", ["<|user|>", "h", "<|end|>"]),
 ]
@@ -309,7 +314,13 @@ def test_what_metadata_become(tmp_path, directory):
     divisors = {"rope_freqs.weight": llama3_divisors(500000.0, 8, 32.0)}
     written = {
         "llama3": {"metadata": {"llama.rope.freq_base": 500000.0}, "extra_tensors": divisors},
+        "factor 1": {
+            "metadata": {"llama.rope.scaling.factor": 1.0, "llama.rope.freq_base": 5e5},
+            "extra_tensors": divisors,
+        },
         "linear": {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}},
+        "no type": {"metadata": {"llama.rope.scaling.factor": 4.0}},
+        "of 2023": {"metadata": {"llama.rope.scale_linear": 4.0}},
         "ends": {"metadata": {"tokenizer.ggml.eot_token_id": 2}},
         "no tokenizer": {"tokenizer": False},
         "one file": {"metadata": {"split.count": 1, "split.no": 0}},
@@ -321,8 +332,10 @@ def test_what_metadata_become(tmp_path, directory):
         found[name] = loaded.config
         assert (loaded.tokenizer is None) == (name == "no tokenizer")
     rope = found["llama3"].rope
+    assert found["factor 1"].rope == rope
     assert (rope.kind, rope.factor, rope.theta, rope.original_context) == ("llama3", 32.0, 500000.0, 8192)
-    assert (found["linear"].rope.kind, found["linear"].rope.factor) == ("linear", 4.0)
+    for name in ("linear", "no type", "of 2023"):
+        assert (found[name].rope.kind, found[name].rope.factor) == ("linear", 4.0)
     assert found["ends"].eos_ids == (0, 2)
     assert found["no tokenizer"].eos_ids == ()
 
@@ -349,6 +362,10 @@ def test_existing_target_is_left_alone(tmp_path, directory, source):
 
 BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...]]] = {
     "architecture": ({"arch": "qwen9"}, ConfigError, ("general.architecture", "qwen9")),
+    "kind of pre": ({"metadata": {"tokenizer.ggml.pre": [1]}}, ConfigError, ("tokenizer.ggml.pre", "[1]")),
+    "kind of eos": ({"metadata": {"tokenizer.ggml.eot_token_id": [1]}}, CheckpointError, ("eot_token_id", "[1]")),
+    "infinite": ({"metadata": {"llama.rope.freq_base": math.inf}}, CheckpointError, ("freq_base", "finite")),
+    "no width": ({"metadata": {"llama.attention.key_length": 0}}, CheckpointError, ("attention.key_length", "0")),
     "pre": ({"metadata": {"tokenizer.ggml.pre": "martian"}}, ConfigError, ("tokenizer.ggml.pre", "martian", "smollm")),
     "tokenizer model": ({"metadata": {"tokenizer.ggml.model": "spm"}}, ConfigError, ("tokenizer.ggml.model", "spm")),
     "bos": ({"metadata": {"tokenizer.ggml.bos_token_id": 999}}, CheckpointError, ("bos_token_id", "999")),
@@ -385,6 +402,14 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...
         ("tokenizer.ggml.scores", "[1.0]"),
     ),
     "pre of pieces": ({"metadata": {"tokenizer.ggml.model": "llama"}}, ConfigError, ("'default'", "'smollm'")),
+    "two scalings": (
+        {
+            "metadata": {"llama.rope.scaling.factor": 2.0},
+            "extra_tensors": {"rope_freqs.weight": np.ones(4, np.float32)},
+        },
+        ConfigError,
+        ("rope_freqs.weight", "'linear'"),
+    ),
     "divisors": ({"extra_tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, ConfigError, ("rope_freqs",)),
     "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
     "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("blk.0.ffn_up", "[48, 32]")),

@@ -4,6 +4,7 @@ A row of `_ARCHITECTURES` says how a `general.architecture` is stored. The packa
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +79,8 @@ class _Metadata:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.name = file, file.metadata.get("general.architecture")
-        if self.name not in _ARCHITECTURES:
-            raise ConfigError(f"general.architecture must be one of {list(_ARCHITECTURES)}, got {self.name!r}")
+        if not isinstance(self.name, str) or self.name not in _ARCHITECTURES:
+            raise ConfigError(f"general.architecture must be one of {list(_ARCHITECTURES)}, got {self.name!r:.80}")
         self.architecture = _ARCHITECTURES[self.name]
 
     def has(self, tensor: str) -> bool:
@@ -93,6 +94,8 @@ class _Metadata:
             raise CheckpointError(f"GGUF metadata lacks {key}")
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             raise CheckpointError(f"{key} must be one number ({kind.__name__}), got {value!r:.80}")
+        if not math.isfinite(value):
+            raise CheckpointError(f"{key} must be finite, got {value!r}")
         # Take the shortest decimal that rounds to the float32: 1e-05, not 9.999999747378752e-06.
         with np.errstate(over="ignore"):
             return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
@@ -132,6 +135,8 @@ def _config_of(metadata: _Metadata) -> dict[str, Any]:
     if heads < 1:
         raise CheckpointError(f"{name}.attention.head_count must be at least 1, got {heads}")
     head_dim = metadata.number("attention.key_length", int, width // heads)
+    if head_dim < 1:
+        raise CheckpointError(f"{name}.attention.key_length must be at least 1, got {head_dim}")
     rotated = metadata.number("rope.dimension_count", int, head_dim)
     if rotated != head_dim and not FAMILIES[architecture.model_type].partial_rotary:
         raise ConfigError(f"{name}.rope.dimension_count must be the head width {head_dim}, got {rotated}")
@@ -159,7 +164,11 @@ def _config_of(metadata: _Metadata) -> dict[str, Any]:
 
 def _eos(metadata: dict[str, Any], architecture: "_Architecture") -> int | list[int] | None:
     """Return the token ids that end a text: those that the file names, and those of the architecture."""
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot")]
+    ids = [metadata.get(key) for key in keys]
+    for key, token in zip(keys, ids, strict=True):
+        if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
+            raise CheckpointError(f"{key} must be an integer, got {token!r:.80}")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         ids += [tokens.index(token) for token in architecture.ends if token in tokens]
@@ -174,9 +183,16 @@ def _rope_scaling(metadata: _Metadata, head_dim: int) -> dict[str, Any] | None:
     """Build rope_scaling of config.json."""
     if metadata.has(_LONG_DIVISORS) or metadata.has(_SHORT_DIVISORS):
         return _longrope(metadata)
-    kind = metadata.file.metadata.get(f"{metadata.name}.rope.scaling.type", "none")
+    older = metadata.number("rope.scale_linear", float, 0.0)  # the key of files from 2023
+    factor = metadata.number("rope.scaling.factor", float, older)
+    # A factor without a type is one of linear scaling, as llama.cpp reads it.
+    kind = metadata.file.metadata.get(f"{metadata.name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if kind != "none" and metadata.has(_LLAMA3_DIVISORS):
+        raise ConfigError(f"{metadata.name}.rope.scaling must be absent beside {_LLAMA3_DIVISORS}, got {kind!r}")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor", float)}
+        if factor == 0:
+            raise CheckpointError(f"GGUF metadata lacks {metadata.name}.rope.scaling.factor")
+        return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return _yarn(metadata)
     if kind != "none":
@@ -371,6 +387,8 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
         return family, family.config_from_hf(hf)
     except JshadowError as error:
         raise type(error)(f"{source}, metadata read as a config: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source}, metadata read as a config: a value is out of range: {error}") from error
 
 
 # Tensors

@@ -45,18 +45,24 @@ class _Pre(NamedTuple):
     composed: bool = False
 
 
+_QWEN2 = _Pre(pattern=_QWEN2_PATTERN, composed=True)
 _LLAMA3 = _Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
 _PRE_TYPES: dict[str, _Pre] = {
     "gpt2": _Pre(),
     "gpt-2": _Pre(),
     "smollm": _Pre(digits=True),
+    "starcoder": _Pre(digits=True),
+    "refact": _Pre(digits=True),  # Granite 3
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
+    "smaug-bpe": _LLAMA3._replace(add_bos=False),  # SmolLM3
     "dbrx": _Pre(pattern=LLAMA3_PATTERN),
     "glm4": _Pre(pattern=LLAMA3_PATTERN),
+    "chatglm-bpe": _Pre(pattern=LLAMA3_PATTERN),
     "gpt-4o": _Pre(pattern=_GPT4O_PATTERN),
     "tekken": _Pre(pattern=_TEKKEN_PATTERN, ignore_merges=True, add_bos=True),
-    "qwen2": _Pre(pattern=_QWEN2_PATTERN, composed=True),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
 }
 # SentencePiece files have no pattern. This is their "pre" type.
 _SENTENCE_PIECE = _Pre(add_bos=True)
@@ -87,7 +93,7 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> 
             f"tokenizer.ggml.model must be 'gpt2' (byte-level BPE) or 'llama' (SentencePiece), got {model!r}"
         )
     name: Any = metadata.get("tokenizer.ggml.pre")
-    if model == "gpt2" and name not in _PRE_TYPES:
+    if model == "gpt2" and (not isinstance(name, str) or name not in _PRE_TYPES):
         raise ConfigError(f"tokenizer.ggml.pre must be one of {sorted(_PRE_TYPES)}, got {name!r}")
     if model == "llama" and name not in (None, "default"):
         raise ConfigError(f"tokenizer.ggml.pre of a SentencePiece tokenizer must be 'default', got {name!r}")
