@@ -153,17 +153,20 @@ def load(
     with readable(directory):
         hf, family, config = read_config(directory)
         check_heads(mesh, config)
-        check_records(quantize, config, mesh)
         tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         config = _ended(config, tokenizer)
         orbax = kind_of(directory) == "orbax"
         tensors = None if orbax else open_tensors(directory, hf)
+        sound = tensors is None
         if tensors is not None:
             if untied(tensors, config):
                 config = dataclasses.replace(config, tie_embeddings=False)
-            plan(tensors, family, config)  # before the manifest, because its errors say more than that a file changed
+            # before the manifest, because its errors say more than that a file changed
+            sound = not plan(tensors, family, config)[1]
         if verify:
             check_manifest(directory)
+        if sound:  # the config of a huge model, which the files do not have, is not built
+            check_records(quantize, config, mesh)
     if tensors is not None:
         wanted = target if quantize is None else np.dtype(np.float32)
         return Params(read_weights(tensors, family, config, put, wanted), config, tokenizer, left)
@@ -200,7 +203,7 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
 
 def check_records(quantize: str | None, config: ModelConfig, mesh: Mesh | None) -> None:
     """Raise ConfigError if a kernel cannot be quantized, or its codes cannot be split as it is."""
-    for path, (shape, _) in stored(flat_abstract(config), quantize).items():
+    for path, (shape, _) in stored(flat_abstract(config), quantize).items() if quantize is not None else ():
         if mesh is not None:
             sharding_of(mesh, path, shape)
 
