@@ -241,7 +241,10 @@ def test_keys_are_made_from_values(dtype):
     )
     ids = np.array([[[5, 0, 6], [2, 6, 1]]] * 2, np.int32)
     chosen = array(rng.standard_normal((2, heads, 3 * CHUNK, dim)), dtype)
-    got = Rebuild(code.left, code.right, array(inverse), codec=codec, unit=CHUNK).keys(ids, chosen)
+    rebuilt = jax.jit(
+        lambda left, right, *asked: Rebuild(left, right, array(inverse), codec=codec, unit=CHUNK).keys(*asked)
+    )
+    got = rebuilt(code.left, code.right, ids, chosen)
     for b, h in np.ndindex(2, heads):
         positions = (ids[b, h][:, None] * CHUNK + np.arange(CHUNK)).ravel()
         plain = wide(chosen)[b, h] * wide(code.right)[b, h]
