@@ -29,10 +29,12 @@ from kernel_cases import (
 )
 from level_cases import LEVELS, REAL_LEVELS, level_inputs, level_truth
 from selection_cases import REAL_SELECTIONS, SELECTIONS, selection_inputs, selection_truth
+from tile_cases import PRODUCTS, product_inputs, product_truth
 
 from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
+from pallas_kernels import tile_products
 
 # The target of the custom calls of our kernels. XLA also uses Triton for its own matrix products.
 TRITON = getattr(pltriton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
@@ -108,6 +110,7 @@ OPS = {
     "level_scores": Op(
         LEVELS, REAL_LEVELS, level_inputs, kernel_calls.level_scores, lambda **x: level_truth(**x), scores=True
     ),
+    "tile_products": Op(PRODUCTS, (), product_inputs, tile_products, lambda **x: (product_truth(**x),)),
     "packed landmarks": Op(
         PACKED_SCORES,
         REAL_PACKED_SCORES,
@@ -150,8 +153,8 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split arguments into arrays and all others."""
-    fixed = {key: x for key, x in inputs.items() if not isinstance(x, (jax.Array, list))}
+    """Split arguments into those that have arrays, and all others."""
+    fixed = {key: x for key, x in inputs.items() if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
     return {key: x for key, x in inputs.items() if key not in fixed}, fixed
 
 
