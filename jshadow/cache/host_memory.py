@@ -21,7 +21,7 @@ Plans = Sequence[tuple[CacheSpec, ...]]  # the specs of all layers, one tuple fo
 
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PREALLOCATE_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
-POOL_ADVICE = f"{POOL_VARIABLE}, set before jax starts, is its size in GiB"
+_POOL_ADVICE = f"{POOL_VARIABLE}, set before jax starts, is its size in GiB"
 GIB = 2**30
 
 
@@ -80,7 +80,7 @@ def placing(plans: Plans) -> Iterator[None]:
         plans = [specs for specs in plans if host_bytes(specs)]
         if not plans or "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        advice = f", or make XLA's pinned-host pool larger: {POOL_ADVICE}" if jax.default_backend() == "gpu" else ""
+        advice = f", or make XLA's pinned-host pool larger: {_POOL_ADVICE}" if jax.default_backend() == "gpu" else ""
         raise HostMemoryError(
             f"host_bytes={_planned_bytes(plans)} for {_describe(plans)} were being placed, and the runtime could not "
             f"allocate more than the {_amount(pinned_bytes())} that pinned_host arrays take; use fewer rows or a "
@@ -170,7 +170,7 @@ def _pool_limit(taken: int) -> Limit | None:
         return None
     size = pool_gib() * GIB
     pool = f"XLA's pinned-host pool (xla_gpu_host_bfc) of {_amount(size)}, of which live arrays take {_amount(taken)}"
-    return Limit(max(0, size - taken), f"left in {pool}; {POOL_ADVICE}")
+    return Limit(max(0, size - taken), f"left in {pool}; {_POOL_ADVICE}")
 
 
 def pool_gib() -> int:

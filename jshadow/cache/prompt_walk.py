@@ -15,7 +15,7 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies, rotation
 
-NOTHING = 1e-5  # an eigenvalue below this share of the largest one is only rounding error
+_NOTHING = 1e-5  # an eigenvalue below this share of the largest one is only rounding error
 
 
 def directions(spread: Array) -> tuple[Array, Array]:
@@ -29,7 +29,7 @@ def directions(spread: Array) -> tuple[Array, Array]:
         only rounding error.
     """
     values, vectors = jnp.linalg.eigh(spread)
-    return vectors[..., ::-1], values[..., ::-1] > NOTHING * values[..., -1:]
+    return vectors[..., ::-1], values[..., ::-1] > _NOTHING * values[..., -1:]
 
 
 def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:

@@ -24,7 +24,7 @@ from jshadow.cache.spec import everywhere, with_rows
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 
 CONSUMED = "state was consumed by an earlier step or insert; use the state it returned, or fork() before a step"
-UNKNOWN = -1  # the last token of a row that gave tokens back, if the caller does not tell it
+_UNKNOWN = -1  # the last token of a row that gave tokens back, if the caller does not tell it
 
 
 class Counters(struct.PyTreeNode):
@@ -340,7 +340,7 @@ class KVState(struct.PyTreeNode):
                 f"{wanted[row]}"
             )
         if last is None:
-            tokens = jnp.where(wanted == held, self.last, UNKNOWN)
+            tokens = jnp.where(wanted == held, self.last, _UNKNOWN)
         else:
             tokens = jnp.asarray(last, jnp.int32)
             if tokens.shape != held.shape:

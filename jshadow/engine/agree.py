@@ -21,10 +21,10 @@ from jshadow.policies import Policy
 from jshadow.weights.digest import canonical, raw_bytes, sha256
 from jshadow.weights.params import Params
 
-AGREE_SECONDS = 600.0  # a process may still be reading its weights
-COMPILE_SECONDS = 3600.0
-POLL_MILLISECONDS = 1000  # between two looks at the clock, and at Ctrl-C
-SHOWN = 12  # characters of a value in an error
+_AGREE_SECONDS = 600.0  # a process may still be reading its weights
+_COMPILE_SECONDS = 3600.0
+_POLL_MILLISECONDS = 1000  # between two looks at the clock, and at Ctrl-C
+_SHOWN = 12  # characters of a value in an error
 _rounds: collections.Counter[str] = collections.Counter()  # of exchanges, by name: a key is written once
 seen: set[Any] = set()  # programs that all processes have compiled
 
@@ -58,7 +58,7 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
 def _wait_for(client: Any, key: str, end: float) -> str | None:
     """Return the value of a key of the store, or None if it is not there at the time `end` of `time.monotonic`."""
     while True:
-        left = max(1, min(POLL_MILLISECONDS, int(1000 * (end - time.monotonic()))))
+        left = max(1, min(_POLL_MILLISECONDS, int(1000 * (end - time.monotonic()))))
         try:
             return str(client.blocking_key_value_get(key, left))
         except jax.errors.JaxRuntimeError as error:
@@ -68,7 +68,7 @@ def _wait_for(client: Any, key: str, end: float) -> str | None:
             return None
 
 
-def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
+def agree(facts: Mapping[str, str], seconds: float = _AGREE_SECONDS) -> None:
     """Compare the facts of all processes. Call it after loading the weights, and before the first collective.
 
     The facts are texts by the name of the field, such as those of `run_facts`. A field that only some processes have is
@@ -83,7 +83,7 @@ def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
             if field in theirs:
                 holders[theirs[field]].append(number)
         if len(holders) > 1:
-            parts = [f"process {numbers(who)} has {value[:SHOWN]!r}" for value, who in holders.items()]
+            parts = [f"process {numbers(who)} has {value[:_SHOWN]!r}" for value, who in holders.items()]
             differences.append(f"{field} must be the same in all processes: {', '.join(parts)}")
     if differences:
         raise DistributedError("; ".join(differences))
@@ -91,7 +91,7 @@ def agree(facts: Mapping[str, str], seconds: float = AGREE_SECONDS) -> None:
 
 def processes_here() -> int:
     """Return how many processes of the run are on this host, by its name. They share its memory."""
-    return exchange("host", platform.node(), AGREE_SECONDS).count(platform.node())
+    return exchange("host", platform.node(), _AGREE_SECONDS).count(platform.node())
 
 
 def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict[str, str]:
@@ -109,7 +109,7 @@ def run_facts(params: Params, policy: Policy | None, /, **settings: Any) -> dict
     }
     for name, value in settings.items():
         text = canonical(value)
-        facts[name] = text.decode() if len(text) <= SHOWN else sha256(text)
+        facts[name] = text.decode() if len(text) <= _SHOWN else sha256(text)
     return facts | weight_facts(params.weights)
 
 
@@ -133,10 +133,10 @@ def weight_facts(weights: Any) -> dict[str, str]:
                 divided = True
                 places.update(name + place.encode())
     facts = {"weights": whole.hexdigest()}
-    return facts | {f"weights {places.hexdigest()[:SHOWN]}": part.hexdigest()} if divided else facts
+    return facts | {f"weights {places.hexdigest()[:_SHOWN]}": part.hexdigest()} if divided else facts
 
 
-def compiled_everywhere(name: str, seconds: float = COMPILE_SECONDS) -> None:
+def compiled_everywhere(name: str, seconds: float = _COMPILE_SECONDS) -> None:
     """Wait until all processes have compiled a program. Call it between the compilation and the first run.
 
     Without it, a process that compiles 30 seconds longer than another fails: gloo waits no longer in a collective.

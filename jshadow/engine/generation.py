@@ -40,8 +40,8 @@ from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
 from jshadow.weights.params import Params
 
-STOPS = 8  # the number of stop ids is rounded up to a multiple of this, so that generations share compiled programs
-NO_STOP = -2  # fills up the stop ids; neither a token nor NO_TOKEN
+_STOPS = 8  # the number of stop ids is rounded up to a multiple of this, so that generations share compiled programs
+_NO_STOP = -2  # fills up the stop ids; neither a token nor NO_TOKEN
 
 
 class _Draw(NamedTuple):
@@ -109,7 +109,7 @@ class TokenSteps:
         """Take the model, the sampler, the PRNG key and the token ids that end a row."""
         self.params, self.sampler = params, sampler
         ids = sorted(stop)
-        ids += [NO_STOP] * (round_up(max(1, len(ids)), STOPS) - len(ids))
+        ids += [_NO_STOP] * (round_up(max(1, len(ids)), _STOPS) - len(ids))
         self.rule = _Rule(key, jnp.array(ids, jnp.int32))
         self.flight: collections.deque[_Fed] = collections.deque()
 

@@ -30,21 +30,21 @@ from jshadow.cache.host_memory import Sharing
 from jshadow.engine.agree import numbers, processes_here
 from jshadow.errors import ConfigError, DistributedError
 
-JOIN_SECONDS = 300.0
-LEAST_CONNECT_SECONDS = 20  # for JAX, after all have met
-HEARTBEAT_SECONDS = 30  # JAX ends a process by an abort if a peer does not run for so long, though it is connected
-SHUTDOWN_SECONDS = 10
-REPORT_SECONDS = 20.0  # how long process 0 waits for the others to end, after an error
-HUB_SECONDS = 5  # more, until the others have read the last messages of process 0
-RETRY_SECONDS = 0.2
-GRACE_SECONDS = 3.0  # process 0 may have begun to wait later than this process
-NOTED_SECONDS = 3  # more than REPORT_SECONDS: how long a process that fails waits until its peers know
-FLUSH_SECONDS = 1.0
-LOST_STATUS = 2  # exit status of a process that has lost a peer: that of every typed error
-MOST_BYTES = 65_536  # of one message
-PROTOCOL = 1
+_JOIN_SECONDS = 300.0
+_LEAST_CONNECT_SECONDS = 20  # for JAX, after all have met
+_HEARTBEAT_SECONDS = 30  # JAX ends a process by an abort if a peer does not run for so long, though it is connected
+_SHUTDOWN_SECONDS = 10
+_REPORT_SECONDS = 20.0  # how long process 0 waits for the others to end, after an error
+_HUB_SECONDS = 5  # more, until the others have read the last messages of process 0
+_RETRY_SECONDS = 0.2
+_GRACE_SECONDS = 3.0  # process 0 may have begun to wait later than this process
+_NOTED_SECONDS = 3  # more than REPORT_SECONDS: how long a process that fails waits until its peers know
+_FLUSH_SECONDS = 1.0
+_LOST_STATUS = 2  # exit status of a process that has lost a peer: that of every typed error
+_MOST_BYTES = 65_536  # of one message
+_PROTOCOL = 1
 # If a host has lost its power or its network, its peers know it after 10 + 4 * 4 = 26 seconds.
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 4}
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ProcessOptions:
     coordinator: str | None = None  # "HOST:PORT" of process 0, whose port must be free
     processes: int | None = None  # the number of all; 1 alone: one process, whatever the environment says
     process: int | None = None  # the number of this one, from 0
-    join_timeout: float = JOIN_SECONDS  # how long to wait for the others
+    join_timeout: float = _JOIN_SECONDS  # how long to wait for the others
     search: bool = False  # whether JAX may find the first three in the environment (Slurm, Open MPI, Kubernetes)
 
     def __post_init__(self) -> None:
@@ -151,9 +151,9 @@ def join(options: ProcessOptions) -> Processes:
         place.process,
         local_device_ids=place.devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(LEAST_CONNECT_SECONDS, int(end - time.monotonic())),
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        initialization_timeout=max(_LEAST_CONNECT_SECONDS, int(end - time.monotonic())),
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         coordinator_bind_address=bind,
     )
     Sharing.processes = processes_here()
@@ -256,7 +256,7 @@ class Hub:
 
     def wait(self) -> None:
         """Wait until the others have read the last messages."""
-        self.thread.join(REPORT_SECONDS + HUB_SECONDS)
+        self.thread.join(_REPORT_SECONDS + _HUB_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -308,7 +308,7 @@ class Hub:
     def _greet(self, peer: _Peer) -> str | None:
         """Read the first message of a connection. Return what is wrong with it, or None."""
         messages = peer.received()
-        if messages is None or (messages and messages[0].get("jshadow") != PROTOCOL):
+        if messages is None or (messages and messages[0].get("jshadow") != _PROTOCOL):
             self._close(peer)  # a program that is not jshadow, or a process that has ended; it may come again
             return None
         if not messages:
@@ -360,7 +360,7 @@ class Hub:
 
     def _linger(self, most: int) -> None:
         """Wait until at most so many connections are open, for a short time."""
-        end = time.monotonic() + REPORT_SECONDS
+        end = time.monotonic() + _REPORT_SECONDS
         while len(self.peers) > most and (left := end - time.monotonic()) > 0:
             for peer in self._ready(left):
                 if peer.received() is None:
@@ -395,22 +395,22 @@ class Membership:
             try:
                 connection = socket.create_connection((host, port), timeout=max(self.end - time.monotonic(), 1))
             except OSError as error:  # also a name that is not known: it may be soon
-                if time.monotonic() + RETRY_SECONDS > self.end:
+                if time.monotonic() + _RETRY_SECONDS > self.end:
                     raise DistributedError(
                         f"coordinator must be the address of process 0, which has to run, but {self.place} could not "
                         f"be reached within join_timeout, {self.timeout:g} s: {error}"
                     ) from error
-                time.sleep(RETRY_SECONDS)
+                time.sleep(_RETRY_SECONDS)
                 continue
             _keep_alive(connection)
-            _send(connection, {"jshadow": PROTOCOL, "process": self.process, "processes": self.processes})
+            _send(connection, {"jshadow": _PROTOCOL, "process": self.process, "processes": self.processes})
             return connection
 
     def _wait_for_all(self) -> None:
         """Return when all processes have come. Raise DistributedError with the reason if they do not."""
         absent: list[int] = []
         try:
-            for message in self._messages(self.end + GRACE_SECONDS):
+            for message in self._messages(self.end + _GRACE_SECONDS):
                 absent = message.get("absent", absent)
                 if "refused" in message:
                     raise DistributedError(message["refused"])
@@ -467,7 +467,7 @@ class Membership:
     def fail(self, why: str) -> None:
         """Tell the others why this one ends with an error. The connection stays open, so process 0 ends after it."""
         _send(self.connection, {"failed": why[:2000]})
-        self.noted.wait(REPORT_SECONDS + NOTED_SECONDS)
+        self.noted.wait(_REPORT_SECONDS + _NOTED_SECONDS)
         self.noted.set()
 
 
@@ -476,8 +476,8 @@ def end_process(why: str) -> None:
     os.write(2, f"jshadow: DistributedError: {why}\n".encode())
     flusher = threading.Thread(target=sys.stdout.flush, daemon=True)  # it may wait for a thread that never goes on
     flusher.start()
-    flusher.join(FLUSH_SECONDS)
-    os._exit(LOST_STATUS)
+    flusher.join(_FLUSH_SECONDS)
+    os._exit(_LOST_STATUS)
 
 
 def _not_come(absent: list[int], processes: int, timeout: float) -> str:
@@ -524,7 +524,7 @@ def listen(address: str) -> socket.socket:
 def _keep_alive(connection: socket.socket) -> None:
     """Let the kernel close a connection whose other host is silent. It needs no thread of Python."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # not all systems have all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -544,8 +544,8 @@ class _Lines:
     def take(self, content: bytes) -> list[dict[str, Any]]:
         """Return the messages that end in these bytes."""
         *lines, self.rest = (self.rest + content).split(b"\n")
-        if len(self.rest) > MOST_BYTES or self.rest[:1] not in (b"", b"{"):
-            raise ValueError(f"a message begins with {self.rest[:8]!r}, or has more than {MOST_BYTES} bytes")
+        if len(self.rest) > _MOST_BYTES or self.rest[:1] not in (b"", b"{"):
+            raise ValueError(f"a message begins with {self.rest[:8]!r}, or has more than {_MOST_BYTES} bytes")
         try:
             messages = [json.loads(line) for line in lines]
         except RecursionError as error:

@@ -14,7 +14,7 @@ from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
 from jshadow.cache.state import Counters, KVState
 from jshadow.policies.settings import policy_settings
 
-COMPILE_EVENTS = (
+_COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",
@@ -30,9 +30,9 @@ class CompileClock:
     @classmethod
     def on_event(cls, event: str, duration_secs: float, **_: Any) -> None:
         """Add the duration of a JAX monitoring event if it belongs to compilation."""
-        if event in COMPILE_EVENTS:
+        if event in _COMPILE_EVENTS:
             cls.seconds += duration_secs
-            cls.programs += event == COMPILE_EVENTS[-1]
+            cls.programs += event == _COMPILE_EVENTS[-1]
 
 
 class PhaseClock:

@@ -30,10 +30,10 @@ from jshadow.engine.types import Tokens
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig, check_positive
 
-EVERY = 2**32 - 1  # a limit that no sum reaches: all tokens are kept
-WHOLE = 2.0**31  # the sum of the shares of a row, apart from rounding
-DISTANCE_BITS = 32  # bits of a float32
-BITS = 2  # bits of the cut that each round of the search finds
+_EVERY = 2**32 - 1  # a limit that no sum reaches: all tokens are kept
+_WHOLE = 2.0**31  # the sum of the shares of a row, apart from rounding
+_DISTANCE_BITS = 32  # bits of a float32
+_BITS = 2  # bits of the cut that each round of the search finds
 
 
 def keep_likely(
@@ -54,13 +54,13 @@ def keep_likely(
     keep = logits > -jnp.inf
 
     def first_k(keep: Array) -> Array:
-        limits = jnp.where(top_k > 0, top_k.astype(jnp.uint32), jnp.uint32(EVERY))
+        limits = jnp.where(top_k > 0, top_k.astype(jnp.uint32), jnp.uint32(_EVERY))
         return keep & _keep_first(logits, jnp.ones(logits.shape, jnp.uint32), limits)
 
     def first_p(keep: Array) -> Array:
         parts = shares(jnp.where(keep, weights, 0.0))
         limits = jnp.ceil(top_p * parts.sum(axis=-1, dtype=jnp.uint32).astype(jnp.float32)).astype(jnp.uint32)
-        limits = jnp.where(top_p < 1, jnp.maximum(limits, 1), jnp.uint32(EVERY))
+        limits = jnp.where(top_p < 1, jnp.maximum(limits, 1), jnp.uint32(_EVERY))
         return keep & _keep_first(logits, parts, limits)
 
     # A program for all settings, which does the work of a filter only if a row has this filter.
@@ -91,12 +91,12 @@ def _keep_first(
         return jnp.where(distances < cut[:, None], weights, 0).sum(axis=-1, dtype=jnp.uint32)
 
     def next_bits(index: Array, cut: Array) -> Array:
-        step = jnp.uint32(1) << (DISTANCE_BITS - BITS * (index + 1)).astype(jnp.uint32)
-        below = [closer(cut + times * step) < limits for times in range(1, 2**BITS)]
+        step = jnp.uint32(1) << (_DISTANCE_BITS - _BITS * (index + 1)).astype(jnp.uint32)
+        below = [closer(cut + times * step) < limits for times in range(1, 2**_BITS)]
         return cut + step * sum(below[1:], below[0].astype(jnp.uint32))
 
     # The largest distance before which the weights sum to less than the limit. Only the tokens at it may be cut.
-    cut = jax.lax.fori_loop(0, DISTANCE_BITS // BITS, next_bits, jnp.zeros(limits.shape, jnp.uint32))
+    cut = jax.lax.fori_loop(0, _DISTANCE_BITS // _BITS, next_bits, jnp.zeros(limits.shape, jnp.uint32))
     tied = distances == cut[:, None]
     ties = jnp.where(tied, weights, 0)
     before = closer(cut)[:, None] + jnp.cumsum(ties, axis=-1, dtype=jnp.uint32) - ties
@@ -113,20 +113,20 @@ def shares(weights: Float[Array, "B V"]) -> UInt[Array, "B V"]:
         uint32 [B, V]. A row sums to at most 2**31 + V, apart from the rounding of float32. A part of this sum, divided
         by the sum, is wrong by at most V / 2**31.
     """
-    scale = jnp.full((len(weights), 1), WHOLE / weights.shape[-1], jnp.float32)
+    scale = jnp.full((len(weights), 1), _WHOLE / weights.shape[-1], jnp.float32)
     for _ in range(2):  # the first scale is for equal weights; the second round makes up for what rounding up added
         parts = jnp.ceil(weights * scale).astype(jnp.uint32)
-        scale = scale * (WHOLE / parts.sum(axis=-1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32))
+        scale = scale * (_WHOLE / parts.sum(axis=-1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32))
     return jnp.round(weights * scale).astype(jnp.uint32)
 
 
 # The value that turns a penalty off, the lowest value and the highest.
-PENALTIES = {
+_PENALTIES = {
     "presence_penalty": (0.0, -2.0, 2.0),
     "frequency_penalty": (0.0, -2.0, 2.0),
     "repetition_penalty": (1.0, 0.01, 100.0),
 }
-MOST_BIAS = 100.0
+_MOST_BIAS = 100.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +160,12 @@ class RowSettings:
         check_sampling(self.sampler, self.seed)
         if self.sampler is None:
             raise ConfigError("sampler must be a Sampler, got None")
-        for name, (_, low, high) in PENALTIES.items():
+        for name, (_, low, high) in _PENALTIES.items():
             _check_number(f"row.{name}", getattr(self, name), low, high)
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"row.logit_bias must be a mapping from token id to number, got {self.logit_bias!r}")
         for token, value in self.logit_bias.items():
-            _check_number(f"row.logit_bias[{token!r}]", value, -MOST_BIAS, MOST_BIAS)
+            _check_number(f"row.logit_bias[{token!r}]", value, -_MOST_BIAS, _MOST_BIAS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ def check_row(settings: RowSettings, parts: RowParts) -> None:
         ConfigError: it has no penalties, or its rows have fewer biased tokens.
         PromptError: a biased token is out of range.
     """
-    for name, (off, _, _) in PENALTIES.items():
+    for name, (off, _, _) in _PENALTIES.items():
         if (value := getattr(settings, name)) != off and not parts.penalties:
             raise ConfigError(f"row.{name} must be {off} in a batch without penalties, got {value}")
     if (count := len(settings.logit_bias)) > parts.bias_limit:
@@ -225,7 +225,7 @@ def _check_row_ids(name: str, tokens: Tokens, size: int) -> np.ndarray:
     return array.astype(np.int32)
 
 
-HOTTEST = float(np.finfo(np.float32).max)  # higher temperatures are lowered to this one
+_HOTTEST = float(np.finfo(np.float32).max)  # higher temperatures are lowered to this one
 WORD = 32  # bits in a word of a mask
 
 
@@ -285,13 +285,13 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
     check_row(settings, parts)
     sampler, size = settings.sampler, parts.vocab_size
     values: dict[str, Any] = {
-        "temperature": np.float32(np.clip(sampler.temperature, COLDEST, HOTTEST) if sampler.temperature else 0),
+        "temperature": np.float32(np.clip(sampler.temperature, COLDEST, _HOTTEST) if sampler.temperature else 0),
         "top_k": np.int32(0 if sampler.top_k is None else min(sampler.top_k, size)),
         "top_p": np.float32(1 if sampler.top_p is None else sampler.top_p),
         "min_p": np.float32(0 if sampler.min_p is None else sampler.min_p),
         "seed": np.asarray(jax.random.key_data(seed_key(settings.seed))),
     }
-    values |= {name: np.float32(getattr(settings, name)) for name in PENALTIES}
+    values |= {name: np.float32(getattr(settings, name)) for name in _PENALTIES}
     read, made = _check_row_ids("prompt", prompt, size), _check_row_ids("drawn", drawn, size)
     values["step"] = np.int32(len(made))
     if parts.penalties:

@@ -174,7 +174,7 @@ def _fetch_units(spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Fetc
     return fetched, state, work
 
 
-TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
+_TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
 
 
 def _in_blocks(
@@ -231,7 +231,7 @@ def _over_blocks(
     count = step.valid.shape[1]
     size = block_tokens(spec, count)
     blocks = -(-count // size)
-    names = TOKEN_FIELDS + (() if step.q_foreseen is None else ("q_foreseen",))
+    names = _TOKEN_FIELDS + (() if step.q_foreseen is None else ("q_foreseen",))
 
     def cut(x: Array) -> Array:  # [B, T, ...] -> [blocks, B, size, ...]
         x = jnp.pad(x, [(0, 0), (0, blocks * size - count), *[(0, 0)] * (x.ndim - 2)])

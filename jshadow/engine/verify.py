@@ -30,7 +30,7 @@ from jshadow.weights.params import Params
 
 # The largest difference that rounding may cause, as a share of the largest number that is compared.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
-BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
+_BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
 
 
 class _Finding(NamedTuple):
@@ -54,13 +54,13 @@ class _LayerFindings(NamedTuple):
     attention: _Finding | None = None
 
 
-NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
+_NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
 
 
 def _differs(mine: Array, theirs: Array) -> Array:
     """Compare two arrays bit by bit: bool, True for each element that differs. Two NaN with equal bits are equal."""
     if jnp.issubdtype(mine.dtype, jnp.floating):
-        bits = BITS[mine.dtype.itemsize]
+        bits = _BITS[mine.dtype.itemsize]
         mine, theirs = lax.bitcast_convert_type(mine, bits), lax.bitcast_convert_type(theirs, bits)
     return mine != theirs
 
@@ -207,7 +207,7 @@ class Verifier:
         )
         self.twin, self.free = self.twin.join(after.twin), self.free.join(after.free)
         for layer, layer_findings in enumerate(jax.tree.map(np.asarray, findings)):
-            for name, finding in zip(NAMES, layer_findings, strict=True):
+            for name, finding in zip(_NAMES, layer_findings, strict=True):
                 if finding is not None:
                     self._check(finding, f"layer {layer}", name)
         self._check(jax.tree.map(np.asarray, apart), "last layer", "logits")

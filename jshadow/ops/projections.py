@@ -29,7 +29,7 @@ from pallas_kernels.choose import run
 # The kinds and the dtypes of their codes
 KINDS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn"), "int4": jnp.dtype("uint8")}
 NAMES = ("kernel", "kernel_scale", "kernel_zero")
-GROUP = 32  # most inputs of a group of int4
+_GROUP = 32  # most inputs of a group of int4
 _FEW = 16  # rows of a product that a GPU computes by a kernel, which unpacks the codes while it multiplies
 _BLOCK = 2**22  # how many numbers are unpacked at once
 
@@ -75,7 +75,7 @@ def group_of(inputs: int) -> int:
     """
     if inputs % 2:
         raise ConfigError(f"quantize='int4' packs two inputs into a byte, so their number must be even, got {inputs}")
-    return min(GROUP, inputs & -inputs)
+    return min(_GROUP, inputs & -inputs)
 
 
 def record_of(kind: str | None, shape: tuple[int, ...], group: int | None = None) -> dict[str, tuple[tuple, Any]]:

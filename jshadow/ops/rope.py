@@ -16,7 +16,7 @@ from pallas_kernels.rotation import rotate as rotate
 CONTEXT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 TEMPERATURE = "llama_4_scaling_beta"  # read by the families that have it
 # Variant -> (keys that `config.json` must have, keys that it may have), in addition to the base frequency.
-KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -91,7 +91,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
-    KINDS = ("none", *KEYS)
+    KINDS = ("none", *_KEYS)
 
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:
@@ -155,9 +155,9 @@ class RopeConfig:
             raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         kind = _OLDER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
-        if kind not in KEYS:
-            raise ConfigError(f"rope_scaling.rope_type must be one of {tuple(KEYS)}, got {kind!r}")
-        needed, optional = KEYS[kind]
+        if kind not in _KEYS:
+            raise ConfigError(f"rope_scaling.rope_type must be one of {tuple(_KEYS)}, got {kind!r}")
+        needed, optional = _KEYS[kind]
         if lacking := [key for key in needed if scaling.get(key) is None]:
             raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
         if kind != "default" and (unknown := sorted(set(scaling) - _COMMON - {*needed, *optional})):

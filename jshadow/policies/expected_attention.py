@@ -32,7 +32,7 @@ from jshadow.policies.eviction import KeepsBest
 from jshadow.policies.registry import register
 
 BLOCK = 512  # tokens that are processed at once
-MOST = 2**16  # future positions at most, because their angles are all in memory
+_MOST = 2**16  # future positions at most, because their angles are all in memory
 
 
 @register(small={"kept": 14, "sinks": 2}, lossless=lambda tokens, config: {"kept": tokens})
@@ -60,7 +60,7 @@ class ExpectedAttention(KeepsBest):
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         check_range(self.name, "sinks", self.sinks, 0)
-        check_range(self.name, "future", self.future, 1, MOST)
+        check_range(self.name, "future", self.future, 1, _MOST)
         check_number(self.name, "epsilon", self.epsilon, 0)
         return super().resolve(config, capacity)
 

@@ -26,7 +26,7 @@ from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
 
-SHARE = 0.1  # share of the capacity for heavy hitters, and again for recent tokens: together the paper's 20 %
+_SHARE = 0.1  # share of the capacity for heavy hitters, and again for recent tokens: together the paper's 20 %
 
 
 class H2OLive(struct.PyTreeNode):
@@ -75,7 +75,7 @@ class H2O(UniformPolicy, Budgeted, Sized):
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        tenth = max(1, round(SHARE * capacity))
+        tenth = max(1, round(_SHARE * capacity))
         resolved = dataclasses.replace(
             self,
             heavy=tenth if self.heavy is None else self.heavy,

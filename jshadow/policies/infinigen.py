@@ -31,7 +31,7 @@ from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.sizing import Falling
 
-SHARE = 0.2  # default share of the tokens and of the columns, as in the published scripts
+_SHARE = 0.2  # default share of the tokens and of the columns, as in the published scripts
 
 
 @register(
@@ -80,8 +80,8 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
-        columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
+        budget = max(1, int(_SHARE * capacity)) if self.budget is None else self.budget
+        columns = max(1, round(_SHARE * config.head_dim)) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
         check_range(self.name, "columns", columns, 1, config.head_dim)
         check_range(self.name, "dense_layers", self.dense_layers, 1)

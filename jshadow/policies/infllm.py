@@ -77,7 +77,7 @@ class InfLLMLive(struct.PyTreeNode):
     used: Array
 
 
-SUB_BLOCK = 64  # number of queries whose scores are in memory at once
+_SUB_BLOCK = 64  # number of queries whose scores are in memory at once
 
 
 class Memory(struct.PyTreeNode):
@@ -178,7 +178,7 @@ class InfLLMPrefill(PrefillAttention):
         start = jnp.clip(first - self.window, 0, tokens - width)
         near_k, near_v = (lax.dynamic_slice_in_dim(x, start, width, axis=1) for x in (prompt.k_post, prompt.v))
         token = start + jnp.arange(width)
-        sub = SUB_BLOCK if self.multiple % SUB_BLOCK == 0 else self.multiple
+        sub = _SUB_BLOCK if self.multiple % _SUB_BLOCK == 0 else self.multiple
 
         def some(index: Array) -> tuple[Array, Array]:
             position = first + index * sub + jnp.arange(sub)[:, None]
@@ -273,7 +273,7 @@ class InfLLMPrefill(PrefillAttention):
 
         The other temporaries are the far queries, the mass and the representatives.
         """
-        near, sub = self.window + self.multiple, SUB_BLOCK if self.multiple % SUB_BLOCK == 0 else self.multiple
+        near, sub = self.window + self.multiple, _SUB_BLOCK if self.multiple % _SUB_BLOCK == 0 else self.multiple
         far = self.sinks + self.unit + self.multiple + self.count * self.unit
         scores = 5 * 4 * config.q_heads * sub * (near + far)
         rows = 2 * 4 * config.key_columns * (far + near)

@@ -17,7 +17,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.policies.eviction import KeepsBest
 from jshadow.policies.registry import register
 
-LEAST = 1e-12  # norms are at least this, so that a key of zeros is no division by zero
+_LEAST = 1e-12  # norms are at least this, so that a key of zeros is no division by zero
 
 
 @register(small={"kept": 14}, lossless=lambda tokens, config: {"kept": tokens})
@@ -34,9 +34,9 @@ class KeyDiff(KeepsBest):
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
         keys = prompt.k_post.astype(jnp.float32)  # zeros in padding
-        unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), LEAST)
+        unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _LEAST)
         mean = unit.sum(axis=1) / prompt.lengths[:, None, None]
-        mean /= jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), LEAST)
+        mean /= jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), _LEAST)
         return -jnp.einsum("bshd,bhd->bhs", unit, mean, precision="highest"), jnp.zeros_like(prompt.lengths)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:

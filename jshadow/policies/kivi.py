@@ -124,7 +124,7 @@ def cut(packed: Packed, count: Array) -> Packed:
     return jax.tree.map(one, packed)
 
 
-BITS = (1, 2, 4, 8)
+_BITS = (1, 2, 4, 8)
 
 
 @register(
@@ -151,7 +151,7 @@ class KIVI(UniformPolicy, Sized):
     source = "arXiv 2402.02750, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        check_choice(self.name, "bits", self.bits, BITS)
+        check_choice(self.name, "bits", self.bits, _BITS)
         check_range(self.name, "group", self.group, 1)
         check_range(self.name, "residual", self.residual, 1)
         for what, size in (("residual", self.residual), ("head_dim", config.head_dim)):
@@ -318,7 +318,7 @@ class KIVI(UniformPolicy, Sized):
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         return [
             [cls(bits=bits, group=group, residual=max(group, min(128, num_tokens // 16 // group * group)))]
-            for bits in sorted(BITS, reverse=True)
+            for bits in sorted(_BITS, reverse=True)
             for group in groups
         ]
 

@@ -25,7 +25,7 @@ from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.sizing import Falling
 
-SHARE = 4  # 1 / SHARE of the tokens and of the columns are used by default: the paper's k_f = d_f = 0.25
+_SHARE = 4  # 1 / SHARE of the tokens and of the columns are used by default: the paper's k_f = d_f = 0.25
 
 
 class Components(struct.PyTreeNode):
@@ -68,8 +68,8 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     source = "arXiv 2406.02542, section 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        budget = max(1, capacity // SHARE) if self.budget is None else self.budget
-        columns = max(1, config.head_dim // SHARE) if self.columns is None else self.columns
+        budget = max(1, capacity // _SHARE) if self.budget is None else self.budget
+        columns = max(1, config.head_dim // _SHARE) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
         check_range(self.name, "columns", columns, 1, config.head_dim)
         check_range(self.name, "unit", self.unit, 1, 1)

@@ -51,7 +51,7 @@ class FilterLive(struct.PyTreeNode):
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix). For other numbers of
 # layers, those for 32 layers are scaled.
-PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
+_PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
 
 
 @register(
@@ -85,7 +85,7 @@ class OmniKV(CouplesLayers, Sized):
         full = full_layers(config)
         if not full:
             return dataclasses.replace(self, filter_layers=())  # all layers keep the model's own window
-        ranks = PAPERS_FILTERS.get(len(full), tuple(rank * len(full) // 32 for rank in PAPERS_FILTERS[32]))
+        ranks = _PAPERS_FILTERS.get(len(full), tuple(rank * len(full) // 32 for rank in _PAPERS_FILTERS[32]))
         usual = sorted({full[rank] for rank in ranks})
         layers = usual if self.filter_layers is None else self.filter_layers
         numbers = isinstance(layers, list | tuple) and all(type(one) is int for one in layers)
@@ -266,7 +266,7 @@ class OmniKVSparse(KeepsLaterTokens):
         return spec.batch * rows * (wide + 3 * 4 * spec.q_heads)
 
 
-QUERIES = 64  # number of evenly spaced queries that are measured in each row of a text
+_QUERIES = 64  # number of evenly spaced queries that are measured in each row of a text
 
 
 class FilterMasses(NamedTuple):
@@ -295,7 +295,7 @@ def filter_masses(
     tokens: Any,
     *,
     budget: int,
-    queries: int = QUERIES,
+    queries: int = _QUERIES,
     progress: Callable[[int, int], None] | None = None,
 ) -> FilterMasses:
     """Measure how well each layer chooses tokens for the layers after it (section 3 and appendix).

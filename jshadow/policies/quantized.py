@@ -27,7 +27,7 @@ from jshadow.policies.checks import check_choice
 from jshadow.policies.full import attend_all
 from jshadow.policies.registry import register
 
-LARGEST = 448.0  # of E4M3
+_LARGEST = 448.0  # of E4M3
 
 
 class QuantizedLive(struct.PyTreeNode):
@@ -71,7 +71,7 @@ class Quantized(UniformPolicy, Sized):
         """Round rows [..., d]. Each has its own scale, in `scale_dtype(spec.dtype)`."""
         if self.dtype != "fp8":
             return quantize_rows(x, ROW_BITS[self.dtype], spec.dtype)
-        numbers, scale = scaled_rows(x, LARGEST, spec.dtype)
+        numbers, scale = scaled_rows(x, _LARGEST, spec.dtype)
         return Scaled(lax.bitcast_convert_type(numbers.astype(jnp.float8_e4m3fn), jnp.uint8), scale)
 
     def decode(self, spec: CacheSpec, rows: Scaled) -> Array:

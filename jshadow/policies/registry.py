@@ -19,10 +19,10 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy
 
-ENTRY_POINTS = "jshadow.policies"
+_ENTRY_POINTS = "jshadow.policies"
 POLICIES: dict[str, type[Policy]] = {}
 LAW_SETTINGS: dict[str, "LawSettings"] = {}
-T = TypeVar("T", bound=type[Policy])
+_T = TypeVar("_T", bound=type[Policy])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LawSettings:
 def register(
     small: Mapping[str, Any] | None = None,
     lossless: Callable[[int, ModelConfig], Mapping[str, Any]] | None = None,
-) -> Callable[[T], T]:
+) -> Callable[[_T], _T]:
     """Return a class decorator that registers a policy under its `name`.
 
     A class that is defined again in the same place, as in a notebook's cell, replaces the earlier one.
@@ -57,7 +57,7 @@ def register(
         ConfigError: the class is not a concrete policy, it has no name, or another class has the same name.
     """
 
-    def add(policy: T) -> T:
+    def add(policy: _T) -> _T:
         check_policy_class(policy)
         if not isinstance(policy.name, str) or not policy.name.isidentifier():
             raise ConfigError(f"a policy's name must be an identifier, got {policy.name!r} of {policy.__qualname__}")
@@ -87,7 +87,7 @@ def find_policy(name: str) -> type[Policy]:
     if ":" in name:
         return import_policy(name)
     if name not in POLICIES:
-        for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        for point in importlib.metadata.entry_points(group=_ENTRY_POINTS):
             if point.name == name:
                 return import_policy(point.value)
     if name not in POLICIES:

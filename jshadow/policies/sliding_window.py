@@ -17,12 +17,12 @@ from jshadow.ops.layout import fill_ring, ring_positions
 from jshadow.policies.base import HookInputs, LayerCache
 from jshadow.policies.full import OneCache
 
-SLIDING_PIECE = 16  # new tokens of a turn that a sliding layer takes at once
+_SLIDING_PIECE = 16  # new tokens of a turn that a sliding layer takes at once
 
 
 def sliding_slots(window: int, capacity: int) -> int:
     """Return the slots of a sliding layer. The tokens of a piece overwrite no token that its first query attends to."""
-    return min(window + SLIDING_PIECE - 1, capacity)
+    return min(window + _SLIDING_PIECE - 1, capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SlidingWindow(LayerCache):
 
     @property
     def reads(self) -> HookInputs:
-        return HookInputs(piece=SLIDING_PIECE)
+        return HookInputs(piece=_SLIDING_PIECE)
 
     def slots(self, capacity: int) -> int:
         """Return the number of slots of the ring buffer."""

@@ -16,7 +16,7 @@ from jshadow.weights.tokenizer import decode, encode, encode_parts, encode_plain
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
 # The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
 _CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
-END = "x"  # the end of a text of which the tokens before a document are taken
+_END = "x"  # the end of a text of which the tokens before a document are taken
 MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template for each message and tool, and time
 
 
@@ -175,10 +175,10 @@ def beginning(tokenizer: Any) -> _Beginning:
     """Return what comes before a document. Raises PromptError as `frame`."""
     mark = placeholder()
     text = _cut(tokenizer, [mark], mark, "")[0] if has_template(tokenizer) else ""
-    ids = opening(tokenizer) * (not text) + encode(tokenizer, text + END, begins=True)
+    ids = opening(tokenizer) * (not text) + encode(tokenizer, text + _END, begins=True)
     whole = {*tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
     count = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in whole), 0)
-    return _Beginning(text, ids[:count], _known(tokenizer, ids[count:]).removesuffix(END), len(ids) - count + 8)
+    return _Beginning(text, ids[:count], _known(tokenizer, ids[count:]).removesuffix(_END), len(ids) - count + 8)
 
 
 def document_ids(tokenizer: Any, text: str) -> list[int]:

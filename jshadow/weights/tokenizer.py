@@ -44,7 +44,7 @@ def read_text(path: Path) -> str:
 
 
 # Roles of messages, which templates put into marks.
-ROLES = ("system", "user", "assistant", "tool", "observation", "developer", "model", "human", "bot", "ipython")
+_ROLES = ("system", "user", "assistant", "tool", "observation", "developer", "model", "human", "bot", "ipython")
 # A text that goes before another one. The first one whose tokens do not merge with those of the text is used.
 _BEHIND = ("\n", ".", "x", "\N{SECTION SIGN}")
 _BYTE = "<0x[0-9A-F]{2}>"  # the name of a token that is one byte. Bytes that follow each other are decoded together
@@ -175,7 +175,7 @@ def _writes(template: str, name: str) -> bool:
     Blanks are text, though some tokenizers have added tokens for them.
     """
     whole = bool(name.strip()) and name in template
-    around = (name.split(role) for role in ROLES if role in name)
+    around = (name.split(role) for role in _ROLES if role in name)
     return whole or any(all(part.strip() and part in template for part in parts) for parts in around)
 
 

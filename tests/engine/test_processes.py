@@ -177,7 +177,7 @@ def ends(monkeypatch):
     noted.roll = roll
     monkeypatch.setattr(processes, "end_process", lambda why: noted.reasons.append(why) or noted.event.set())
     for name, seconds in (("GRACE", 0.5), ("RETRY", 0.02), ("REPORT", 0.5)):
-        monkeypatch.setattr(processes, f"{name}_SECONDS", seconds)
+        monkeypatch.setattr(processes, f"_{name}_SECONDS", seconds)
     yield noted
     for one in rolls:
         one.end()

@@ -181,7 +181,7 @@ def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, confi
     return after.shared, lives
 
 
-CONSUMED = "the prefill was advanced before; use the value that advance_prefill returned"
+_CONSUMED = "the prefill was advanced before; use the value that advance_prefill returned"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -307,7 +307,7 @@ def _check_partial(params: Params, partial: PartialPrefill, policy: Policy | Non
         if resolved not in job.policies:
             raise StateMismatch(f"policy must be the prefill's own {job.policies[0]}, got {resolved}")
     if any(is_deleted(leaf) for leaf in jax.tree.leaves(partial.work)):
-        raise StateMismatch(CONSUMED)
+        raise StateMismatch(_CONSUMED)
 
 
 def begin_prefill(

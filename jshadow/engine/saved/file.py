@@ -107,7 +107,7 @@ def runs(place: Place, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 
 
-BLOCK = 2**22  # bytes of a block
+_BLOCK = 2**22  # bytes of a block
 
 
 def block_digests(value: np.ndarray, block: int) -> list[str]:
@@ -117,7 +117,7 @@ def block_digests(value: np.ndarray, block: int) -> list[str]:
 
 
 def read_slice(
-    file: TensorFile, name: str, place: Place, digests: Sequence[str] | None = None, block: int = BLOCK
+    file: TensorFile, name: str, place: Place, digests: Sequence[str] | None = None, block: int = _BLOCK
 ) -> np.ndarray:
     """Read a slice of a tensor, and only the bytes or blocks of the file in which it lies.
 
@@ -149,7 +149,7 @@ def read_slice(
     return out
 
 
-THREADS = 4  # number of threads that read and hash; both release Python's global lock
+_THREADS = 4  # number of threads that read and hash; both release Python's global lock
 
 
 def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
@@ -215,11 +215,11 @@ def read_all(
     kept: dict[str, np.ndarray] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()
     names = iter(file.shapes)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         try:
             while True:
                 # At most one tensor for each thread is in flight, so that little memory is taken beside `kept`.
-                for name in itertools.islice(names, THREADS - len(waiting)):
+                for name in itertools.islice(names, _THREADS - len(waiting)):
                     waiting.append((name, pool.submit(read_checked, file, name, digests)))
                 if not waiting:
                     return kept
@@ -232,7 +232,7 @@ def read_all(
             pool.shutdown(cancel_futures=True)
 
 
-UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
+_UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 
 
 def write_hashed(
@@ -246,7 +246,7 @@ def write_hashed(
     digests: dict[str, Any] = {}
     for name, (dtype, shape) in layout.items():
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        digests[name] = UNKNOWN if block is None else [UNKNOWN] * -(-nbytes // block)
+        digests[name] = _UNKNOWN if block is None else [_UNKNOWN] * -(-nbytes // block)
     table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
 
     def hashed(name: str) -> np.ndarray:
@@ -272,8 +272,8 @@ def write_hashed(
 
 INDEX_FORMAT, INDEX_VERSION = "jshadow KV state in parts", 1
 PART_FORMAT, PART_VERSION = "jshadow part of a KV state", 1
-PART_KIND = "a part of a saved KV state (safetensors)"
-PARTS = ".parts-"  # between the name of an index and its run id in the name of the folder
+_PART_KIND = "a part of a saved KV state (safetensors)"
+_PARTS = ".parts-"  # between the name of an index and its run id in the name of the folder
 
 
 def part_paths(index: TensorFile) -> list[Path]:
@@ -367,10 +367,10 @@ class Parts:
     def _open(self, path: Path, entry: Mapping[str, Any], run: str, which: str) -> None:
         """Open a part and check its header. `which` names it in error messages."""
         try:
-            file, texts, digests = open_described(path, PART_KIND, {PART_FORMAT: PART_VERSION})
+            file, texts, digests = open_described(path, _PART_KIND, {PART_FORMAT: PART_VERSION})
         except CheckpointError as error:
             raise CheckpointError(f"{which}: {error}") from error
-        with described(path, PART_KIND):
+        with described(path, _PART_KIND):
             theirs, block = read_json_text(texts, "run"), read_json_text(texts, "block")
             if theirs != run:
                 raise CheckpointError(f"{which}: {path} must be of run {run!r:.40}, got {theirs!r:.40}")
@@ -406,7 +406,7 @@ class Parts:
         return out
 
 
-SECONDS = 3600.0  # a process may write or read its part for so long
+_SECONDS = 3600.0  # a process may write or read its part for so long
 
 
 def together(name: str, work: Callable[[], Any]) -> list[Any]:
@@ -420,7 +420,7 @@ def together(name: str, work: Callable[[], Any]) -> list[Any]:
         answer["value"] = work()
     except Exception as error:
         failure, answer["error"] = error, f"{type(error).__name__}: {error}"
-    answers = [json.loads(text) for text in exchange(name, json.dumps(answer), SECONDS)]
+    answers = [json.loads(text) for text in exchange(name, json.dumps(answer), _SECONDS)]
     if failure is not None:
         raise failure
     for number, one in enumerate(answers):
@@ -465,7 +465,7 @@ def write_parts(target: Path, texts: Mapping[str, str], leaves: Mapping[str, Any
             def commit() -> int:
                 if not first:
                     return 0
-                final = target.with_name(f"{target.name}{PARTS}{run}")
+                final = target.with_name(f"{target.name}{_PARTS}{run}")
                 table = [{**part, "file": f"{final.name}/{part['file']}"} for part in parts]
                 sync(target.parent / folder)
                 (target.parent / folder).rename(final)
@@ -513,8 +513,8 @@ def write_part(path: Path, run: str, leaves: Mapping[str, Any], named: frozenset
             dtype = np.dtype(leaf.dtype).name
             pieces[f"{name}@{'.'.join(str(first) for first, _ in place)}"] = (dtype, sizes(place), read)
     layout = {name: (dtype, shape) for name, (dtype, shape, _) in pieces.items()}
-    texts = {"format": PART_FORMAT, "version": str(PART_VERSION), "run": canonical(run).decode(), "block": str(BLOCK)}
-    size, digest = write_hashed(path, layout, texts, lambda name: pieces[name][2](), BLOCK)
+    texts = {"format": PART_FORMAT, "version": str(PART_VERSION), "run": canonical(run).decode(), "block": str(_BLOCK)}
+    size, digest = write_hashed(path, layout, texts, lambda name: pieces[name][2](), _BLOCK)
     sync(path)
     return {"file": path.name, "bytes": size, "header_sha256": digest}
 
@@ -528,5 +528,5 @@ def replacing(target: Path) -> Iterator[None]:
             old = part_paths(TensorFile(target))
     yield
     for folder in {path.parent for path in old}:
-        if folder.parent == target.parent and PARTS in folder.name:
+        if folder.parent == target.parent and _PARTS in folder.name:
             remove_for_good(folder)

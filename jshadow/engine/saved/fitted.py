@@ -28,8 +28,8 @@ from jshadow.weights.digest import canonical, host_array
 from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
-KIND = "a file of fitted arrays (safetensors)"
-FIELDS = ("policy", "config", "weights", "dtype", "about")  # the fields of the metadata that are JSON texts
+_KIND = "a file of fitted arrays (safetensors)"
+_FIELDS = ("policy", "config", "weights", "dtype", "about")  # the fields of the metadata that are JSON texts
 
 
 def save_fitted(
@@ -62,7 +62,7 @@ def save_fitted(
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
     raise_all(str(path), bad)
     record = _identity(params) | {"policy": policy_record(innermost(policy)), "about": _plain_values(about or {})}
-    texts = {name: canonical(record[name]).decode() for name in FIELDS} | {"format": FORMAT, "version": str(VERSION)}
+    texts = {name: canonical(record[name]).decode() for name in _FIELDS} | {"format": FORMAT, "version": str(VERSION)}
     layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
     with staged_file(Path(path).expanduser()) as fresh:
         write_hashed(fresh, layout, texts, arrays.__getitem__)
@@ -116,9 +116,9 @@ def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
     """Open a file of learned arrays and check its header."""
-    file, texts, digests = open_described(path, KIND, {FORMAT: VERSION})
-    with described(path, KIND):
-        record = {name: read_json_text(texts, name) for name in FIELDS}
+    file, texts, digests = open_described(path, _KIND, {FORMAT: VERSION})
+    with described(path, _KIND):
+        record = {name: read_json_text(texts, name) for name in _FIELDS}
         policy = record["policy"]
         known = isinstance(policy, dict) and isinstance(policy.get("name"), str) and policy["name"] in POLICIES
         if not known or not isinstance(policy.get("settings"), dict):

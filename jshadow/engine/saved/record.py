@@ -20,7 +20,7 @@ from jshadow.weights.convert.safetensors_file import DTYPES_OF_TAGS, TAGS
 from jshadow.weights.digest import canonical, tree_digest
 from jshadow.weights.params import Params
 
-NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
+_NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +217,6 @@ def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
         return [
             line
             for key in keys
-            for line in compare(f"{field}.{key}", theirs.get(key, NOTHING), ours.get(key, NOTHING), owner)
+            for line in compare(f"{field}.{key}", theirs.get(key, _NOTHING), ours.get(key, _NOTHING), owner)
         ]
     return [] if theirs == ours else [f"{field}: file has {theirs!r}, {owner} has {ours!r}"]

@@ -146,8 +146,8 @@ def _filled(dtype: Any, fill: int, place: Place) -> np.ndarray:
 
 
 FORMAT, VERSION = "jshadow KV state", 3
-VERSIONS = {FORMAT: VERSION, INDEX_FORMAT: INDEX_VERSION}
-KIND = "a saved KV state (safetensors)"
+_VERSIONS = {FORMAT: VERSION, INDEX_FORMAT: INDEX_VERSION}
+_KIND = "a saved KV state (safetensors)"
 
 Stamp = tuple[int, int, int, int]  # device, inode, size in bytes and time of the last change in ns of a file
 
@@ -274,13 +274,13 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     lengths = read_checked(file, "lengths", digests).tolist()
     nbytes = sum(part.stat().st_size for part in [file.path, *part_paths(file)] if part.exists())
     form = file.metadata["format"]
-    info = {"format": form, "version": VERSIONS[form], "lengths": lengths, "tokens": tokens or None, "nbytes": nbytes}
+    info = {"format": form, "version": _VERSIONS[form], "lengths": lengths, "tokens": tokens or None, "nbytes": nbytes}
     return vars(record) | info | {"note": _read_note(file)}
 
 
 def _read_note(file: TensorFile) -> dict[str, str]:
     """Return the texts that were stored beside a state. Raises CheckpointError if they are not as jshadow writes."""
-    with described(file.path, KIND):
+    with described(file.path, _KIND):
         note = read_json_text(file.metadata, "note") if "note" in file.metadata else {}
         if not isinstance(note, dict) or not all(isinstance(value, str) for value in note.values()):
             raise ValueError(f"note must be texts by name, got {note!r:.80}")
@@ -298,8 +298,8 @@ def stamp_of(path: Path) -> Stamp | None:
 
 def _open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
     """Open a saved state and check its header. Return the file, its record, and the SHA-256 of each tensor."""
-    file, texts, digests = open_described(path, KIND, VERSIONS)
-    with described(path, KIND):
+    file, texts, digests = open_described(path, _KIND, _VERSIONS)
+    with described(path, _KIND):
         if unknown := set(file.tags.values()) - set(TAGS.values()):
             raise ValueError(f"dtypes must be of {sorted(TAGS.values())}, got {sorted(unknown)}")
         record = StateRecord.read(texts)

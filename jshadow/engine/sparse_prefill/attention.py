@@ -35,7 +35,7 @@ from jshadow.ops.attention import MASKED, causal_attention
 from jshadow.ops.layout import KeyLists, Keys, attend_over, run
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
-GATHERED = 256  # number of keys that a head gathers at once
+_GATHERED = 256  # number of keys that a head gathers at once
 
 
 class _Chosen(struct.PyTreeNode):
@@ -166,7 +166,7 @@ def _fold_blocks(
     """
     (place, q), (ids, visited) = tile, blocks
     block = q.shape[0]
-    several = min(max(1, GATHERED // block), ids.shape[0])
+    several = min(max(1, _GATHERED // block), ids.shape[0])
     ids = jnp.pad(ids, (0, -ids.shape[0] % several))
     query, key = place * block + jnp.arange(block)[:, None], jnp.arange(block)
 
@@ -226,7 +226,7 @@ def _fold_columns(
     `columns` is the list of keys [most], and how many of the first ones count.
     """
     (listed, count), block = columns, q.shape[0]
-    several = min(max(GATHERED // block, 1) * block, -(-listed.shape[0] // block) * block)
+    several = min(max(_GATHERED // block, 1) * block, -(-listed.shape[0] // block) * block)
     listed = jnp.pad(listed, (0, -listed.shape[0] % several))
 
     def step(turn: Array, state: _Softmax) -> _Softmax:
@@ -370,7 +370,7 @@ class SparsePrefill(PrefillAttention):
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
         """Return the bytes of the sums, the chosen lines, the lists of a piece, a tile and the queries of a piece."""
         heads, dim = config.q_heads, config.head_dim
-        gathered = max(GATHERED, self.block)
+        gathered = max(_GATHERED, self.block)
         chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; the copies that a sort makes
         estimate = heads * self.tail * (4 * KEY_TILE + 2 * dim) * 4
         tile = heads * gathered * (4 * self.block + 4 * dim) * 4 + 3 * tokens * self.block  # and the masks of one head

@@ -118,8 +118,8 @@ def strip_blocks(lines: Lines, index: Int[Array, ""]) -> tuple[Int[Array, "B h_q
     return jnp.maximum(blocks, 0), (blocks >= 0).sum(-1).astype(jnp.int32)
 
 
-KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local")}
-PUBLISHED = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape"}  # the names in MInference's files
+_KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local")}
+_PUBLISHED = {"vertical_and_slash": "vertical_slash", "stream_llm": "a_shape"}  # the names in MInference's files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +134,11 @@ class HeadPattern:
     sizes: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"pattern: kind must be one of {sorted(KINDS)}, got {self.kind!r}")
+        if self.kind not in _KINDS:
+            raise ConfigError(f"pattern: kind must be one of {sorted(_KINDS)}, got {self.kind!r}")
         whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in self.sizes)
         if not isinstance(self.sizes, tuple) or len(self.sizes) != 2 or not whole:
-            wanted = ", ".join(KINDS[self.kind])
+            wanted = ", ".join(_KINDS[self.kind])
             raise ConfigError(f"pattern: sizes of {self.kind} must be ({wanted}), each at least 1, got {self.sizes!r}")
 
 
@@ -199,4 +199,4 @@ def _layer(heads: dict[str, Any]) -> tuple[HeadPattern, ...]:
     if set(heads) != {str(number) for number in range(len(heads))}:
         raise ConfigError(f"pattern: a layer must have the heads 0 to {len(heads) - 1}, got {sorted(heads)!r:.80}")
     found = (heads[str(number)][:3] for number in range(len(heads)))
-    return tuple(HeadPattern(PUBLISHED.get(kind, kind), tuple(sizes)) for kind, *sizes in found)
+    return tuple(HeadPattern(_PUBLISHED.get(kind, kind), tuple(sizes)) for kind, *sizes in found)

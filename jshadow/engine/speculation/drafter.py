@@ -25,7 +25,7 @@ from jshadow.planner.machine import abstract_state
 from jshadow.policies import POLICIES, Policy
 from jshadow.weights.params import Params
 
-MOST_TOKENS = 64
+_MOST_TOKENS = 64
 
 
 class Progress(NamedTuple):
@@ -139,8 +139,8 @@ class Drafter(abc.ABC):
     def check_numbers(self, **values: Any) -> None:
         """Raise ConfigError unless these settings are integers in [1, MOST_TOKENS]."""
         for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_TOKENS:
-                raise ConfigError(f"{self.name}.{name} must be an integer in [1, {MOST_TOKENS}], got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TOKENS:
+                raise ConfigError(f"{self.name}.{name} must be an integer in [1, {_MOST_TOKENS}], got {value!r}")
 
     @property
     def traced(self) -> "Drafter":
@@ -182,9 +182,9 @@ class Drafter(abc.ABC):
         """
 
 
-FORGET = 0.8  # weight of the older cycles in the share of accepted tokens, for each new one
-TRY_AGAIN = 32  # after so many cycles without a proposal, a few tokens are proposed to see whether they are accepted
-PRIOR = (4.0, 1.0)  # accepted and refused tokens before the first cycle
+_FORGET = 0.8  # weight of the older cycles in the share of accepted tokens, for each new one
+_TRY_AGAIN = 32  # after so many cycles without a proposal, a few tokens are proposed to see whether they are accepted
+_PRIOR = (4.0, 1.0)  # accepted and refused tokens before the first cycle
 
 
 @dataclasses.dataclass
@@ -203,8 +203,8 @@ class Pace:
 
     most: int
     cost: float
-    accepted: float = PRIOR[0]
-    refused: float = PRIOR[1]
+    accepted: float = _PRIOR[0]
+    refused: float = _PRIOR[1]
     idle: int = 0
 
     @property
@@ -221,7 +221,7 @@ class Pace:
         if not ready.any():
             return 0
         self.idle += 1
-        if self.idle > TRY_AGAIN:
+        if self.idle > _TRY_AGAIN:
             self.idle = 0
             return self.widths[1]
         share = self.accepted / (self.accepted + self.refused)
@@ -236,11 +236,11 @@ class Pace:
     def heard(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
         """Take in the numbers of proposed and of accepted tokens of each row in a cycle, int [B]."""
         if proposed.any():
-            self.accepted = FORGET * self.accepted + int(accepted.sum())
-            self.refused = FORGET * self.refused + int((accepted < proposed).sum())
+            self.accepted = _FORGET * self.accepted + int(accepted.sum())
+            self.refused = _FORGET * self.refused + int((accepted < proposed).sum())
 
 
-TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
+_TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
 
 
 def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequence[int], new: int) -> None:
@@ -326,7 +326,7 @@ def _rewinding(config: ModelConfig) -> Iterator[str]:
     """Yield the names of the registered policies whose usual settings can give tokens back."""
     for name, policy in POLICIES.items():
         try:
-            if _can_rewind(empty(config, policy().resolve(config, TOKENS), TOKENS)):
+            if _can_rewind(empty(config, policy().resolve(config, _TOKENS), _TOKENS)):
                 yield name
         except ConfigError:
             continue

@@ -54,7 +54,7 @@ from jshadow.policies.retrieval import RetrievalPolicy, put_units
 from jshadow.policies.settings import with_settings
 from jshadow.weights.params import Params, load
 
-LONGEST_MATCH = 16  # agreements of more tokens count as this many
+_LONGEST_MATCH = 16  # agreements of more tokens count as this many
 
 
 class _History(NamedTuple):
@@ -124,7 +124,7 @@ class PromptLookup(Drafter):
         """Return the index after the best agreement with the newest tokens, or -1."""
         width, places = tokens.shape[1], jnp.arange(tokens.shape[1])
         agree, length = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32)
-        for back in range(1, max(LONGEST_MATCH, self.ngram) + 1):
+        for back in range(1, max(_LONGEST_MATCH, self.ngram) + 1):
             newest = jnp.take_along_axis(tokens, jnp.maximum(counts - back, 0)[:, None], axis=1)
             before = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :width]
             agree = agree & (before == newest) & (places >= back)
@@ -487,7 +487,7 @@ def as_prompt(layer: LayerState, lengths: Array, *, spec: CacheSpec) -> PromptKV
     return PromptKV(k_pre=rotate(k, turn.cos, -turn.sin), k_post=k, v=v, lengths=lengths, positions=positions)
 
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft, CompressedDraft)}
+_DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (PromptLookup, SelfDraft, CompressedDraft)}
 
 
 def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
@@ -502,15 +502,15 @@ def parse_drafter(text: str, dtype: str = "float32") -> Drafter:
     for drafter in (SelfDraft, CompressedDraft):
         if name == drafter.name:
             return _parse_with_policy(drafter, settings)
-    if name not in DRAFTERS:
-        raise ConfigError(f"speculate must be one of {sorted(DRAFTERS)} or the directory of a model, got {text!r}")
-    fields, values = {field.name for field in dataclasses.fields(DRAFTERS[name])}, {}
+    if name not in _DRAFTERS:
+        raise ConfigError(f"speculate must be one of {sorted(_DRAFTERS)} or the directory of a model, got {text!r}")
+    fields, values = {field.name for field in dataclasses.fields(_DRAFTERS[name])}, {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in fields or not value.isdecimal():
             raise ConfigError(f"speculate must be {name}:KEY=NUMBER with a key of {sorted(fields)}, got {setting!r}")
         values[key] = int(value)
-    return DRAFTERS[name](**values)
+    return _DRAFTERS[name](**values)
 
 
 def _parse_with_policy(drafter: type[SelfDraft] | type[CompressedDraft], settings: Sequence[str]) -> Drafter:

@@ -30,11 +30,11 @@ from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
 from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
 
-QUERIES = 128  # queries in a training step, all from one row of the text
-TILE = 128  # queries whose scores are in memory at once
-LARGEST = 60.0  # largest absolute value of `_shift_of`, the logarithm of a factor on psi
-ROUND = 50  # training steps in one call of the compiled program
-SCALE = 1e-4  # initial value of psi's scale s, small compared with the normalizer of the sparse part
+_QUERIES = 128  # queries in a training step, all from one row of the text
+_TILE = 128  # queries whose scores are in memory at once
+_LARGEST = 60.0  # largest absolute value of `_shift_of`, the logarithm of a factor on psi
+_ROUND = 50  # training steps in one call of the compiled program
+_SCALE = 1e-4  # initial value of psi's scale s, small compared with the normalizer of the sparse part
 
 
 class Examples(NamedTuple):
@@ -59,7 +59,7 @@ class Examples(NamedTuple):
     full: Array
 
 
-OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields in which axis 3 is the query
+_OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields in which axis 3 is the query
 
 
 class Training(NamedTuple):
@@ -93,8 +93,8 @@ def train_all(
         key, shift = jax.random.fold_in(jax.random.key(seed), layer), _shift_of(examples, first)
         kernels = begin(sizes, jax.random.fold_in(key, 0), examples)
         carry = (kernels, optimizer.init(kernels))
-        for start in range(0, steps, ROUND):
-            count = min(ROUND, steps - start)
+        for start in range(0, steps, _ROUND):
+            count = min(_ROUND, steps - start)
             carry = train_round(carry, Draws(examples, shift, key), jnp.int32(start), optimizer, count, first)
             done += count
             if progress is not None:
@@ -162,7 +162,7 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
     queries = group_queries(prompt.q_post, spec.kv_heads)
     k, v = (x.transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
     gone, tokens = _evictions(prompt, spec), prompt.k_post.shape[1]
-    size = min(TILE, tokens)
+    size = min(_TILE, tokens)
 
     def tile(start: Array) -> tuple[Array, Array]:
         at = start + jnp.arange(size)
@@ -219,7 +219,7 @@ def _shift_of(examples: Examples, first: int) -> Array:
     to undo it. The shift is clipped because that factor, and sums of it, must be finite in float32. Heads with larger
     scores learn less, or nothing.
     """
-    return jnp.clip(examples.lse[..., first:].mean(axis=(0, 2, 3)), -LARGEST, LARGEST)
+    return jnp.clip(examples.lse[..., first:].mean(axis=(0, 2, 3)), -_LARGEST, _LARGEST)
 
 
 def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
         second = jax.random.normal(b, shapes[name]["second"]) / sizes.hidden**0.5
         kernels[name] = {"first": first, "second": second}
     side = shapes["psi"]
-    kernels["psi"] |= {"scale": jnp.full(side["scale"], SCALE), "interaction": jnp.zeros(side["interaction"])}
+    kernels["psi"] |= {"scale": jnp.full(side["scale"], _SCALE), "interaction": jnp.zeros(side["interaction"])}
     return kernels
 
 
@@ -281,9 +281,9 @@ def train_round(
         kernels, moments = carry
         a, b = jax.random.split(jax.random.fold_in(key, index + 1))
         row = jax.random.randint(a, (), 0, batch)
-        at = first + jax.random.choice(b, span, (min(QUERIES, span),), replace=False)
+        at = first + jax.random.choice(b, span, (min(_QUERIES, span),), replace=False)
         text = Examples(*(lax.dynamic_slice_in_dim(x, row, 1, axis=0) for x in examples))
-        drawn = text._replace(**{name: jnp.take(getattr(text, name), at, axis=3) for name in OF_QUERIES})
+        drawn = text._replace(**{name: jnp.take(getattr(text, name), at, axis=3) for name in _OF_QUERIES})
         slope = jax.grad(loss)(kernels, drawn, at)
         change, moments = optimizer.update(slope, moments, kernels)
         return (optax.apply_updates(kernels, change), moments), None
@@ -320,11 +320,11 @@ def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
 def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
     """Return the relative squared errors of H2O and of LESS in one layer, for the queries from position `first` on."""
     tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
-    size = min(TILE, tokens - first)
+    size = min(_TILE, tokens - first)
 
     def tile(start: Array) -> Array:
         at = start + jnp.arange(size)
-        cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in OF_QUERIES}
+        cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in _OF_QUERIES}
         part = examples._replace(**cut)
         answered = answers(kernels, part.q, at, part, none)
         parts = (part.sparse - part.full, answered - part.full, part.full)

@@ -22,7 +22,7 @@ from jshadow.policies.shadowkv.selection import has_kernel
 from jshadow.policies.shadowkv.settings import ShadowSettings
 from pallas_kernels.products import CACHED_ROWS
 
-REST_LAUNCHES = 60  # kernels of a compression outside its loops
+_REST_LAUNCHES = 60  # kernels of a compression outside its loops
 SECTOR = 32  # bytes that a GPU reads at least at once, from its own memory and from host memory
 
 
@@ -66,7 +66,7 @@ class ShadowCosts(ShadowSettings):
         rebuilt = self.landmark_outliers(spec.capacity) < self.max_outliers(spec.capacity)
         products = rebuilt * 2 * own * sizes.columns * self.codec.products(sizes)
         passes = pass_launches(1 + (self.landmarks.order == 2) + rebuilt, tokens)
-        launches = self.codec.encode_launches(sizes, own) + passes + REST_LAUNCHES
+        launches = self.codec.encode_launches(sizes, own) + passes + _REST_LAUNCHES
         return spec.batch * (self.codec.encode_flops(sizes, own) + products), launches
 
     # A decode step

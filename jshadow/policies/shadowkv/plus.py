@@ -43,9 +43,9 @@ from jshadow.policies.shadowkv.selection import keep_exact, least_cosine, loses_
 from jshadow.policies.shadowkv.settings import FromValues
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
 
-LATER_BITS = {"int6": 6, "int4": 4}
-LATER_KEYS = (*LATER_BITS, "projected")
-MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
+_LATER_BITS = {"int6": 6, "int4": 4}
+_LATER_KEYS = (*_LATER_BITS, "projected")
+_MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
 
 
 @register(
@@ -113,10 +113,10 @@ class ShadowKVPlus(ShadowKV):
         return dataclasses.replace(super().lossless(num_tokens, config), later_keys="projected")
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
+        check_range(self.name, "extend_piece", self.extend_piece, 1, _MOST_TOKENS)
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
-        check_choice(self.name, "later_keys", self.later_keys, LATER_KEYS)
-        multiple = 8 // math.gcd(8, LATER_BITS.get(self.later_keys, 8))  # so many numbers fill whole bytes
+        check_choice(self.name, "later_keys", self.later_keys, _LATER_KEYS)
+        multiple = 8 // math.gcd(8, _LATER_BITS.get(self.later_keys, 8))  # so many numbers fill whole bytes
         if config.head_dim % multiple:
             needs = f"a head_dim that is a multiple of {multiple}"
             raise ConfigError(f"{self.name}.later_keys={self.later_keys!r} must have {needs}, got {config.head_dim}")
@@ -131,7 +131,7 @@ class ShadowKVPlus(ShadowKV):
 
     @property
     def later_codec(self) -> KeyCodec:
-        return self.codec if self.later_keys == "projected" else TokenCodec(LATER_BITS[self.later_keys])
+        return self.codec if self.later_keys == "projected" else TokenCodec(_LATER_BITS[self.later_keys])
 
     # Counts
 

@@ -216,7 +216,7 @@ def _scores_by_keys(
     return _scores_where(logits * query.scoring.scale, there, query, size)
 
 
-AFTER_ALL = jnp.iinfo(jnp.int32).max  # larger than the id of any chunk
+_AFTER_ALL = jnp.iinfo(jnp.int32).max  # larger than the id of any chunk
 
 
 def empty_cache(shape: tuple[int, int], places: int, *, aged: bool) -> tuple[Array, Array | None]:
@@ -278,7 +278,7 @@ def _choose_each(candidates: Finalists, asked: Array, count: int, resident: Arra
     order = jnp.sort(jnp.where(there, order, size))
     valid, order = order < size, jnp.minimum(order, size - 1)
     chosen = order if ids is None else jnp.take_along_axis(ids, order, axis=3)
-    known = jnp.where(valid, chosen, AFTER_ALL)
+    known = jnp.where(valid, chosen, _AFTER_ALL)
     first = _are_in(jnp.sort(resident)[:, :, None], known[:, :, :1])
     hit = valid & jnp.concatenate([first, _are_in(known[:, :, :-1], known[:, :, 1:])], axis=2)
     last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]

@@ -32,8 +32,8 @@ from jshadow.policies.shadowkv.key_codecs.lowrank import TAIL
 from jshadow.policies.shadowkv.key_codecs.transform import profile_of, unit_of
 from pallas_kernels import MOST_AGE, MOST_PLACES
 
-WEIGHTS = ("none", "queries")
-OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try for a share of bytes
+_WEIGHTS = ("none", "queries")
+_OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try for a share of bytes
 WIDER = 2  # with two rounds, the first selects this many chunks for each chunk of the budget
 
 
@@ -80,7 +80,7 @@ class LowRank(Keys):
     name = "lowrank"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
-        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        check_choice(f"{policy}.keys", "weights", self.weights, _WEIGHTS)
         columns = config.key_columns
         rank = usual_rank(columns) if rank is None else rank
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= columns:
@@ -110,7 +110,7 @@ class TransformCode(Keys):
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
         self.check_no_rank(policy, rank)
-        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        check_choice(f"{policy}.keys", "weights", self.weights, _WEIGHTS)
         if self.bits is not None:
             profile = self.profile_of_bits(policy, config)
         elif self.profile is None:
@@ -296,7 +296,7 @@ class Scoring(NamedTuple):
     dtype: str = "float32"
 
 
-N = TypeVar("N", int, Array)
+_N = TypeVar("_N", int, Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Quirks(Record):
         scale = scale if self.score_dim is None else float(self.score_dim**-0.5)
         return Scoring(scale, shared=self.turn_selection == "shared", dtype=self.score_dtype)
 
-    def rounded(self, chunks: N) -> N:
+    def rounded(self, chunks: _N) -> _N:
         """Return the number of chunks, rounded down to a multiple of `chunk_multiple`."""
         return chunks // self.chunk_multiple * self.chunk_multiple
 
@@ -451,7 +451,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
                     raise ConfigError(f"{self.name}.keys.{field} must be None where a share decides it, got {value!r}")
         codes = type(self)(**{name: getattr(self, name) for name in self.size_free})
         rich, poor = codes._code_sizes(config)
-        groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
+        groups = (*itertools.product(_OUTLIERS, [rich]), (0, poor))
         return [[dataclasses.replace(codes, outlier_chunks=count, **code) for code in every] for count, every in groups]
 
     def _code_sizes(self, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

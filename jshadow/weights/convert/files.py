@@ -280,10 +280,10 @@ def sync(path: Path) -> None:
 
 
 _MANIFEST = "manifest.json"
-VERSION = 1
+_VERSION = 1
 ORBAX_WEIGHTS = "weights"  # name of the folder that holds the orbax checkpoint
 KINDS = ("huggingface", "orbax")
-BLOCK = 2**20  # how many bytes of a file are read at once
+_BLOCK = 2**20  # how many bytes of a file are read at once
 
 
 def write_manifest(directory: Path, kind: str) -> None:
@@ -294,7 +294,7 @@ def write_manifest(directory: Path, kind: str) -> None:
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, digests, strict=True)
     }
-    write_json(directory / _MANIFEST, {"format": kind, "version": VERSION, "files": files})
+    write_json(directory / _MANIFEST, {"format": kind, "version": _VERSION, "files": files})
 
 
 def kind_of(directory: Path) -> str:
@@ -349,12 +349,12 @@ def _read(directory: Path) -> dict[str, Any]:
     path = directory / _MANIFEST
     manifest = read_json(path)
     if (
-        manifest.get("version") != VERSION
+        manifest.get("version") != _VERSION
         or isinstance(manifest["version"], bool)
         or manifest.get("format") not in KINDS
     ):
         raise CheckpointError(
-            f"{path} must be a manifest of version {VERSION} and format {KINDS}, "
+            f"{path} must be a manifest of version {_VERSION} and format {KINDS}, "
             f"got version={manifest.get('version')!r} and format={manifest.get('format')!r}"
         )
     files = manifest["files"] if isinstance(manifest.get("files"), dict) else {}
@@ -386,7 +386,7 @@ def _digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             hasher = hashlib.sha256()
-            while block := file.read(BLOCK):
+            while block := file.read(_BLOCK):
                 hasher.update(block)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

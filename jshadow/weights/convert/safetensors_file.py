@@ -48,7 +48,7 @@ _MORE_TAGS = {
 }
 DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | _MORE_TAGS
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
-KIND = "a safetensors file"
+_KIND = "a safetensors file"
 _CHECKED = 2**22  # how many values are checked at once
 _MAX_HEADER = 100_000_000  # maximum bytes of a header, as the format defines
 
@@ -66,7 +66,7 @@ def check_dtype(dtype: Any) -> np.dtype[Any]:
     return DTYPES[dtype]
 
 
-BLOCK = 2**24  # bytes that are compared at a time
+_BLOCK = 2**24  # bytes that are compared at a time
 
 
 def same_tensor(one: "tuple[TensorFile, str]", other: "tuple[TensorFile, str]") -> bool:
@@ -79,7 +79,7 @@ def same_tensor(one: "tuple[TensorFile, str]", other: "tuple[TensorFile, str]") 
     if (file.shapes[name], file.tags[name]) != (second.shapes[its_name], second.tags[its_name]):
         return False
     size = file.sizes[name]
-    blocks = [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+    blocks = [(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
     with file.bytes_of(name) as read, second.bytes_of(its_name) as read_other:
         return all(read(*block) == read_other(*block) for block in blocks)
 
@@ -98,7 +98,7 @@ class TensorFile:
         CheckpointError: the file is missing, empty, a Git LFS pointer, truncated, or not a safetensors file.
     """
 
-    def __init__(self, path: Path, kind: str = KIND) -> None:
+    def __init__(self, path: Path, kind: str = _KIND) -> None:
         check_file(path, kind)
         self.path = path
         try:
@@ -153,7 +153,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
 
 
-def _describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
+def _describe_damage(path: Path, error: Exception, kind: str = _KIND) -> str:
     """Return an error message for a file that the parser refused, which says what the user can do."""
     size = path.stat().st_size
     cut = "truncated, probably by an interrupted download or copy: fetch it again"

@@ -70,7 +70,7 @@ def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -
 
 
 BLOCK = 16_384  # number of tokens that have a float32 copy at once; a GPU takes about 40 launches a block
-PASS_LAUNCHES = 6  # about how many kernels a GPU launches for a block of a pass over the prompt
+_PASS_LAUNCHES = 6  # about how many kernels a GPU launches for a block of a pass over the prompt
 EXACT = lax.Precision.HIGHEST  # products in TF32 would make a basis inaccurate
 
 
@@ -306,7 +306,7 @@ class KeyCodec(abc.ABC):
 
 def pass_launches(passes: int, tokens: int) -> int:
     """Return about how many kernels a GPU launches for `passes` passes over a prompt of `tokens` tokens."""
-    return PASS_LAUNCHES * passes * -(-tokens // BLOCK)
+    return _PASS_LAUNCHES * passes * -(-tokens // BLOCK)
 
 
 def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:

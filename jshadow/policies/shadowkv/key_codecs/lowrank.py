@@ -39,7 +39,7 @@ from jshadow.policies.shadowkv.key_codecs.base import (
 )
 
 TAIL = 64  # number of the prompt's last queries from which the weights are computed
-LEAST = 0.01  # added to each relative mean square, because later queries may be larger in numbers that are small here
+_LEAST = 0.01  # added to each relative mean square, because later queries may be larger in numbers that are small here
 
 
 def query_weights(
@@ -73,7 +73,7 @@ def query_weights(
     energy = jnp.concatenate([pairs, pairs, energy[..., rotated:]], axis=-1)
     mean = energy.mean(axis=(1, 2), keepdims=True)
     mean = mean if axis is None else lax.pmean(mean, axis)
-    return jnp.sqrt(energy / jnp.where(mean > 0, mean, 1) + LEAST)
+    return jnp.sqrt(energy / jnp.where(mean > 0, mean, 1) + _LEAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,15 +234,15 @@ def side_by_side(x: Array) -> Array:
     return x.reshape(x.shape[0], -1).astype(jnp.float32)
 
 
-NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
-SHARE = 0.75  # largest share of the columns for which subspace iteration is used
-SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
-MORE = 4.0  # where it does not, the iteration is repeated with so many times the shift, which costs a little accuracy
+_NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
+_SHARE = 0.75  # largest share of the columns for which subspace iteration is used
+_SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
+_MORE = 4.0  # where it does not, the iteration is repeated with so many times the shift, which costs a little accuracy
 # The time on a GPU is that of library calls and launches, not that of operations. With 8 iterations, the lost variance
 # is within 1 % of the least possible for all spectra of the tests. With 16 it is within 0.3 %. With one polish, more is
 # lost if one variance is a million times the others, as that of a large mean.
 ITERATIONS = 8  # products with the Gram matrix
-POLISHES = 2  # how often the columns are _polished after each Cholesky-QR
+_POLISHES = 2  # how often the columns are polished after each Cholesky-QR
 LEAF = 128  # most columns of a Cholesky factor that a library computes
 # The number of columns is raised to a multiple of MULTIPLE. More columns change none of the others. Without them, XLA
 # copies most operands of the products into larger arrays first.
@@ -252,7 +252,7 @@ MULTIPLE = 64
 COLUMNS_A_LAUNCH = 2
 # Each float32 number is the sum of three bfloat16 numbers. Six products of these sum up to a product in float32, to 22
 # bits, and run on tensor cores. A CPU multiplies in float32 instead.
-SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+_SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
 def leading_columns(
@@ -281,7 +281,7 @@ def leading_columns(
 
 def _by_products(width: int, count: int) -> bool:
     """Return whether a GPU computes `count` of `width` columns by subspace iteration."""
-    return width >= NARROWEST and count <= SHARE * width
+    return width >= _NARROWEST and count <= _SHARE * width
 
 
 def eigenvectors(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
@@ -311,11 +311,11 @@ def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {coun
         columns = jnp.broadcast_to(start, before.shape)
         columns = lax.fori_loop(0, ITERATIONS, lambda _, columns: orthogonal(times(columns), shift), columns)
         columns = lax.fori_loop(0, 2, lambda _, columns: orthogonal(columns, shift), columns)
-        return shift * MORE, jnp.where(lacking(before)[:, None, None], columns, before)
+        return shift * _MORE, jnp.where(lacking(before)[:, None, None], columns, before)
 
     none = jnp.full((gram.shape[0], *start.shape), jnp.nan, jnp.float32)
     _, columns = lax.while_loop(
-        lambda state: lacking(state[1]).any() & (state[0] < 1), attempt, (jnp.float32(SHIFT), none)
+        lambda state: lacking(state[1]).any() & (state[0] < 1), attempt, (jnp.float32(_SHIFT), none)
     )
     columns = columns[..., :count]
     variance = (columns * times(columns)).sum(axis=1)
@@ -327,7 +327,7 @@ def columns_of(width: int, count: int) -> int:
     return min(width, -(-count // MULTIPLE) * MULTIPLE)
 
 
-def orthogonal(columns: Float[Array, "B m r"], shift: Float[Array, ""] | float = SHIFT) -> Float[Array, "B m r"]:
+def orthogonal(columns: Float[Array, "B m r"], shift: Float[Array, ""] | float = _SHIFT) -> Float[Array, "B m r"]:
     """Return nearly orthonormal columns, of which the first k span the same space as the first k arguments.
 
     The factor is that of shifted Cholesky-QR (Fukaya et al. 2020, SIAM J. Sci. Comput. 42(1)) of columns of length 1. A
@@ -337,7 +337,7 @@ def orthogonal(columns: Float[Array, "B m r"], shift: Float[Array, ""] | float =
     columns = _scaled(columns)
     inverse = inverse_cholesky(_products_of(columns) + shift * jnp.eye(columns.shape[-1]))
     columns = product("bmr,bsr->bms", columns, inverse)
-    for _ in range(POLISHES):
+    for _ in range(_POLISHES):
         columns = _polished(columns)
     return columns
 
@@ -387,7 +387,7 @@ def _products_of(columns: Float[Array, "B m r"]) -> Float[Array, "B r r"]:
 
 def product(equation: str, a: Array, b: Array) -> Array:
     """Multiply float32 matrices by an `einsum` equation, with float32 sums."""
-    return jnp.einsum(equation, a, b, precision=SIX_PRODUCTS)
+    return jnp.einsum(equation, a, b, precision=_SIX_PRODUCTS)
 
 
 def basis_operations(width: int, count: int) -> int:
@@ -399,7 +399,7 @@ def basis_operations(width: int, count: int) -> int:
         return 9 * width**3
     most, each = columns_of(width, count), 2 * width
     # `orthogonal` has one product of all pairs of columns, one with the factor, and two in each `_polished`.
-    steps = (ITERATIONS + 2) * (2 + 2 * POLISHES)
+    steps = (ITERATIONS + 2) * (2 + 2 * _POLISHES)
     square = each * width * (most * ITERATIONS + count)
     inner, library = inverse_operations(most)
     total: int = 6 * (square + each * most**2 * steps) + (6 * inner + library) * (ITERATIONS + 2)
@@ -426,7 +426,7 @@ def basis_launches(width: int, count: int) -> int:
         return 0
     inverse = _inverse_launches(columns_of(width, count))
     # A product that is cut into parts and their sum are two kernels. A polish has two products.
-    return (ITERATIONS + 2) * (8 + 4 * POLISHES + inverse)
+    return (ITERATIONS + 2) * (8 + 4 * _POLISHES + inverse)
 
 
 def _inverse_launches(size: int) -> int:

@@ -66,8 +66,8 @@ class ExactCodec(KeyCodec):
         return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize
 
 
-LEAST_VARIANCE = 0.1  # share of a head's mean variance that is added to each variance: short prompts estimate it badly
-TOKEN_BITS = {4: (4,), 6: (4, 2)}  # bits of a number -> the parts into which its bits are split, the lowest first
+_LEAST_VARIANCE = 0.1  # share of a head's mean variance that is added to each variance: short prompts estimate it badly
+_TOKEN_BITS = {4: (4,), 6: (4, 2)}  # bits of a number -> the parts into which its bits are split, the lowest first
 
 
 class Units(struct.PyTreeNode):
@@ -85,7 +85,7 @@ class Units(struct.PyTreeNode):
 def units_of(variance: Float[Array, "B h_kv d"]) -> Float[Array, "B h_kv d"]:
     """Return the square roots of the standard deviations, or 1 in a head that does not vary."""
     level = variance.mean(axis=2, keepdims=True)
-    return jnp.where(level > 0, (variance + LEAST_VARIANCE * level) ** 0.25, 1)
+    return jnp.where(level > 0, (variance + _LEAST_VARIANCE * level) ** 0.25, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TokenCodec(KeyCodec):
         numbers, scale = rounded_rows(off, self.bits, k_pre.dtype)
         codes = lax.bitcast_convert_type(numbers, jnp.uint8)
         parts, first = [], 0
-        for bits in TOKEN_BITS[self.bits]:
+        for bits in _TOKEN_BITS[self.bits]:
             parts.append(pack_codes(codes >> jnp.uint8(first) & jnp.uint8(2**bits - 1), bits))
             first += bits
         packed = lax.bitcast_convert_type(scale, jnp.uint8)
@@ -141,7 +141,7 @@ class TokenCodec(KeyCodec):
 
     def expand(self, rows: Array, right: Any) -> Array:
         dim, first, byte, codes = right.mean.shape[2], 0, 0, jnp.uint8(0)
-        for bits in TOKEN_BITS[self.bits]:
+        for bits in _TOKEN_BITS[self.bits]:
             end = byte + dim * bits // 8
             codes |= unpack_bytes(rows[..., byte:end], bits) << jnp.uint8(first)
             first, byte = first + bits, end

@@ -58,10 +58,10 @@ from pallas_kernels.bits import packed_width as packed_width
 # The range for each number of bits is the larger of LOAD standard deviations and REACH times the largest magnitude.
 # Both were chosen on SmolLM2-135M: LOAD by the error of its keys, and REACH by the divergence from full attention on
 # plain text and by needles in repetitive text.
-LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
-REACH = {8: 1.0, 4: 0.7, 2: 0.5}
+_LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
+_REACH = {8: 1.0, 4: 0.7, 2: 0.5}
 # A column whose deviation is below this share of the largest one contains only float32 rounding error.
-NOTHING = 1e-5
+_NOTHING = 1e-5
 
 
 def _profile_bits(profile: Profile) -> np.ndarray:
@@ -75,9 +75,9 @@ def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: P
     A constant column has the step 0, and its codes stand for 0.
     """
     bits = _profile_bits(profile)
-    load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (LOAD, REACH))
+    load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (_LOAD, _REACH))
     half = np.float32(2.0) ** (bits - 1)
-    floor = NOTHING * sigma.max(axis=-1, keepdims=True, initial=0.0)
+    floor = _NOTHING * sigma.max(axis=-1, keepdims=True, initial=0.0)
     return jnp.where(sigma > floor, jnp.maximum(sigma * load, largest * reach) / half, 0.0)
 
 
@@ -95,7 +95,7 @@ def quantize(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profi
 # interpolated linearly. The points were measured on SmolLM2-135M, which has 192 key columns. Those at 4/3, 2 and 8/3
 # bits have the least divergence from full attention, and those with more bits lose the least variance. 5/2 bits are
 # those of the usual rank of wide keys; its shares, (80, 320, 320) of 1,024 columns, are in proportion to those of 8/3.
-POINTS = (
+_POINTS = (
     (0, (0, 0, 0)),
     (4 / 3, (4 / 192, 40 / 192, 32 / 192)),
     (2, (28 / 192, 40 / 192, 0)),
@@ -106,8 +106,8 @@ POINTS = (
     (20 / 3, (130 / 192, 58 / 192, 4 / 192)),
     (8, (1, 0, 0)),
 )
-PIECE = 16  # bytes that a GPU loads at once
-MANY = 512  # key columns from which on the parts of a code fill whole pieces
+_PIECE = 16  # bytes that a GPU loads at once
+_MANY = 512  # key columns from which on the parts of a code fill whole pieces
 
 
 def profile_of(columns: int, bits: float) -> Profile:
@@ -125,7 +125,7 @@ def profile_of(columns: int, bits: float) -> Profile:
         raise ConfigError(f"bits of a token's key code must be in [8, {8 * columns}], got {bits!r}")
     mean = 8 * size / columns  # the shares are those of the bits that were asked for
     size = unit * min(max(1, round(size / unit)), columns // unit)
-    for (low, first), (high, last) in itertools.pairwise(POINTS):
+    for (low, first), (high, last) in itertools.pairwise(_POINTS):
         if mean <= high:
             along = (mean - low) / (high - low)
             _, fours, twos = (columns * (a + along * (b - a)) for a, b in zip(first, last, strict=True))
@@ -139,7 +139,7 @@ def profile_of(columns: int, bits: float) -> Profile:
 
 def unit_of(columns: int) -> int:
     """Return the number of bytes of which each part of a default profile is a multiple."""
-    return PIECE if columns >= MANY else 1
+    return _PIECE if columns >= _MANY else 1
 
 
 class Basis(struct.PyTreeNode):
