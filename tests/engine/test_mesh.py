@@ -133,7 +133,8 @@ PAIR = ("shadowkv", "quest")
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one_device():
     """Heads in a process and rows between the processes, and heads over all devices."""
-    path = ":".join(map(str, (SUPPORT.parents[1], SUPPORT, SUPPORT.parent, SUPPORT.parent / "laws" / "oracle")))
+    tests = SUPPORT.parent
+    path = ":".join(map(str, (tests.parent, SUPPORT, tests, tests / "references", tests / "laws" / "oracle")))
     running = start_all(2, [SUPPORT / "joined_model.py", *BY_TWO], XLA_FLAGS=FLAGS.format(2), PYTHONPATH=path)
     results = [ended(process, COMPILE_SECONDS) for process in running]
     assert [status for status, _, _ in results] == [0, 0], results[0][2][-3000:] + results[1][2][-3000:]

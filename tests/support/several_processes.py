@@ -24,7 +24,8 @@ def free_port():
 def start(arguments, **variables):
     """Start Python with these arguments. Its output can be read as text."""
     STARTED[:] = [process for process in STARTED if process.poll() is None]
-    environment = os.environ | {"XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SUPPORT.parents[1])}
+    path = ":".join(map(str, (SUPPORT.parents[1], SUPPORT.parent / "references")))
+    environment = os.environ | {"XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.PIPE,
