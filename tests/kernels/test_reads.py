@@ -119,8 +119,9 @@ def test_attention_reads_each_row_once(case, watched):
     near(
         ops.sparse_attention(**inputs, implementation="interpret"), kernel_truth.sparse_attention(**inputs), case.dtype
     )
-    (q, pieces), *partials = watched
+    (q, pieces, sinks), *partials = watched
     assert q.array.shape == inputs["q"].shape
+    assert sinks is None
     assert len(pieces) == len(case.rows)
     for piece in pieces:
         same(piece.k.reads, blocks_of(case))
