@@ -4,6 +4,7 @@ The layout of the codes is that of `jshadow.ops.projections`. The embedding, the
 as they are.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ BLOCK = 2**22  # how many numbers are converted to float32 at once
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _LEAST = np.float32(2.0**-120)  # a factor of at least this can be inverted
+_SMALL = 2**21  # a kernel of fewer numbers stays in int8 where others are in int4
 _SHARES = (1, 0.92, 0.84, 0.76, 0.68, 0.6)  # of a group's range that the 16 codes of int4 span
 
 
@@ -29,15 +31,16 @@ def check_quantize(quantize: str | None) -> None:
         raise ConfigError(f"quantize must be one of {CHOICES}, got {quantize!r}")
 
 
-def kind_of_kernel(path: str, quantize: str | None) -> str | None:
-    """Return the kind of the weight at `path` in a model that is loaded with `quantize`, or None for a plain weight.
+def kind_of_kernel(path: str, shape: tuple[int, ...], quantize: str | None) -> str | None:
+    """Return the kind of a weight in a model that is loaded with `quantize`, or None for a plain weight.
 
-    The projections of keys and values stay in int8 where the others are in int4. They are small where heads are shared,
-    and attention is sensitive to them.
+    Where other kernels are in int4, those of keys and values, and those of fewer than 2^21 numbers, stay in int8. They
+    are a small part of a large model. Attention is sensitive to keys and values, and small models to all of theirs.
     """
     if quantize is None or not quantized(path):
         return None
-    return "int8" if quantize == "int4" and path.endswith(("attention/k/kernel", "attention/v/kernel")) else quantize
+    small = path.endswith(("attention/k/kernel", "attention/v/kernel")) or math.prod(shape) < _SMALL
+    return "int8" if quantize == "int4" and small else quantize
 
 
 def quantized(path: str) -> bool:
@@ -57,7 +60,7 @@ def stored(shapes: Mapping[str, tuple[int, ...]], quantize: str | None) -> dict[
     """
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     for path, shape in shapes.items():
-        if kind := kind_of_kernel(path, quantize):
+        if kind := kind_of_kernel(path, shape, quantize):
             own = path.removesuffix("kernel")
             found |= {own + name: made for name, made in record_of(kind, shape).items()}
         else:

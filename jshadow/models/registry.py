@@ -14,6 +14,7 @@ from jshadow.models.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from jshadow.models.glm import GLM, GLM4, GLM4_MOE
 from jshadow.models.gpt_oss import GPT_OSS
 from jshadow.models.granite import GRANITE, GRANITE_MOE
+from jshadow.models.iquest import IQUEST_CODER
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
 from jshadow.models.mistral import MINISTRAL3, MISTRAL
@@ -27,7 +28,8 @@ from jshadow.models.smollm3 import SMOLLM3
 
 _FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3),
-    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
+    *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, IQUEST_CODER),
+    *(GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}

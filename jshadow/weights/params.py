@@ -192,7 +192,7 @@ def _placing(dtype: np.dtype[Any], quantize: str | None, mesh: Mesh | None) -> P
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
         value_cast, problem = cast(value, dtype_of(path, dtype))
-        kind = kind_of_kernel(path, quantize)
+        kind = kind_of_kernel(path, value.shape, quantize)
         if kind is None or problem:
             return {path: give(path, value_cast)}, problem
         own = path.removesuffix("kernel")

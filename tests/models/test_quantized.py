@@ -24,7 +24,7 @@ from jshadow.evaluation.laws import law
 from jshadow.models import quantization
 from jshadow.models.layers import Linear
 from jshadow.models.partition import sharding_of
-from jshadow.models.quantization import quantize_kernel, quantized
+from jshadow.models.quantization import kind_of_kernel, quantize_kernel, quantized
 from jshadow.ops import projections
 from jshadow.ops.attention import output_products
 from jshadow.ops.projections import KINDS, Weights, dequantized, group_of, record_of, weights_of
@@ -33,6 +33,12 @@ from jshadow.policies import Full
 from jshadow.weights.convert import convert
 from jshadow.weights.convert.huggingface import flat_abstract
 from jshadow.weights.params import check_records, init_params, load, save
+
+
+@pytest.fixture(autouse=True)
+def small_kernels_in_int4(monkeypatch):
+    """The models of tests are small."""
+    monkeypatch.setattr(quantization, "_SMALL", 0)
 
 
 def random_kernel(shape, order="C", dtype="float32"):
@@ -345,6 +351,18 @@ def test_groups_that_a_mesh_does_not_divide_are_refused():
     with pytest.raises(ConfigError, match=told):
         check_records("int4", config, AbstractMesh((1, 2), ("data", "tp")))
     check_records("fp8", config, AbstractMesh((1, 2), ("data", "tp")))
+
+
+def test_small_kernels_stay_in_int8(monkeypatch):
+    """A stack of experts counts as one kernel. int8 and fp8 hold for kernels of all sizes."""
+    monkeypatch.undo()
+    mlp, value = "layer_0/mlp/up/kernel", "layer_0/attention/v/kernel"
+    small, large, stack = (1024, 2047), (1024, 2048), (32, 256, 256)
+    got = [kind_of_kernel(mlp, shape, "int4") for shape in (small, large, stack)]
+    assert got == ["int8", "int4", "int4"]
+    assert kind_of_kernel(value, (4096, 4096), "int4") == "int8"
+    assert kind_of_kernel("embed/embedding", (4096, 4096), "int4") is None
+    assert [kind_of_kernel(mlp, small, kind) for kind in ("fp8", "int8", None)] == ["fp8", "int8", None]
 
 
 def test_which_weights_are_projections():

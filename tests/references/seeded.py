@@ -283,6 +283,7 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": original(LLAMA3)["rope_scaling"] | {"rope_theta": 1e6},
         },
     ),
+    "iquest": ("iquestcoder", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     "seed_oss_output": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": True}),

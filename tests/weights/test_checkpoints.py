@@ -119,6 +119,7 @@ MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
 from jshadow import Full, load, prefill, save
+from jshadow.models import quantization
 alone, tokens = load(sys.argv[1], "float32"), np.arange(40)[None] % 90
 asked = dict(policy=Full(), capacity=48, logits="all")
 want, _ = prefill(alone, tokens, np.array([40]), **asked)
@@ -135,6 +136,7 @@ save(params, sys.argv[2], format="orbax")
 jax.tree.map(np.testing.assert_array_equal, load(sys.argv[2], "float32").weights, alone.weights)
 int8 = load(sys.argv[1], "float32", quantize="int8", mesh=four)
 assert len(int8.weights["layer_0"]["mlp"]["up"]["kernel"].addressable_shards) == 4
+quantization._SMALL = 0
 one, two = (load(sys.argv[1], "float32", quantize="int4", mesh=mesh) for mesh in (None, jax.make_mesh((2,), ("tp",))))
 assert len(two.weights["layer_0"]["mlp"]["down"]["kernel_scale"].addressable_shards) == 2
 want, got = (prefill(params, tokens, np.array([40]), **asked)[0] for params in (one, two))
