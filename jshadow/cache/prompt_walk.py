@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import PromptKV
+from jshadow.cache.recurrence import read_text
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block, embed
@@ -72,14 +73,17 @@ def walk_layers(
         params: the model's Params.
         tokens: int32 [B, S], as `check_text` returns them.
         keep: called as keep(heads, rotation, attention kind) while the layer is traced. It returns the attention's
-            output and the result to yield.
+            output and the result to yield. The result of a recurrent layer is None, without a call.
         progress: called with (layers done, number of layers) when the caller asks for the next layer.
     """
     config, count = params.config, tokens.shape[1]
+    recurrent = config.recurrent
     positions = jnp.arange(count, dtype=jnp.int32)[None]
 
     def layer(weights: dict, x: Array, inverse: Array, sizes: ModelConfig, kind: Any) -> tuple[Array, Any]:
         turn = rotation(kind.rope, inverse, positions)
+        if kind.recurrent:
+            return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: (read_text(heads, recurrent), None))
         return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: keep(heads, turn, kind))
 
     run = jax.jit(layer, static_argnames=("sizes", "kind"))

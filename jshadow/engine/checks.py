@@ -19,6 +19,7 @@ from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatc
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.params import Params
 
 ROOM, USER = "_known_room", "_user"  # keys in the `__dict__` of a state
@@ -203,18 +204,19 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     kinds = tuple(map(config.at, range(config.num_layers)))
     want = (
         config.num_layers,
-        config.q_heads,
-        tuple((kind.kv_heads, kind.head_dim) for kind in kinds),
+        tuple((kind.q_heads, kind.kv_heads, kind.head_dim) for kind in kinds),
         config.model_dim,
         config.attention_kinds,
     )
     tp = spec.shards.tp if spec.shards else 1  # a spec has the heads of one device
     got = (
         spec.num_layers,
-        spec.q_heads * tp,
-        tuple((spec.kv_heads * tp, spec.head_dim) for spec in state.specs),
+        tuple((spec.q_heads * tp, spec.kv_heads * tp, spec.head_dim) for spec in state.specs),
         spec.model_dim,
-        tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs),
+        tuple(
+            AttentionKind(spec.rope, spec.sliding_window, isinstance(spec.policy, RecurrentState))
+            for spec in state.specs
+        ),
     )
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")

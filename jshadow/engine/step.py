@@ -37,6 +37,7 @@ from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.planner.pieces import block_tokens, split_of, turn_piece
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, SplitsTurns, Streams, capability
+from jshadow.policies.recurrent import RecurrentState
 
 
 @dataclasses.dataclass
@@ -174,7 +175,7 @@ def _fetch_units(spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Fetc
     return fetched, state, work
 
 
-_TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
+_TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid", "gates")  # [B, T, ...] each
 
 
 def _in_blocks(
@@ -264,9 +265,10 @@ RunLayer = Callable[..., tuple[Array, LayerState, LayerWork]]
 def _step_splits(shards: Shards, step: StepKV) -> StepKV:
     """Return the PartitionSpecs of the arrays of a step."""
     rows, heads = shards.spec("data"), shards.spec("data", None, "tp")
-    names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen")
+    names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen", "gates")
     by_name: dict[str, Any] = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
     by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec(), "sinks": PartitionSpec("tp")}
+    by_name["taps"] = PartitionSpec(None, "tp")
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(step, name) is not None}
     return StepKV(**given)
 
@@ -332,6 +334,8 @@ def compress_on_devices(
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
     inputs = PromptKV(**given)
     where = layer_splits(spec)
+    if prompt.extra is not None and spec.policy.name == RecurrentState.name:
+        inputs = inputs.replace(extra=where.live.recurrent)
     wrote: Any = shards.spec("data", "tp")
     has_rows = where.host.prompt is not None
     run = jax.shard_map(
@@ -537,10 +541,12 @@ def _run_layers(
                 q_foreseen=foreseen,
                 learned=of_layer(reads.fitted, index),
                 sinks=heads.sinks,
+                gates=heads.gates,
+                taps=heads.taps,
             )
             out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None
-            if foresees and index + 1 < len(specs):
+            if foresees and index + 1 < len(specs) and not config.attention_kind(index + 1).recurrent:
                 later = specs[index + 1]
                 queries = block_query(weights, config, index + 1, heads.x_in)
                 ahead = turns[later.rope, later.head_dim].queries(queries)

@@ -42,10 +42,45 @@ class AttentionKind:
     Attributes:
         rope: rotary position embedding.
         window: number of tokens that a query sees, including itself. None means all of them.
+        recurrent: whether the layer does not attend, but has a recurrent state.
     """
 
     rope: RopeConfig
     window: int | None = None
+    recurrent: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the layer attends to all tokens. Only such layers take the policy."""
+        return self.window is None and not self.recurrent
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """The recurrent layers of a hybrid model: gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, section 3).
+
+    Attributes:
+        layers: indices of the recurrent layers. All other layers attend.
+        key_heads: number of heads of queries and keys.
+        value_heads: number of heads of values, a multiple of key_heads. Each has a state [key_dim, value_dim].
+        key_dim, value_dim: widths of a head.
+        taps: number of tokens that the convolution before the state sees, including a token itself.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+
+    def __post_init__(self) -> None:
+        sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
+        check_positive("config.recurrent", **{name: getattr(self, name) for name in sizes})
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"config.recurrent.value_heads must be a multiple of key_heads={self.key_heads}, got {self.value_heads}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +101,7 @@ class Experts:
         groups: number of groups of experts.
         chosen_groups: number of groups whose experts a token may choose.
         shared_width: width of the MLP that every token uses beside its experts, or 0.
+        shared_gate: whether the output of this MLP is multiplied by the sigmoid of a product of the token.
         own_norms: whether the experts and the router norm the residual stream on their own, the outputs of the experts
             and of the shared MLP are normed before they are added, and the shares of each expert have a weight as
             factor (Gemma 4).
@@ -84,6 +120,7 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_width: int = 0
+    shared_gate: bool = False
     own_norms: bool = False
     biases: bool = False
 
@@ -114,6 +151,12 @@ def experts_of(config: "ModelConfig") -> Experts:
     """Return the experts of a model that has some."""
     assert config.experts is not None
     return config.experts
+
+
+def recurrent_of(config: "ModelConfig") -> DeltaNet:
+    """Return the recurrent layers of a model that has some."""
+    assert config.recurrent is not None
+    return config.recurrent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +207,9 @@ class ModelConfig:
         unrotated_layers: indices of the layers without RoPE.
         experts: the experts of some or all layers, or None.
         sinks: whether each query head has an attention sink, a learned logit (`jshadow/ops/attention.py`).
+        output_gate: whether the output of attention is multiplied by the sigmoid of a projection of its input.
+        recurrent: the recurrent layers of a hybrid model, or None.
+        mixer: "attention", or "delta" in the config of a recurrent layer (`at`).
     """
 
     model_type: str
@@ -206,6 +252,9 @@ class ModelConfig:
     sinks: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    output_gate: bool = False
+    recurrent: DeltaNet | None = None
+    mixer: str = "attention"
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
@@ -241,6 +290,7 @@ class ModelConfig:
             check_positive("config", sliding_window=self.sliding_window)
         layers = {"sliding_layers": self.sliding_layers, "unrotated_layers": self.unrotated_layers}
         layers["experts.layers"] = () if self.experts is None else self.experts.layers
+        layers["recurrent.layers"] = () if self.recurrent is None else self.recurrent.layers
         for name, indices in layers.items():
             for layer in indices:
                 if not 0 <= layer < self.num_layers:
@@ -258,11 +308,29 @@ class ModelConfig:
 
     def at(self, layer: int) -> "ModelConfig":
         """Return the config whose heads and widths are those of one layer. It is this one if all layers are alike."""
+        if self._is_hybrid:
+            return self.kinds[layer not in recurrent_of(self).layers]
         return self.kinds[layer not in self.sliding_layers] if self.sliding_heads else self
+
+    @property
+    def _is_hybrid(self) -> bool:
+        """Whether this is the config of a whole hybrid model, and not of one of its layers."""
+        return self.recurrent is not None and self.mixer == "attention"
 
     @functools.cached_property
     def kinds(self) -> tuple["ModelConfig", ...]:
-        """The different results of `at`: this config, or those of the sliding layers and of the others."""
+        """The different results of `at`: this config, or those of the recurrent or sliding layers and of the others."""
+        if self._is_hybrid:
+            r = recurrent_of(self)
+            recurrent = dataclasses.replace(
+                self,
+                mixer="delta",
+                q_heads=r.value_heads,
+                kv_heads=r.key_heads,
+                head_dim=r.key_dim,
+                rope=RopeConfig(kind="none"),
+            )
+            return recurrent, dataclasses.replace(self, recurrent=None)
         if self.sliding_heads is None:
             return (self,)
         heads, width = self.sliding_heads
@@ -317,8 +385,11 @@ class ModelConfig:
             window = None
         near = AttentionKind(self.sliding_rope or self.rope, window)
         kinds = []
+        recurrent = () if self.recurrent is None else self.recurrent.layers
         for layer in range(self.num_layers):
             kind = near if layer in self.sliding_layers else AttentionKind(self.rope)
+            if layer in recurrent:
+                kind = AttentionKind(RopeConfig(kind="none"), recurrent=True)
             if layer in self.unrotated_layers:  # such a layer has no attention factor either
                 kind = AttentionKind(RopeConfig(kind="none"), kind.window)
             kinds.append(kind)

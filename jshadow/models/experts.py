@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.layers import MLP, Norm, gated, projection
+from jshadow.models.layers import MLP, Linear, Norm, gated, projection
 from jshadow.ops.projections import Tiles, Weights, grouped_product, product
 
 _MOST_TILE = 64  # rows that one product of an expert takes on a CPU
@@ -38,6 +38,8 @@ class ExpertMLP(nn.Module):
         out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
             shared = MLP(c, experts.shared_width, name="shared")(x)
+            if experts.shared_gate:
+                shared = shared * jax.nn.sigmoid(Linear(1, name="shared_gate")(x))
             if experts.own_norms:
                 out, shared = norm(name="experts_post_norm")(out), norm(name="shared_post_norm")(shared)
             out = out + shared

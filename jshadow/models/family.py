@@ -17,11 +17,13 @@ class Rule:
         pattern: regular expression that must match the whole Hugging Face tensor name. Its group is the layer index.
         path: path in the weight tree, joined by "/". `{0}` stands for the layer index and `{1}` for one of `parts`.
         transform: "copy", "transpose" for a linear layer that is stored as [out, in] (all experts: [E, out, in]),
-            "flatten" for a vector that is stored as [1, N], or "alternate" for a fused tensor [..., out] whose columns
-            belong to its parts in turn.
+            "flatten" for a vector that is stored as [1, N], "taps" for the kernels of a convolution over tokens, which
+            are stored as [channels, 1, taps], or "alternate" for a fused tensor [..., out] whose columns belong to its
+            parts in turn.
         parts: names of the weights in a fused tensor, in the order in which they lie side by side.
         interleaved: whether the two numbers that RoPE rotates together are neighbors in the file. Otherwise they are
             half the rotated part apart.
+        groups: the number of groups of columns of a fused tensor. Within each, the parts lie side by side. None: one.
         stacked: whether the tensors of all experts of a layer form one weight, whose first axis is the expert. Then the
             second group of `pattern` is its index.
     """
@@ -31,6 +33,7 @@ class Rule:
     transform: str = "copy"
     parts: tuple[str, ...] = ("",)
     interleaved: bool = False
+    groups: Callable[[ModelConfig], int] | None = None
     stacked: bool = False
 
     def match(self, name: str) -> tuple[str, ...]:

@@ -12,13 +12,16 @@ from jax import Array, lax
 from jshadow.models.config import ModelConfig
 from jshadow.ops.projections import Weights, scaled, sums, weights_of
 
+_FLOAT32 = ("/router/correction", "/delta/a_log", "/delta/dt_bias")
+
 
 def dtype_of(path: str, dtype: np.dtype) -> np.dtype:
     """Return the dtype in which the weight at `path` is held in a model of `dtype`.
 
-    The bias behind the choice of experts is float32, because the choice is sensitive to its rounding.
+    The bias behind the choice of experts is float32, because the choice is sensitive to its rounding. The rates at
+    which a recurrent state decays are float32 too.
     """
-    return np.dtype(np.float32) if path.endswith("/router/correction") else dtype
+    return np.dtype(np.float32) if path.endswith(_FLOAT32) else dtype
 
 
 def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
@@ -147,7 +150,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention, and its sinks. The caller computes the attention itself."""
+    """The projections of grouped-query attention, and its sinks. The caller computes the attention itself."""
 
     config: ModelConfig
 
@@ -159,6 +162,8 @@ class Attention(nn.Module):
         if not c.values_from_keys:
             self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
+        if c.output_gate:
+            self.gate = Linear(c.q_heads * c.head_dim, c.attention_bias, True)
         if c.sinks:
             self.sinks = self.param("sinks", nn.initializers.zeros, (c.q_heads,))
         if c.qk_norm or c.joint_qk_norm:
@@ -181,6 +186,7 @@ class Attention(nn.Module):
         k = (self.k_norm(k) if c.joint_qk_norm else k).reshape(shape)
         return self.k_norm(k) if c.qk_norm else k, self.v_norm(v) if c.value_norm else v
 
-    def output(self, heads: Array) -> Array:
-        """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]."""
-        return self.o(heads.reshape(*heads.shape[:-2], -1))
+    def output(self, heads: Array, x: Array) -> Array:
+        """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]. x [B, T, D] is the input."""
+        rows = heads.reshape(*heads.shape[:-2], -1)
+        return self.o(rows * jax.nn.sigmoid(self.gate(x)) if self.config.output_gate else rows)

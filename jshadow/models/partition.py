@@ -16,12 +16,17 @@ _LEFT = ("split", "everywhere")  # how left rows of a key code lie on the device
 _SPLITS = (
     (r"embed/embedding", 0),
     (r"head/kernel", -1),
-    (r"layer_\d+/(attention/(q|k|v)|mlp/((shared|experts)/)?(gate|up))/(bias|kernel|kernel_scale|kernel_zero)", -1),
-    (r"layer_\d+/(attention/o|mlp/((shared|experts)/)?down)/kernel", -2),
+    (
+        r"layer_\d+/(attention/(q|k|v|gate)|delta/(q|k|v|gate|beta|decay)|mlp/((shared|experts)/)?(gate|up))/"
+        r"(bias|kernel|kernel_scale|kernel_zero)",
+        -1,
+    ),
+    (r"layer_\d+/((attention|delta)/o|mlp/((shared|experts)/)?down)/kernel", -2),
+    (r"layer_\d+/delta/((q|k|v)_taps|a_log|dt_bias)", -1),
     (r"layer_\d+/attention/sinks", 0),
 )
 # Factors of groups of inputs (see `jshadow.ops.projections`), with as many axes as their kernel
-_GROUPS = r"layer_\d+/(attention/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"
+_GROUPS = r"layer_\d+/((?:attention|delta)/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"
 
 
 def check_mesh(mesh: Any) -> Mesh | None:

@@ -22,6 +22,7 @@ from jshadow.models.mixtral import MIXTRAL
 from jshadow.models.olmo import OLMO2, OLMO3
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
+from jshadow.models.qwen_hybrid import QWEN3_NEXT, QWEN35_MOE_TEXT, QWEN35_TEXT
 from jshadow.models.qwen_moe import QWEN3_MOE
 from jshadow.models.seed_oss import SEED_OSS
 from jshadow.models.smollm3 import SMOLLM3
@@ -31,6 +32,7 @@ _FAMILIES = (
     *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, IQUEST_CODER),
     *(GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
+    *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 
@@ -42,6 +44,8 @@ _WRAPPERS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _SHARED_KEYS = ("eos_token_id", "tie_word_embeddings", "quantization_config", "auto_map")
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.models.config import ModelConfig
+from jshadow.models.delta import DeltaMixer
 from jshadow.models.experts import ExpertMLP
 from jshadow.models.layers import MLP, Attention, Norm
 
@@ -28,6 +29,10 @@ class Heads(NamedTuple):
         v: values [B, T, h_kv, d].
         x_in: the normalized input of the attention, [B, T, D].
         sinks: the logit of each query head's attention sink [h_q], or None.
+        gates: in a recurrent layer, the logarithm of the decay and the strength of the update of each value head,
+            float32 [B, T, n_v] each. Then q_pre, k_pre and v are the inputs of the convolution, [B, T, n_k, d_k] twice
+            and [B, T, n_v, d_v].
+        taps: in a recurrent layer, the kernels of the convolution over q_pre, k_pre and v, [taps, heads, width] each.
     """
 
     q_pre: Array
@@ -35,13 +40,18 @@ class Heads(NamedTuple):
     v: Array
     x_in: Array
     sinks: Array | None = None
+    gates: tuple[Array, Array] | None = None
+    taps: tuple[Array, Array, Array] | None = None
 
 
 _Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it or after it, or both, and a residual connection."""
+    """Attention or a recurrent layer, and an MLP.
+
+    Each has a norm before it or after it, or both, and a residual connection.
+    """
 
     config: ModelConfig
     has_experts: bool = False
@@ -49,7 +59,10 @@ class Block(nn.Module):
     def setup(self) -> None:
         """Declare the parts."""
         c = self.config
-        self.attention = Attention(c)
+        if c.mixer == "delta":
+            self.delta = DeltaMixer(c)
+        else:
+            self.attention = Attention(c)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
         if c.pre_norms:
             self.attention_norm = Norm(c.norm, c.norm_eps)
@@ -69,9 +82,14 @@ class Block(nn.Module):
         c = self.config
         x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
-            q, (k, v) = self.attention.query(x_in), self.attention.key_value(x_in)
-            out, aux = cache(Heads(q, k, v, x_in, self.attention.sinks if c.sinks else None))
-            out = self.attention.output(out.astype(x.dtype))
+            if c.mixer == "delta":
+                q, k, v = self.delta.heads(x_in)
+                heads = Heads(q, k, v, x_in, gates=self.delta.gates(x_in), taps=self.delta.taps())
+            else:
+                q, (k, v) = self.attention.query(x_in), self.attention.key_value(x_in)
+                heads = Heads(q, k, v, x_in, self.attention.sinks if c.sinks else None)
+            out, aux = cache(heads)
+            out = (self.delta if c.mixer == "delta" else self.attention).output(out.astype(x.dtype), x_in)
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
             if not c.parallel:
@@ -149,6 +167,12 @@ def apply_block(
     return Block(config.at(layer), "experts" in own["mlp"]).apply({"params": own}, x, cache, valid)
 
 
+def sinks_of(layer: dict) -> Array | None:
+    """Return the attention sinks [h_q] of a layer with these weights, or None."""
+    sinks: Array | None = layer.get("attention", {}).get("sinks")
+    return sinks
+
+
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
     """Return the queries before RoPE [B, T, h_q, d] of block `layer` for x_in [B, T, D]."""
     # This runs inside the apply of another block. parent=None keeps it from becoming a submodule of that block.
@@ -167,6 +191,9 @@ def abstract_weights(config: ModelConfig) -> dict:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens: Array) -> dict:
-        return dict(Transformer(config).init(jax.random.key(0), tokens, lambda heads: (heads.q_pre, None)))
+        def cache(heads: Heads) -> tuple[Array, None]:
+            return heads.q_pre if heads.gates is None else heads.v, None  # of the shape of the layer's output
 
-    return dict(jax.eval_shape(init, tokens)["params"])
+        return dict(Transformer(config).init(jax.random.key(0), tokens, cache)["params"])
+
+    return dict(jax.eval_shape(init, tokens))

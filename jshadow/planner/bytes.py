@@ -12,13 +12,14 @@ from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import ModelConfig, recurrent_of
 from jshadow.ops.attention import SINK_COLUMNS
 from jshadow.planner.mesh import device_weights
 from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile_numbers, token_numbers, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.policies.sliding_window import SlidingWindow
 
 
@@ -105,7 +106,11 @@ def cache_specs(
     specs = []
     for layer in range(config.num_layers):
         kind, sizes = config.attention_kind(layer), config.at(layer)
-        cache: LayerCache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
+        cache: LayerCache
+        if kind.recurrent:
+            cache = RecurrentState(recurrent_of(config))
+        else:
+            cache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
         specs.append(
             CacheSpec(
                 layer=layer,
@@ -173,10 +178,12 @@ def weight_bytes(config: ModelConfig, dtype: str, quantize: str | None = None) -
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Return the KV bytes of one row of full attention at this capacity. `itemsize` is the bytes of one number.
 
-    A layer with a sliding window holds only its window.
+    A layer with a sliding window holds only its window, and a recurrent one has no keys.
     """
     numbers = 0
     for layer, kind in enumerate(config.attention_kinds):
+        if kind.recurrent:
+            continue
         slots = capacity if kind.window is None else SlidingWindow(kind.window).slots(capacity)
         numbers += 2 * slots * config.at(layer).key_columns
     return numbers * itemsize

@@ -305,13 +305,16 @@ def innermost(policy: Policy) -> Policy:
 
 
 def full_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that attend to all tokens. Under every policy, the other layers keep the model's own window."""
-    return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
+    """Return the layers that attend to all tokens.
+
+    Under every policy, the other layers keep the model's own window or their recurrent state.
+    """
+    return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.sees_all)
 
 
 def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
     """Return the reason why a policy has no effect on a model at a capacity, or None if it has an effect."""
-    if all(kind.window is not None for kind in config.attention_kinds):
+    if not full_layers(config):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)
 

@@ -19,6 +19,7 @@ from jax import Array
 
 from jshadow.cache.records import PromptKV
 from jshadow.models.config import AttentionKind, ModelConfig
+from jshadow.models.transformer import Heads
 
 # NVIDIA's kvpress asks in these words. The last word of BETWEEN is the template's end of a user's message, which is a
 # line break for a model without a chat template.
@@ -61,6 +62,7 @@ class PrefillPiece(struct.PyTreeNode):
         first: position of the first query, int32 [].
         inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
         sinks: the logit of each query head's attention sink [h_q], or None.
+        heads: in a recurrent layer, all projections of the tokens. Then q_post is q_pre.
     """
 
     q_pre: Array | None
@@ -68,6 +70,7 @@ class PrefillPiece(struct.PyTreeNode):
     first: Array
     inverse: Array
     sinks: Array | None = None
+    heads: Heads | None = None
 
 
 @dataclasses.dataclass(frozen=True)

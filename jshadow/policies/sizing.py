@@ -122,6 +122,8 @@ def layer_bytes(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
     """
     sliding = full = 0
     for layer, kind in enumerate(config.attention_kinds):
+        if kind.recurrent:
+            continue
         row = 2 * config.at(layer).key_columns * 2
         if kind.window is None:
             full += num_tokens * row

@@ -37,6 +37,24 @@ LONGROPE = {
 }
 
 
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_theta": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS_OF_HYBRID = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+
+
 def original(scaling: dict[str, Any]) -> dict[str, Any]:
     """A RoPE scaling with its original context."""
     return {"rope_scaling": scaling | {"original_max_position_embeddings": ORIGINAL}}
@@ -283,6 +301,12 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": original(LLAMA3)["rope_scaling"] | {"rope_theta": 1e6},
         },
     ),
+    "qwen3_5": ("qwen3_5_text", HYBRID | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID | EXPERTS_OF_HYBRID | {"linear_num_value_heads": 4}),
+    "qwen3_next": (
+        "qwen3_next",
+        HYBRID | EXPERTS_OF_HYBRID | {"layer_types": None, "mlp_only_layers": [1], "num_hidden_layers": 4},
+    ),
     "iquest": ("iquestcoder", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
@@ -411,9 +435,12 @@ def tensor(case: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The weights of a case that have a name, in float32."""
     uniform = np.random.RandomState(zlib.crc32(f"{case}/{name}".encode())).random_sample(shape) - 0.5
     scale = any(part in name for part in ("norm", "scalar", "scale"))
-    mean = 1.0 if scale and CASES[case][0] != "gemma3_text" else 0.0  # Gemma adds 1 itself
+    hybrid = "linear_num_key_heads" in CASES[case][1]
+    adds = hybrid or CASES[case][0] == "gemma3_text"  # 1 itself
+    mean = 1.0 if scale and (not adds or "linear_attn" in name) else 0.0
     # transformers starts biases at 0 and matrices at 0.02: too tame to show a mistake
     deviation = 0.1 if scale or "bias" in name else 0.25 if case in LLAMA_CASES else 0.2
+    deviation = 0.1 if hybrid and "conv1d" not in name else deviation  # rounding grows where a state nearly cancels
     deviation = 2.0 if "sinks" in name else deviation  # some take most of a softmax, and some nearly nothing
     return (mean + 12**0.5 * deviation * uniform).astype(np.float32)
 

@@ -30,6 +30,7 @@ from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.checks import check_fitted, check_sinks, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention, SecondPass
+from jshadow.policies.recurrent import RecurrentPrefill
 from jshadow.weights.params import Params
 
 Work = Literal["begin", "piece", "project", "attend", "finish", "repeat", "compress"]
@@ -227,6 +228,8 @@ class PrefillJob:
         """
         config, policies = self.params.config.at(index), [plan[index].policy for plan in self.plans]
         kind = self.params.config.attention_kind(index)
+        if kind.recurrent:
+            return LayerPlan(config, kind, False, 0, size, RecurrentPrefill())
         if self.options.attention:
             attention = self.attention if kind.window is None else None
         else:

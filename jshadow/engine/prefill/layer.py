@@ -30,7 +30,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.engine.step import compress_on_devices
 from jshadow.errors import PromptError
 from jshadow.models.config import AttentionKind, ModelConfig
-from jshadow.models.transformer import Heads, apply_block
+from jshadow.models.transformer import Heads, apply_block, sinks_of
 from jshadow.ops.attention import (
     Implementation,
     causal_attention,
@@ -50,6 +50,7 @@ from jshadow.policies.prefill_attention import (
     PrefillPiece,
     SecondPass,
 )
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.tokenizer import encode
 
 # Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
@@ -83,6 +84,7 @@ class LayerPlan:
     def empty_prompt(self, lengths: Array, tokens: int, dtype: Any) -> PromptKV:
         """Return a PromptKV with `tokens` tokens in each row, in which all keys and values are zeros."""
         config, batch = self.config, len(lengths)
+        tokens = 0 if self.kind.recurrent else tokens  # its state takes the place of keys and values
 
         def zeros(*shape: int, dtype: Any = dtype) -> Array:
             return jnp.zeros((batch, *shape), dtype)
@@ -159,6 +161,8 @@ class _LayerRun:
         real = (positions < lengths[:, None])[..., None, None]
 
         def cache(heads: Heads) -> tuple[Array, Any]:
+            if plan.kind.recurrent:
+                return attend(PrefillPiece(heads.q_pre, heads.q_pre, first, turn.inverse, heads=heads), prompt)
             q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
             # Zeros for padding, so that a state does not depend on the width to which a prompt was padded.
             k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
@@ -192,7 +196,7 @@ class _LayerRun:
         plan = self.plan
         assert plan.whole is not None
         scale, window = plan.config.attention_scale, plan.kind.window
-        k, v, sinks = self.mine(prompt.k_post), self.mine(prompt.v), self.weights["attention"].get("sinks")
+        k, v, sinks = self.mine(prompt.k_post), self.mine(prompt.v), sinks_of(self.weights)
         if sinks is not None:
             return whole_with_sinks(q, k, v, self.lengths, scale, plan.whole, sinks)
         return whole_attention(q, k, v, self.lengths, scale, window, plan.whole)
@@ -281,7 +285,7 @@ def read_piece(
         return put(x, out, index * plan.size), prompt, aux
     first = index * plan.size
     mine = jax.lax.dynamic_slice_in_dim(q, first, plan.size, axis=1)
-    sinks = given.weights["attention"].get("sinks")
+    sinks = sinks_of(given.weights)
     attended, (prompt, aux) = attend(PrefillPiece(None, mine, first, jnp.asarray(given.inverse), sinks), prompt)
     return run.finish(index, x, attended), prompt, aux
 
@@ -345,7 +349,7 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
         q_post=prompt.q_post if everything else None,
         lse=prompt.lse if everything else None,
         second_pass=prompt.second_pass if reads.second_pass else None,
-        extra=prompt.extra if isinstance(spec.policy, OwnPrefill) else None,
+        extra=prompt.extra if isinstance(spec.policy, OwnPrefill | RecurrentState) else None,
     )
 
 
@@ -447,7 +451,7 @@ def read_request(
     assert second is not None
     x, counts = work.x[index], work.counts[index]
     lengths, size, scale = prompt.lengths, x.shape[1], config.attention_scale
-    sinks = given.weights["attention"].get("sinks")
+    sinks = sinks_of(given.weights)
     turn = rotation(kind.rope, jnp.asarray(given.inverse), lengths[:, None] + jnp.arange(size))
     products = None
     if second.normalized:

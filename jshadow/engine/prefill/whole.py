@@ -39,7 +39,7 @@ from jshadow.engine.types import (
 )
 from jshadow.errors import StateMismatch
 from jshadow.models.config import ModelConfig
-from jshadow.models.transformer import embed
+from jshadow.models.transformer import embed, sinks_of
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.pieces import pieces_of
@@ -261,7 +261,7 @@ def advance(partial: PartialPrefill) -> PartialPrefill:
     with one_blas_thread() as results:
         # The rows of at most one layer are on their way to the host: wait for those of the layer before.
         host_memory.settle(partial.layers[-1] if partial.layers else [], job.plans)
-        prompt = prompt_read(plan, partial.work).replace(sinks=layer["attention"].get("sinks"))
+        prompt = prompt_read(plan, partial.work).replace(sinks=sinks_of(layer))
         states = compress_all(job, index, prompt)
         results.append(states)
     work = _first_work(job, partial.work.x, partial.work.second)

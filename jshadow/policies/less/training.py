@@ -26,6 +26,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, causal_attention, group_queries, lse_with, masked_scores, softmax_with
+from jshadow.policies.base import full_layers
 from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
 from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
@@ -87,7 +88,7 @@ def train_all(
     # The schedule counts steps from 0, so that the rate would reach 0 one step after the last.
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
     layers: list[Any] = [None] * config.num_layers
-    total = steps * sum(kind.window is None for kind in config.attention_kinds)
+    total = steps * len(full_layers(config))
     done = 0
     for layer, first, examples in examples_of(policy, params, tokens):
         key, shift = jax.random.fold_in(jax.random.key(seed), layer), _shift_of(examples, first)
@@ -132,7 +133,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
     base = H2O(policy.heavy, policy.recent, policy.normalize)
     for layer, prompt in enumerate(prompts_of(params, text)):
         kind = config.attention_kind(layer)
-        if kind.window is not None:
+        if not kind.sees_all:
             continue
         spec = CacheSpec(
             layer=None,

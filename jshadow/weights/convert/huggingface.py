@@ -69,7 +69,7 @@ _BASE = "model."  # prefix of all names but the head's, unless the checkpoint wa
 # They are known by the names of the parts that no other layer has.
 _IGNORED = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(model\.)?mtp(_layers)?\..+"
 # The same for images and sounds.
-_NOT_TEXT = r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+"
+_NOT_TEXT = r"(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..+"
 _DRAFT_LAYER = r"((?:model\.)?layers\.(\d{1,9})\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*|nextn\w*)\..+"
 
 
@@ -249,8 +249,8 @@ def place(
     if config.num_layers > len(shapes):  # checked first, because tracing a billion layers would never end
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     weight_shapes = flat_abstract(config)
-    expected = placements(family, weight_shapes)
     alone = {name: text_name(name) for name in shapes}
+    expected = placements(family, weight_shapes, {*alone.values()})
     if not any(name.startswith(_BASE) for name in alone.values()):
         expected = {name.removeprefix(_BASE): placement for name, placement in expected.items()}
     unused = _ignored(alone.values(), config)

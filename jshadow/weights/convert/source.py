@@ -1,7 +1,7 @@
 """The tensors of a model under the names of a checkpoint, and where they are read from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Placement:
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         if self.rule.transform == "flatten":
             return (1, *whole)
+        if self.rule.transform == "taps":
+            return (whole[1], 1, whole[0])
         return (*whole[:-2], whole[-1], whole[-2]) if self.rule.transform == "transpose" else whole
 
     def to_weights(
@@ -58,24 +60,36 @@ class Placement:
         """Return the weights of a tensor by path, or the parts of one expert. They are views where possible."""
         if self.rule.transform == "flatten":
             value = value.reshape(-1)
+        if self.rule.transform == "taps":
+            value = value[:, 0].T
         value = value.swapaxes(-1, -2) if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., _half_split_order(value.shape[-1], config)]
         if self.rule.transform == "alternate":
             return {path: value[..., index :: len(self.paths)] for index, path in enumerate(self.paths)}
-        ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
-        return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
+        groups = self.rule.groups(config) if self.rule.groups else 1
+        ends = np.cumsum([weight_shapes[path][-1] // groups for path in self.paths])
+        parts = np.split(value.reshape(*value.shape[:-1], groups, -1) if groups > 1 else value, ends[:-1], axis=-1)
+        if groups > 1:
+            parts = [part.reshape(*value.shape[:-1], -1) for part in parts]
+        return dict(zip(self.paths, parts, strict=True))
 
     def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
         """Undo `to_weights`: build the tensor from its weights."""
         parts = [weights[path] if self.expert is None else weights[path][self.expert] for path in self.paths]
         if self.rule.transform == "alternate":
             return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        if self.rule.groups:
+            parts = [part.reshape(*part.shape[:-1], self.rule.groups(config), -1) for part in parts]
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        if self.rule.groups:
+            value = value.reshape(*value.shape[:-2], -1)
         if self.rule.interleaved:
             value = value[..., np.argsort(_half_split_order(value.shape[-1], config))]
         if self.rule.transform == "flatten":
             return value[None]
+        if self.rule.transform == "taps":
+            return value.T[:, None]
         return value.swapaxes(-1, -2) if self.rule.transform == "transpose" else value
 
 
@@ -90,14 +104,25 @@ def _half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
     return (np.arange(columns // dim)[:, None] * dim + order).reshape(-1)
 
 
-def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[str, Placement]:
-    """Return all tensors that a checkpoint of a family must have, by name. `weight_shapes` has the weights by path."""
+def placements(
+    family: ModelFamily, weight_shapes: Mapping[str, Shape], there: Container[str] = ()
+) -> dict[str, Placement]:
+    """Return all tensors that a checkpoint of a family must have, by name.
+
+    Args:
+        family: its first rule for a weight counts, unless only the tensors of a later rule are there.
+        weight_shapes: the shape of each weight by path.
+        there: the names of the tensors that the checkpoint has.
+    """
     result: dict[str, Placement] = {}
-    for path in weight_shapes:
-        for rule in family.rules:
-            for index, name in enumerate(rule.sources(path, weight_shapes[path])):
-                if name not in result:
-                    result[name] = Placement(name, rule.match(name), rule, index if rule.stacked else None)
+    for path, shape in weight_shapes.items():
+        ways = [(rule, names) for rule in family.rules if (names := rule.sources(path, shape))]
+        if not ways:
+            continue
+        rule, names = next((way for way in ways if all(name in there for name in way[1])), ways[0])
+        for index, name in enumerate(names):
+            if name not in result:
+                result[name] = Placement(name, rule.match(name), rule, index if rule.stacked else None)
     return result
 
 

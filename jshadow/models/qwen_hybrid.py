@@ -1,0 +1,217 @@
+"""Qwen3-Next, Qwen3.5 and 3.6 (Qwen Team): three of four layers are gated DeltaNet (arXiv 2412.06464), the rest attend.
+
+Attention has an output gate, and rotates a quarter of each head.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import DeltaNet, Experts, ModelConfig, check_positive, experts_of, recurrent_of
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, QK_NORMS, VALUES
+from jshadow.models.sliding import FULL, layer_count
+
+_RECURRENT = "linear_attention"
+_LAYER, _DELTA = r"model\.layers\.(\d+)\.", "layer_{0}/delta/"
+
+
+def _delta(name: str, path: str, *parts: str, transform: str = "transpose", grouped: bool = False) -> Rule:
+    return Rule(
+        rf"{_LAYER}linear_attn\.{name}",
+        _DELTA + path,
+        transform,
+        parts or ("",),
+        groups=(lambda config: recurrent_of(config).key_heads) if grouped else None,
+    )
+
+
+_QUERY_AND_GATE = Rule(
+    rf"{_LAYER}self_attn\.q_proj\.weight",
+    "layer_{0}/attention/{1}/kernel",
+    "transpose",
+    ("q", "gate"),
+    groups=lambda config: config.q_heads,
+)
+_COMMON = (
+    *(*EMBEDDING, *NORMS, _QUERY_AND_GATE, *ATTENTION[1:2], *VALUES[:1], *OUTPUT[:1], *QK_NORMS),
+    _delta(r"conv1d\.weight", "{1}_taps", "q", "k", "v", transform="taps"),
+    _delta("A_log", "a_log", transform="copy"),
+    _delta("dt_bias", "dt_bias", transform="copy"),
+    _delta(r"norm\.weight", "norm/scale", transform="copy"),
+    _delta(r"out_proj\.weight", "o/kernel"),
+)
+_FUSED = (
+    _delta(r"in_proj_qkvz\.weight", "{1}/kernel", "q", "k", "v", "gate", grouped=True),
+    _delta(r"in_proj_ba\.weight", "{1}/kernel", "beta", "decay", grouped=True),
+)
+_APART = (
+    _delta(r"in_proj_qkv\.weight", "{1}/kernel", "q", "k", "v"),
+    _delta(r"in_proj_z\.weight", "gate/kernel"),
+    _delta(r"in_proj_b\.weight", "beta/kernel"),
+    _delta(r"in_proj_a\.weight", "decay/kernel"),
+)
+_SHARED = (
+    *(
+        Rule(rf"{_LAYER}mlp\.shared_expert\.{name}_proj\.weight", f"layer_{{0}}/mlp/shared/{name}/kernel", "transpose")
+        for name in ("gate", "up", "down")
+    ),
+    Rule(rf"{_LAYER}mlp\.shared_expert_gate\.weight", "layer_{0}/mlp/shared_gate/kernel", "transpose"),
+)
+_STACKED = (
+    Rule(rf"{_LAYER}mlp\.experts\.gate_up_proj", "layer_{0}/mlp/experts/{1}/kernel", "transpose", ("gate", "up")),
+    Rule(rf"{_LAYER}mlp\.experts\.down_proj", "layer_{0}/mlp/experts/down/kernel", "transpose"),
+)
+_DENSE = (*GATE_AND_UP[:2], *DOWN[:1])
+_DEFAULTS = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _recurrent_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the recurrent layers: those of `layer_types`, or all but each `full_attention_interval`-th."""
+    layers, kinds, interval = layer_count(hf), hf.get("layer_types"), hf["full_attention_interval"]
+    check_positive("config.json", full_attention_interval=interval)
+    if kinds is None:
+        kinds = [FULL if (layer + 1) % interval == 0 else _RECURRENT for layer in range(layers)]
+    known = isinstance(kinds, list) and len(kinds) == layers and all(kind in (FULL, _RECURRENT) for kind in kinds)
+    if not known:
+        raise ConfigError(
+            f"config.json layer_types must be {layers} times {FULL!r} or {_RECURRENT!r}, got {kinds!r:.200}"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _RECURRENT)
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf.get("attn_output_gate") is False:
+        raise ConfigError("config.json attn_output_gate must be true, got False")
+    recurrent = DeltaNet(
+        layers=_recurrent_layers(hf),
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        taps=hf["linear_conv_kernel_dim"],
+    )
+    return {
+        "recurrent": recurrent if recurrent.layers else None,
+        "output_gate": True,
+        "qk_norm": True,
+        "norm": "unit",
+    }
+
+
+def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    layers, step, plain = layer_count(hf), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    check_positive("config.json", decoder_sparse_step=step)
+    if not isinstance(plain, list):
+        raise ConfigError(f"config.json mlp_only_layers must be a list, got {plain!r}")
+    experts = Experts(
+        count=hf["num_experts"],
+        chosen=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        layers=tuple(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0),
+        normalized=bool(hf.get("norm_topk_prob", True)),
+        shared_width=hf["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+    return {**_read(hf), "experts": experts}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    r = recurrent_of(config)
+    return {
+        "layer_types": [_RECURRENT if layer in r.layers else FULL for layer in range(config.num_layers)],
+        "linear_num_key_heads": r.key_heads,
+        "linear_num_value_heads": r.value_heads,
+        "linear_key_head_dim": r.key_dim,
+        "linear_value_head_dim": r.value_dim,
+        "linear_conv_kernel_dim": r.taps,
+    }
+
+
+def _write_experts(config: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(config)
+    return {
+        **_write(config),
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.width,
+        "shared_expert_intermediate_size": experts.shared_width,
+        "norm_topk_prob": experts.normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
+    }
+
+
+QWEN3_NEXT = ModelFamily(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+    rules=_COMMON + _FUSED + EXPERTS[:4] + _SHARED + _DENSE,
+    differs="three of four layers are gated DeltaNet; attention and the shared expert have a gate; experts",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+    },
+    read=_read_experts,
+    write=_write_experts,
+    attention_keys=("full_attention_interval", "attn_output_gate"),
+    partial_rotary=True,
+)
+QWEN35_TEXT = ModelFamily(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    models="Qwen3.5 and 3.6, dense (4B, 9B, 27B)",
+    rules=_COMMON + _APART + _DENSE,
+    differs="as `qwen3_next`, without experts",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    read=_read,
+    write=_write,
+    attention_keys=QWEN3_NEXT.attention_keys,
+    partial_rotary=True,
+)
+QWEN35_MOE_TEXT = ModelFamily(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    models="Qwen3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)",
+    rules=_COMMON + _APART + _STACKED + EXPERTS[:4] + _SHARED,
+    differs="as `qwen3_next`",
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "intermediate_size": 512,
+        "num_hidden_layers": 40,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    read=_read_experts,
+    write=_write_experts,
+    attention_keys=QWEN3_NEXT.attention_keys,
+    partial_rotary=True,
+)

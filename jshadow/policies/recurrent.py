@@ -1,0 +1,112 @@
+"""The recurrent state of a hybrid model's layers (gated DeltaNet; see `jshadow/cache/recurrence.py`).
+
+It is not a policy that a user chooses. `jshadow.planner.bytes.cache_specs` gives it to the recurrent layers of a model
+under every policy. It is therefore not registered.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.recurrence import RECENT, NewTokens, Recurrence, empty, read_tokens, step_tokens
+from jshadow.cache.spec import CacheSpec
+from jshadow.models.config import AttentionKind, DeltaNet, ModelConfig, recurrent_of
+from jshadow.policies.base import HookInputs, LayerCache, StepCosts
+from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
+
+
+class OneRecurrence(struct.PyTreeNode):
+    """The live record of a recurrent layer. Reports name its bytes "recurrent"."""
+
+    recurrent: Recurrence
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentPrefill(PrefillAttention):
+    """A recurrent layer over a prompt: each piece continues the state that the piece before it left."""
+
+    takes_sinks = True
+
+    def begin(
+        self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
+    ) -> Recurrence:
+        return empty(len(prompt.lengths), recurrent_of(config), prompt.v.dtype)
+
+    def attend(
+        self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Recurrence
+    ) -> tuple[Array, Recurrence]:
+        heads = piece.heads
+        assert heads is not None
+        valid = piece.first + jnp.arange(heads.v.shape[1], dtype=jnp.int32) < prompt.lengths[:, None]
+        out, after = read_tokens(aux, NewTokens.of(heads, jnp.minimum(piece.first, prompt.lengths), valid))
+        return out.astype(heads.v.dtype), after
+
+    def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
+        r = recurrent_of(config)
+        rows = 4 * size * (2 * r.key_heads * r.key_dim + 2 * r.value_heads * (r.key_dim + r.value_dim))
+        return 4 * batch * (2 * rows + 4 * r.value_heads * r.key_dim * r.value_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentState(LayerCache):
+    """Keep the state of each value head, and the newest tokens apart from it, so that a row can give them back.
+
+    Attributes:
+        sizes: heads and widths of the layer. A device of a mesh has some of the heads, as its CacheSpec tells.
+    """
+
+    sizes: DeltaNet
+
+    name = "recurrent"
+    takes_sinks = True
+
+    @property
+    def reads(self) -> HookInputs:
+        return HookInputs(piece=RECENT, whole_turns=True)
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        return 0
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        sizes = dataclasses.replace(self.sizes, key_heads=spec.kv_heads, value_heads=spec.q_heads)
+        return LayerState(live=OneRecurrence(empty(spec.batch, sizes, spec.dtype)))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        return state.replace(live=OneRecurrence(prompt.extra)), None
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        return state, None
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
+        """Read the new tokens into the state. More than RECENT of them cannot be given back."""
+        assert step.gates is not None
+        assert step.taps is not None
+        new = NewTokens((step.q_pre, step.k_pre, step.v), step.gates, step.taps, step.lengths, step.valid)
+        read = step_tokens if step.valid.shape[1] <= RECENT else read_tokens
+        out, after = read(state.live.recurrent, new)
+        return out.astype(spec.dtype), state.replace(live=OneRecurrence(after))
+
+    def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
+        return jnp.maximum(state.live.recurrent.folded, 1)
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        return {"recurrent": jnp.zeros(lengths.shape, jnp.float32)}
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        return 0
+
+    def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
+        """A step also writes the state."""
+        size = 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim
+        return StepCosts(0, {"recurrent": (size, 0)}, {}, {})
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        return 2 * 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim
