@@ -49,6 +49,12 @@ def empty(batch: int, sizes: DeltaNet, dtype: Any) -> Recurrence:
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
 
 
+def recurrent_bytes(sizes: DeltaNet, itemsize: int) -> int:
+    """Return the bytes of a row of one layer. `itemsize` is the bytes of a number of the model's dtype."""
+    held = jax.eval_shape(lambda: empty(1, sizes, jnp.float32 if itemsize == 4 else jnp.bfloat16))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+
+
 class NewTokens(NamedTuple):
     """The projections of T new tokens; see `models.transformer.Heads`.
 

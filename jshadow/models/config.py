@@ -349,13 +349,13 @@ class ModelConfig:
 
     @property
     def most_query_columns(self) -> int:
-        """Width of all query heads of the layer in which it is largest."""
-        return max(kind.query_columns for kind in self.kinds)
+        """Width of all query heads of the attention layer in which it is largest."""
+        return max(kind.query_columns for kind in self.kinds if kind.mixer == "attention")
 
     @property
     def most_key_columns(self) -> int:
-        """Width of all KV heads of the layer in which it is largest."""
-        return max(kind.key_columns for kind in self.kinds)
+        """Width of all KV heads of the attention layer in which it is largest."""
+        return max(kind.key_columns for kind in self.kinds if kind.mixer == "attention")
 
     @property
     def active_width(self) -> int:

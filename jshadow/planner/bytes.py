@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.recurrence import recurrent_bytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.models.config import ModelConfig, recurrent_of
@@ -19,7 +20,7 @@ from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.recurrent import RecurrentState
+from jshadow.policies.recurrent import RecurrentPrefill, RecurrentState
 from jshadow.policies.sliding_window import SlidingWindow
 
 
@@ -178,15 +179,16 @@ def weight_bytes(config: ModelConfig, dtype: str, quantize: str | None = None) -
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
     """Return the KV bytes of one row of full attention at this capacity. `itemsize` is the bytes of one number.
 
-    A layer with a sliding window holds only its window, and a recurrent one has no keys.
+    A layer with a sliding window holds only its window, and a recurrent one its state.
     """
-    numbers = 0
+    numbers, recurrent = 0, 0
     for layer, kind in enumerate(config.attention_kinds):
         if kind.recurrent:
+            recurrent += recurrent_bytes(recurrent_of(config), itemsize)
             continue
         slots = capacity if kind.window is None else SlidingWindow(kind.window).slots(capacity)
         numbers += 2 * slots * config.at(layer).key_columns
-    return numbers * itemsize
+    return numbers * itemsize + recurrent
 
 
 def prefill_parts(
@@ -211,6 +213,10 @@ def prefill_parts(
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
     for layer, spec in enumerate(state.specs):
+        if isinstance(spec.policy, RecurrentState):
+            sparse = max(sparse, RecurrentPrefill().piece_bytes(config, batch, count * size, size))
+            ways.add(False)
+            continue
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries
         ways |= whole_or_pieces(config.at(layer), spec.sliding_window, dtype, backend) if exact else {False}

@@ -4,24 +4,34 @@ import dataclasses
 from collections.abc import Sequence
 
 from jshadow.cache.spec import CacheSpec
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import ModelConfig, recurrent_of
+from jshadow.ops.delta_rule import CHUNK
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies.prefill_attention import SecondPass
 
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:
-    """Return the operations of the query, key and value projections of one layer."""
-    columns = config.query_columns + 2 * config.key_columns
+    """Return the operations of the projections of one layer before its attention or its recurrent state."""
+    if config.mixer == "delta":
+        r = recurrent_of(config)
+        columns = 2 * config.key_columns + r.value_heads * (2 * r.value_dim + 2)
+    else:
+        columns = config.query_columns * (1 + config.output_gate) + 2 * config.key_columns
     return 2 * tokens * config.model_dim * columns
 
 
 def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
-    return 2 * tokens * config.model_dim * (config.query_columns + 3 * config.active_width)
+    delta = config.mixer == "delta"
+    columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if delta else config.query_columns
+    return 2 * tokens * config.model_dim * (columns + 3 * config.active_width)
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:
     """Return the operations of exact causal attention of one layer, for `tokens` queries from position `first` on.
+
+    In a recurrent layer, they are those of the chunks in which tokens are read into its state: three products with the
+    state, and the products among the tokens of a chunk.
 
     Args:
         config: the model.
@@ -29,6 +39,9 @@ def attention_operations(config: ModelConfig, window: int | None, first: int, to
         first: position of the first query.
         tokens: number of queries.
     """
+    if config.mixer == "delta":
+        r = recurrent_of(config)
+        return 2 * tokens * r.value_heads * (3 * r.key_dim * r.value_dim + 2 * CHUNK * (r.key_dim + r.value_dim))
     last = first + tokens
     if window is None:
         seen = (first + 1 + last) * tokens // 2

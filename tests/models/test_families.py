@@ -54,6 +54,9 @@ PUBLISHED = {
     "mistral-small-3.2-24b": (23_572_403_200, 2 * 40 * 8 * 128, 131_072),
     "ministral-3-8b": (8_490_000_000, 2 * 34 * 8 * 128, 262_144),
     "command-r7b": (8_028_033_024, 2 * 8 * 8 * 128, 131_072),
+    "qwen3.6-27b": (26.9e9, 2 * 16 * 4 * 256, 262_144),
+    "qwen3.6-35b-a3b": (34.66e9, 2 * 10 * 2 * 256, 262_144),
+    "qwen3-next-80b-a3b": (79.67e9, 2 * 12 * 2 * 256, 262_144),
 }
 # Models with sliding windows: the elements of keys and values of a token in these layers, and the window.
 WINDOWED = {
@@ -62,6 +65,15 @@ WINDOWED = {
     "gemma-4-31b": (2 * 50 * 16 * 256, 1024),
     "command-r7b": (2 * 24 * 8 * 128, 4096),
 }
+# Hybrid models: recurrent layers, and the numbers of their key heads and value heads, which are 128 wide.
+HYBRID = {"qwen3.6-27b": (48, 16, 48), "qwen3.6-35b-a3b": (30, 16, 32), "qwen3-next-80b-a3b": (36, 16, 32)}
+
+
+def recurrent_by_hand(name):
+    """The bytes of the recurrent layers of a row: float32 states and 16 newest tokens, 19 inputs of convolutions."""
+    layers, keys, values = HYBRID.get(name, (0, 0, 0))
+    newest = 16 * (128 * (keys + values) + values)
+    return layers * (4 * (values * 128 * 128 + newest + 1) + 2 * 19 * 128 * (2 * keys + values))
 
 
 @functools.cache
@@ -82,7 +94,7 @@ def test_published_configs():
         assert (config.context, config.head_dim) == (context, head_dim), name
         full = footprint(config, Full(), capacity=tokens, prompt=tokens, fetch="resident")
         near, window = WINDOWED.get(name, (0, 0))
-        windows = near * (window + 15) * 2
+        windows = near * (window + 15) * 2 + recurrent_by_hand(name)
         assert full_bytes(config, tokens, 2) == full["device_bytes"] == tokens * numbers * 2 + windows, name
         plan = footprint(config, ShadowKV(), capacity=tokens + 64, prompt=tokens, fetch="device_put")
         rank = -(-round(160 * columns / 1024) // 8) * 8
