@@ -68,8 +68,8 @@ class StepKV(struct.PyTreeNode):
         learned: this layer's slice of the `fitted` arrays, shared by all rows, or None.
         sinks: the logit of each query head's attention sink [h_q], or None. `attend` passes it on to the functions of
             `jshadow/ops/attention.py`.
-        gates, taps: in a recurrent layer, those of `models.transformer.Heads`. Queries, keys and values then are the
-            inputs of its convolution.
+        gates, taps, skip: in a recurrent layer, those of `models.transformer.Heads`. Queries, keys and values then are
+            the inputs of its convolution.
     """
 
     q_pre: Array
@@ -88,6 +88,7 @@ class StepKV(struct.PyTreeNode):
     sinks: Array | None = None
     gates: tuple[Array, Array] | None = None
     taps: tuple[Array, Array, Array] | None = None
+    skip: Array | None = None
 
 
 class KeyValues(struct.PyTreeNode):

@@ -1,16 +1,18 @@
 """What a recurrent layer of a hybrid model holds of each row, and how tokens are read into it.
 
-The layer is a gated DeltaNet (arXiv 2412.06464, section 3): see `jshadow/ops/delta_rule.py`, and `models/delta.py` for
-its weights. B rows, T new tokens, n_k, n_v heads of keys and values, d_k, d_v their widths.
+The state follows the gated delta rule, or without its correction the rule of Mamba-2: see `jshadow/ops/delta_rule.py`.
+`models/recurrent.py` has the weights of the layer. B rows, T new tokens, n_k, n_v heads of keys and values, d_k, d_v
+their widths.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.models.config import DeltaNet
+from jshadow.models.config import Recurrent
 from jshadow.models.transformer import Heads
 from jshadow.ops.convolution import convolve, ring_inputs, ring_write
 from jshadow.ops.delta_rule import Recent, Tokens, folded_all, masked, normalized, scan_chunks, step
@@ -35,7 +37,7 @@ class Recurrence(NamedTuple):
     inputs: tuple[Array, Array, Array]
 
 
-def empty(batch: int, sizes: DeltaNet, dtype: Any) -> Recurrence:
+def empty(batch: int, sizes: Recurrent, dtype: Any) -> Recurrence:
     """Return the record of a layer that has read no tokens."""
     keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
 
@@ -49,7 +51,7 @@ def empty(batch: int, sizes: DeltaNet, dtype: Any) -> Recurrence:
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
 
 
-def recurrent_bytes(sizes: DeltaNet, itemsize: int) -> int:
+def recurrent_bytes(sizes: Recurrent, itemsize: int) -> int:
     """Return the bytes of a row of one layer. `itemsize` is the bytes of a number of the model's dtype."""
     held = jax.eval_shape(lambda: empty(1, sizes, jnp.float32 if itemsize == 4 else jnp.bfloat16))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
@@ -62,6 +64,8 @@ class NewTokens(NamedTuple):
         heads: the inputs of the convolution.
         gates: the logarithm of the decay, and the strength of the update.
         taps: the kernels of the convolution.
+        skip: the factor of a value that is added to the output, or None.
+        sizes: heads, widths and kind of the layer.
         lengths: number of tokens of each row before these, int32 [B].
         valid: which tokens are real, bool [B, T]. In each row, they come first.
     """
@@ -69,49 +73,59 @@ class NewTokens(NamedTuple):
     heads: tuple[Array, Array, Array]
     gates: tuple[Array, Array]
     taps: tuple[Array, Array, Array]
+    skip: Array | None
+    sizes: Recurrent
     lengths: Array
     valid: Array
 
     @classmethod
-    def of(cls, heads: Heads, lengths: Array, valid: Array) -> "NewTokens":
+    def of(cls, heads: Heads, sizes: Recurrent, lengths: Array, valid: Array) -> "NewTokens":
         """Return the tokens whose projections are `heads`."""
         assert heads.gates is not None
         assert heads.taps is not None
-        return cls((heads.q_pre, heads.k_pre, heads.v), heads.gates, heads.taps, lengths, valid)
+        return cls((heads.q_pre, heads.k_pre, heads.v), heads.gates, heads.taps, heads.skip, sizes, lengths, valid)
 
 
 def _convolved(held: Recurrence, new: NewTokens) -> tuple[Tokens, tuple[Array, Array, Array]]:
     """Return the new tokens after the convolution, and the inputs of the convolution that are held after them."""
-    parts, inputs = [], []
+    parts, inputs, count = [], [], new.sizes.taps
     for x, ring, taps in zip(new.heads, held.inputs, new.taps, strict=True):
-        flat, rows = (one.reshape(*one.shape[:2], -1) for one in (x, ring))
-        kernel = taps.reshape(len(taps), -1)
-        out = convolve(flat, ring_inputs(rows, new.lengths, len(kernel)), kernel)
+        flat, rows, kernel = (one.reshape(*one.shape[:-2], -1) for one in (x, ring, taps))
+        bias = kernel[count] if new.sizes.tap_biases else None
+        out = convolve(flat, ring_inputs(rows, new.lengths, count), kernel[:count], bias)
         parts.append(jax.nn.silu(out).reshape(x.shape))
         inputs.append(ring_write(rows, flat, new.lengths, new.valid).reshape(ring.shape))
-    q, k, v = parts
-    scale = q.shape[-1] ** -0.5
-    tokens = Tokens(normalized(q) * scale, normalized(k), v.astype(jnp.float32), *new.gates)
-    return tokens, (inputs[0], inputs[1], inputs[2])
+    q, k, v = (part.astype(jnp.float32) for part in parts)
+    if new.sizes.kind == "delta":
+        q, k = normalized(q) * q.shape[-1] ** -0.5, normalized(k)
+    return Tokens(q, k, v, *new.gates), (inputs[0], inputs[1], inputs[2])
+
+
+def _skipped(out: Array, tokens: Tokens, new: NewTokens) -> Array:
+    """Return the outputs [B, T, n_v, d_v] with the share of the value that does not pass the state."""
+    return out if new.skip is None else out + new.skip.astype(jnp.float32)[:, None] * tokens.v
 
 
 def read_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
     """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32."""
     tokens, inputs = _convolved(held, new)
     state = folded_all(held.state, held.recent, held.folded, new.lengths)
-    out, state = scan_chunks(state, masked(tokens, new.valid))
-    return out, Recurrence(state, held.recent, new.lengths + new.valid.sum(axis=1, dtype=jnp.int32), inputs)
+    out, state = scan_chunks(state, masked(tokens, new.valid), corrects=new.sizes.kind == "delta")
+    return _skipped(out, tokens, new), Recurrence(
+        state, held.recent, new.lengths + new.valid.sum(axis=1, dtype=jnp.int32), inputs
+    )
 
 
 def step_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
     """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32."""
     tokens, inputs = _convolved(held, new)
-    out, state, recent, folded = step(held.state, held.recent, held.folded, new.lengths, tokens, new.valid)
-    return out, Recurrence(state, recent, folded, inputs)
+    rule = functools.partial(step, corrects=new.sizes.kind == "delta")
+    out, state, recent, folded = rule(held.state, held.recent, held.folded, new.lengths, tokens, new.valid)
+    return _skipped(out, tokens, new), Recurrence(state, recent, folded, inputs)
 
 
-def read_text(heads: Heads, sizes: DeltaNet) -> Array:
+def read_text(heads: Heads, sizes: Recurrent) -> Array:
     """Return the outputs [B, T, n_v, d_v] of a whole text without padding."""
     batch, count = heads.v.shape[:2]
-    new = NewTokens.of(heads, jnp.zeros(batch, jnp.int32), jnp.ones((batch, count), bool))
+    new = NewTokens.of(heads, sizes, jnp.zeros(batch, jnp.int32), jnp.ones((batch, count), bool))
     return read_tokens(empty(batch, sizes, heads.v.dtype), new)[0].astype(heads.v.dtype)

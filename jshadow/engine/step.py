@@ -268,7 +268,7 @@ def _step_splits(shards: Shards, step: StepKV) -> StepKV:
     names = ("q_pre", "q_post", "k_pre", "k_post", "v", "q_foreseen", "gates")
     by_name: dict[str, Any] = {name: heads if name in names else rows for name in StepKV.__dataclass_fields__}
     by_name |= {"inverse": PartitionSpec(), "learned": PartitionSpec(), "sinks": PartitionSpec("tp")}
-    by_name["taps"] = PartitionSpec(None, "tp")
+    by_name |= {"taps": PartitionSpec(None, "tp"), "skip": PartitionSpec("tp")}
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(step, name) is not None}
     return StepKV(**given)
 
@@ -543,6 +543,7 @@ def _run_layers(
                 sinks=heads.sinks,
                 gates=heads.gates,
                 taps=heads.taps,
+                skip=heads.skip,
             )
             out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None

@@ -56,15 +56,18 @@ class AttentionKind:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNet:
-    """The recurrent layers of a hybrid model: gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, section 3).
+class Recurrent:
+    """The recurrent layers of a hybrid model.
 
     Attributes:
         layers: indices of the recurrent layers. All other layers attend.
-        key_heads: number of heads of queries and keys.
+        key_heads: number of heads of queries and keys. In Mamba-2, they are the groups of C and B.
         value_heads: number of heads of values, a multiple of key_heads. Each has a state [key_dim, value_dim].
         key_dim, value_dim: widths of a head.
         taps: number of tokens that the convolution before the state sees, including a token itself.
+        kind: "delta": gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, section 3). "mamba2": Mamba-2 (Dao and Gu
+            2024, arXiv 2405.21060, section 7).
+        tap_biases: whether the convolution has biases.
     """
 
     layers: tuple[int, ...]
@@ -73,6 +76,8 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     taps: int = 4
+    kind: str = "delta"
+    tap_biases: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
@@ -153,7 +158,7 @@ def experts_of(config: "ModelConfig") -> Experts:
     return config.experts
 
 
-def recurrent_of(config: "ModelConfig") -> DeltaNet:
+def recurrent_of(config: "ModelConfig") -> Recurrent:
     """Return the recurrent layers of a model that has some."""
     assert config.recurrent is not None
     return config.recurrent
@@ -209,7 +214,7 @@ class ModelConfig:
         sinks: whether each query head has an attention sink, a learned logit (`jshadow/ops/attention.py`).
         output_gate: whether the output of attention is multiplied by the sigmoid of a projection of its input.
         recurrent: the recurrent layers of a hybrid model, or None.
-        mixer: "attention", or "delta" in the config of a recurrent layer (`at`).
+        mixer: "attention", or "recurrent" in the config of a recurrent layer (`at`).
     """
 
     model_type: str
@@ -253,7 +258,7 @@ class ModelConfig:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     output_gate: bool = False
-    recurrent: DeltaNet | None = None
+    recurrent: Recurrent | None = None
     mixer: str = "attention"
 
     def __post_init__(self) -> None:
@@ -291,6 +296,8 @@ class ModelConfig:
         layers = {"sliding_layers": self.sliding_layers, "unrotated_layers": self.unrotated_layers}
         layers["experts.layers"] = () if self.experts is None else self.experts.layers
         layers["recurrent.layers"] = () if self.recurrent is None else self.recurrent.layers
+        if self.recurrent is not None and len(set(self.recurrent.layers)) == self.num_layers:
+            raise ConfigError(f"config.recurrent.layers must leave a layer that attends, got all {self.num_layers}")
         for name, indices in layers.items():
             for layer in indices:
                 if not 0 <= layer < self.num_layers:
@@ -324,7 +331,7 @@ class ModelConfig:
             r = recurrent_of(self)
             recurrent = dataclasses.replace(
                 self,
-                mixer="delta",
+                mixer="recurrent",
                 q_heads=r.value_heads,
                 kv_heads=r.key_heads,
                 head_dim=r.key_dim,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
+from jshadow.models.config import Experts, ModelConfig, check_positive
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, RULES, VALUES
 from jshadow.models.sliding import layer_count
@@ -69,8 +69,9 @@ def _read_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
-    return {**_write(config), "num_local_experts": experts.count, "num_experts_per_tok": experts.chosen}
+    experts = config.experts
+    more = {"num_experts_per_tok": experts.chosen} if experts else {}
+    return {**_write(config), "num_local_experts": experts.count if experts else 0, **more}
 
 
 GRANITE = ModelFamily(

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jshadow.models.config import ModelConfig
 from jshadow.ops.projections import Weights, scaled, sums, weights_of
 
-_FLOAT32 = ("/router/correction", "/delta/a_log", "/delta/dt_bias")
+_FLOAT32 = ("/router/correction", "/recurrent/a_log", "/recurrent/dt_bias")
 
 
 def dtype_of(path: str, dtype: np.dtype) -> np.dtype:

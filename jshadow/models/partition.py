@@ -17,16 +17,16 @@ _SPLITS = (
     (r"embed/embedding", 0),
     (r"head/kernel", -1),
     (
-        r"layer_\d+/(attention/(q|k|v|gate)|delta/(q|k|v|gate|beta|decay)|mlp/((shared|experts)/)?(gate|up))/"
+        r"layer_\d+/(attention/(q|k|v|gate)|recurrent/(q|k|v|gate|beta|decay)|mlp/((shared|experts)/)?(gate|up))/"
         r"(bias|kernel|kernel_scale|kernel_zero)",
         -1,
     ),
-    (r"layer_\d+/((attention|delta)/o|mlp/((shared|experts)/)?down)/kernel", -2),
-    (r"layer_\d+/delta/((q|k|v)_taps|a_log|dt_bias)", -1),
+    (r"layer_\d+/((attention|recurrent)/o|mlp/((shared|experts)/)?down)/kernel", -2),
+    (r"layer_\d+/recurrent/((q|k|v)_(taps|biases)|a_log|dt_bias|skip)", -1),
     (r"layer_\d+/attention/sinks", 0),
 )
 # Factors of groups of inputs (see `jshadow.ops.projections`), with as many axes as their kernel
-_GROUPS = r"layer_\d+/((?:attention|delta)/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"
+_GROUPS = r"layer_\d+/((?:attention|recurrent)/o|mlp/((?:shared|(experts))/)?down)/(kernel_scale|kernel_zero)"
 
 
 def check_mesh(mesh: Any) -> Mesh | None:

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6 (Qwen Team): three of four layers are gated DeltaNet (arXiv 2412.06464), the rest attend.
+"""Qwen3-Next, Qwen3.5 and 3.6 (Qwen Team): three of four layers are gated DeltaNet, the rest attend.
 
 Attention has an output gate, and rotates a quarter of each head.
 """
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import DeltaNet, Experts, ModelConfig, check_positive, experts_of, recurrent_of
+from jshadow.models.config import Experts, ModelConfig, Recurrent, check_positive, experts_of, recurrent_of
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, QK_NORMS, VALUES
 from jshadow.models.sliding import FULL, layer_count
 
 _RECURRENT = "linear_attention"
-_LAYER, _DELTA = r"model\.layers\.(\d+)\.", "layer_{0}/delta/"
+_LAYER, _RECURRENT_PATH = r"model\.layers\.(\d+)\.", "layer_{0}/recurrent/"
 
 
-def _delta(name: str, path: str, *parts: str, transform: str = "transpose", grouped: bool = False) -> Rule:
+def _part(name: str, path: str, *parts: str, transform: str = "transpose", grouped: bool = False) -> Rule:
     return Rule(
         rf"{_LAYER}linear_attn\.{name}",
-        _DELTA + path,
+        _RECURRENT_PATH + path,
         transform,
         parts or ("",),
         groups=(lambda config: recurrent_of(config).key_heads) if grouped else None,
@@ -35,21 +35,21 @@ _QUERY_AND_GATE = Rule(
 )
 _COMMON = (
     *(*EMBEDDING, *NORMS, _QUERY_AND_GATE, *ATTENTION[1:2], *VALUES[:1], *OUTPUT[:1], *QK_NORMS),
-    _delta(r"conv1d\.weight", "{1}_taps", "q", "k", "v", transform="taps"),
-    _delta("A_log", "a_log", transform="copy"),
-    _delta("dt_bias", "dt_bias", transform="copy"),
-    _delta(r"norm\.weight", "norm/scale", transform="copy"),
-    _delta(r"out_proj\.weight", "o/kernel"),
+    _part(r"conv1d\.weight", "{1}_taps", "q", "k", "v", transform="taps"),
+    _part("A_log", "a_log", transform="copy"),
+    _part("dt_bias", "dt_bias", transform="copy"),
+    _part(r"norm\.weight", "norm/scale", transform="copy"),
+    _part(r"out_proj\.weight", "o/kernel"),
 )
 _FUSED = (
-    _delta(r"in_proj_qkvz\.weight", "{1}/kernel", "q", "k", "v", "gate", grouped=True),
-    _delta(r"in_proj_ba\.weight", "{1}/kernel", "beta", "decay", grouped=True),
+    _part(r"in_proj_qkvz\.weight", "{1}/kernel", "q", "k", "v", "gate", grouped=True),
+    _part(r"in_proj_ba\.weight", "{1}/kernel", "beta", "decay", grouped=True),
 )
 _APART = (
-    _delta(r"in_proj_qkv\.weight", "{1}/kernel", "q", "k", "v"),
-    _delta(r"in_proj_z\.weight", "gate/kernel"),
-    _delta(r"in_proj_b\.weight", "beta/kernel"),
-    _delta(r"in_proj_a\.weight", "decay/kernel"),
+    _part(r"in_proj_qkv\.weight", "{1}/kernel", "q", "k", "v"),
+    _part(r"in_proj_z\.weight", "gate/kernel"),
+    _part(r"in_proj_b\.weight", "beta/kernel"),
+    _part(r"in_proj_a\.weight", "decay/kernel"),
 )
 _SHARED = (
     *(
@@ -99,7 +99,7 @@ def _recurrent_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if hf.get("attn_output_gate") is False:
         raise ConfigError("config.json attn_output_gate must be true, got False")
-    recurrent = DeltaNet(
+    recurrent = Recurrent(
         layers=_recurrent_layers(hf),
         key_heads=hf["linear_num_key_heads"],
         value_heads=hf["linear_num_value_heads"],

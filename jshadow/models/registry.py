@@ -14,6 +14,7 @@ from jshadow.models.gemma4 import GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT
 from jshadow.models.glm import GLM, GLM4, GLM4_MOE
 from jshadow.models.gpt_oss import GPT_OSS
 from jshadow.models.granite import GRANITE, GRANITE_MOE
+from jshadow.models.granite_hybrid import GRANITE_HYBRID
 from jshadow.models.iquest import IQUEST_CODER
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
@@ -32,7 +33,7 @@ _FAMILIES = (
     *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, IQUEST_CODER),
     *(GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
-    *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT),
+    *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT, GRANITE_HYBRID),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 

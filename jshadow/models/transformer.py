@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.models.config import ModelConfig
-from jshadow.models.delta import DeltaMixer
 from jshadow.models.experts import ExpertMLP
 from jshadow.models.layers import MLP, Attention, Norm
+from jshadow.models.recurrent import RecurrentMixer
 
 
 class Heads(NamedTuple):
@@ -33,6 +33,9 @@ class Heads(NamedTuple):
             float32 [B, T, n_v] each. Then q_pre, k_pre and v are the inputs of the convolution, [B, T, n_k, d_k] twice
             and [B, T, n_v, d_v].
         taps: in a recurrent layer, the kernels of the convolution over q_pre, k_pre and v, [taps, heads, width] each.
+            If it has biases, they are one more row.
+        skip: in Mamba-2, the factor of each head with which its value, after the convolution, is added to what the
+            state gives, [n_v].
     """
 
     q_pre: Array
@@ -42,6 +45,7 @@ class Heads(NamedTuple):
     sinks: Array | None = None
     gates: tuple[Array, Array] | None = None
     taps: tuple[Array, Array, Array] | None = None
+    skip: Array | None = None
 
 
 _Cache = Callable[[Heads], tuple[Array, Any]]
@@ -59,8 +63,8 @@ class Block(nn.Module):
     def setup(self) -> None:
         """Declare the parts."""
         c = self.config
-        if c.mixer == "delta":
-            self.delta = DeltaMixer(c)
+        if c.mixer == "recurrent":
+            self.recurrent = RecurrentMixer(c)
         else:
             self.attention = Attention(c)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
@@ -82,14 +86,15 @@ class Block(nn.Module):
         c = self.config
         x_in = self.attention_norm(x) if c.pre_norms else x
         with jax.named_scope("attention"):
-            if c.mixer == "delta":
-                q, k, v = self.delta.heads(x_in)
-                heads = Heads(q, k, v, x_in, gates=self.delta.gates(x_in), taps=self.delta.taps())
+            if c.mixer == "recurrent":
+                mixer = self.recurrent
+                q, k, v = mixer.heads(x_in)
+                heads = Heads(q, k, v, x_in, gates=mixer.gates(x_in), taps=mixer.taps(), skip=mixer.skipped())
             else:
                 q, (k, v) = self.attention.query(x_in), self.attention.key_value(x_in)
                 heads = Heads(q, k, v, x_in, self.attention.sinks if c.sinks else None)
             out, aux = cache(heads)
-            out = (self.delta if c.mixer == "delta" else self.attention).output(out.astype(x.dtype), x_in)
+            out = (self.recurrent if c.mixer == "recurrent" else self.attention).output(out.astype(x.dtype), x_in)
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
         with jax.named_scope("mlp"):
             if not c.parallel:

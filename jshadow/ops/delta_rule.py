@@ -4,6 +4,9 @@ Each value head has a state S [d_k, d_v]. A token first decays it, then replaces
 
     S = exp(g) S,  u = beta (v - S^T k),  S = S + k u^T,  o = S^T q
 
+Without the correction, u = beta v. That is the rule of Mamba-2 (arXiv 2405.21060, section 6), with C, B and x for q, k
+and v, and the time step for beta. It has the same functions, with corrects=False.
+
 A decode step does not add its token to S at once. The newest tokens' k, u and g stay in a ring buffer, and a token is
 folded into S when the ring needs its slot. S then belongs to an earlier length than the row's, so a row is set back by
 its length alone: no array changes, and later tokens replace the stale slots.
@@ -15,7 +18,6 @@ exponential is taken of a positive number, so strong decays do not overflow.
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -74,7 +76,7 @@ def masked(tokens: Tokens, valid: Bool[Array, "B T"]) -> Tokens:
 
 
 def scan_chunks(
-    state: Float[Array, "B n_v d_k d_v"], tokens: Tokens, chunk: int = CHUNK
+    state: Float[Array, "B n_v d_k d_v"], tokens: Tokens, chunk: int = CHUNK, *, corrects: bool = True
 ) -> tuple[Float[Array, "B T n_v d_v"], Float[Array, "B n_v d_k d_v"]]:
     """Apply the rule to many tokens, in chunks of matrix products (section 3.3: the extended WY representation).
 
@@ -85,28 +87,30 @@ def scan_chunks(
         state: S before the tokens.
         tokens: T tokens.
         chunk: number of tokens in a chunk.
+        corrects: whether a token replaces what S holds for its key, instead of adding to it.
 
     Returns:
         The outputs o, and S after the tokens.
     """
-    batch, length = tokens.v.shape[:2]
-    chunks = -(-length // chunk)
+    batch, length, *heads = tokens.v.shape
+    chunks = max(2, -(-length // chunk))
+    tokens = Tokens(*(fit_tokens(x, chunks * chunk) for x in tokens))
+    touched = ((tokens.log_decay != 0) | (tokens.beta != 0)).reshape(batch, chunks, chunk, -1).any(axis=2)
 
-    def to_scan(x: Array) -> Array:
-        x = fit_tokens(x, chunks * chunk)
-        return jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
-
-    def of_chunk(state: Array, tokens: Tokens) -> tuple[Array, Array]:
-        rows, keys = _queries_and_keys(tokens), _heads_first(tokens.k)
-        out, u, decay = _within(_read(rows, state), _scores(rows, keys, state), tokens)
+    def of_chunk(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        outs, state = carry
+        some = Tokens(*(lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1) for x in tokens))
+        rows, keys = _queries_and_keys(some, corrects), _heads_first(some.k)
+        out, u, decay = _within(_read(rows, state), _scores(rows, keys, state), some, corrects)
         to_end = decay[:, :, -1]
-        touched = ((tokens.log_decay != 0) | (tokens.beta != 0)).any(axis=1)
         new = to_end[..., :1, None] * state + _outer(keys, to_end[..., 1:, None] * u)
-        return jnp.where(touched[..., None, None], new, state), out.swapaxes(1, 2)
+        state = jnp.where(touched[:, index, :, None, None], new, state)
+        return lax.dynamic_update_slice_in_dim(outs, out.swapaxes(1, 2), index * chunk, axis=1), state
 
-    state, out = lax.scan(of_chunk, state, jax.tree.map(to_scan, tokens))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(batch, chunks * chunk, *out.shape[3:])[:, :length], state
+    # XLA would fuse, and so round, one chunk in another way if it knew that there is only one.
+    count = chunks if length > chunk else touched.any().astype(jnp.int32)
+    outs, state = lax.fori_loop(0, count, of_chunk, (jnp.zeros((batch, chunks * chunk, *heads)), state))
+    return outs[:, :length], state
 
 
 def step(
@@ -116,6 +120,8 @@ def step(
     lengths: Int[Array, " B"],
     tokens: Tokens,
     valid: Bool[Array, "B T"],
+    *,
+    corrects: bool = True,
 ) -> tuple[Float[Array, "B T n_v d_v"], Float[Array, "B n_v d_k d_v"], Recent, Int[Array, " B"]]:
     """Apply the rule to few tokens, with as few of the pending tokens folded into S as the ring allows.
 
@@ -127,10 +133,12 @@ def step(
         folded: number of tokens of each row that S holds, int32 [B], from lengths - R to lengths.
         lengths: number of tokens of each row before the new ones, int32 [B].
         tokens: T new tokens, T <= R.
-        valid: which of them are real. In each row, they come before all padding.
+        valid: which of them are real. In each row, they come first. The others are not stored.
+        corrects: as in `scan_chunks`.
 
     Returns:
-        The outputs o (those of padding have no meaning), S, the ring with the new tokens, and the new `folded`.
+        The outputs o (that of a token that is not stored is as if it were), S, the ring with the new tokens, and the
+        new `folded`.
 
     Raises:
         CapacityError: there are more tokens than slots.
@@ -138,7 +146,6 @@ def step(
     slots, length = recent.k.shape[1], tokens.k.shape[1]
     if length > slots:
         raise CapacityError(f"tokens must be at most the {slots} slots of recent, got {length}")
-    tokens = masked(tokens, valid)
     kept_from = jnp.maximum(folded, lengths + valid.sum(axis=1, dtype=jnp.int32) - slots)
     state = _fold(state, recent, folded, kept_from - folded, length)
 
@@ -150,10 +157,10 @@ def step(
     u = jnp.where(pending[:, None, :, None], to_now[..., None] * _heads_first(recent.u), 0)
     since_fold = jnp.exp(jnp.where(pending[:, None], decays, 0).sum(-1))
 
-    rows, keys = _queries_and_keys(tokens), _heads_first(tokens.k)
+    rows, keys = _queries_and_keys(tokens, corrects), _heads_first(tokens.k)
     before = since_fold[..., None, None] * _read(rows, state)
     before += _read(_scores(rows, _heads_first(recent.k), state), u)
-    out, u, _ = _within(before, _scores(rows, keys, state), tokens)
+    out, u, _ = _within(before, _scores(rows, keys, state), tokens, corrects)
 
     place = (lengths[:, None] + jnp.arange(length)) % slots
 
@@ -185,19 +192,39 @@ def _fold(state: Array, recent: Recent, folded: Array, count: Array, most: int) 
     return jnp.where((count > 0)[:, None, None, None], new, state)
 
 
-def _within(before: Array, scores: Array, tokens: Tokens) -> tuple[Array, Array, Array]:
+def _within(before: Array, scores: Array, tokens: Tokens, corrects: bool) -> tuple[Array, Array, Array]:
     """Return the outputs and u [B, n_v, T, d_v] of tokens, and their decays (see `_decays`).
 
     `before` [B, n_v, 2T, d_v] is what the queries and then the keys read from the tokens before. `scores`
-    [B, n_v, 2T, T] are their products with the keys.
+    [B, n_v, 2T, T] are their products with the keys. Without a correction, both have the queries alone.
     """
     v, beta, decay = _heads_first(tokens.v), _heads_first(tokens.beta)[..., None], _decays(tokens.log_decay)
+    if not corrects:
+        u = beta * v
+        return before * decay[..., :1] + _read(scores * decay[..., 1:], u), u, decay
     query_reads, key_reads = jnp.split(before * jnp.tile(decay[..., :1], (2, 1)), 2, axis=2)
     query_scores, key_scores = jnp.split(scores * jnp.tile(decay[..., 1:], (2, 1)), 2, axis=2)
     u = beta * (v - key_reads)
     if v.shape[2] > 1:  # u_t + beta_t sum over s < t of key_scores[t, s] u_s = beta_t (v_t - key_reads_t)
-        u = lax.linalg.triangular_solve(beta * key_scores, u, left_side=True, lower=True, unit_diagonal=True)
+        u = _read(_inverse(beta * key_scores), u)
     return query_reads + _read(query_scores, u), u, decay
+
+
+def _inverse(lower: Array) -> Array:
+    """Return the inverses of unit lower triangular matrices [..., T, T]. Only what is below the diagonals is read.
+
+    Pairs of diagonal blocks of 1, 2, 4, ... rows are joined: the corner of the inverse of [[A, 0], [C, D]] is
+    -D^-1 C A^-1. Unlike a triangular solve, this has few steps, and no library that starts threads of its own.
+    """
+    length = lower.shape[-1]
+
+    def join(level: Array, inverse: Array) -> Array:
+        block = jnp.arange(length) >> level
+        corner = jnp.where((block[:, None] % 2 == 1) & (block[:, None] == block + 1), lower, 0)
+        return inverse - _product("...ij,...jk->...ik", _product("...ij,...jk->...ik", inverse, corner), inverse)
+
+    identity = jnp.broadcast_to(jnp.eye(length, dtype=lower.dtype), lower.shape)
+    return lax.fori_loop(0, (length - 1).bit_length(), join, identity)
 
 
 def _decays(log_decay: Array) -> Array:
@@ -217,9 +244,12 @@ def _heads_first(x: Array) -> Array:
     return x.swapaxes(1, 2)
 
 
-def _queries_and_keys(tokens: Tokens) -> Array:
-    """Return the queries and then the keys, [B, n_k, 2T, d_k]: one product with both reads S once."""
-    return _heads_first(jnp.concatenate([tokens.q, tokens.k], axis=1))
+def _queries_and_keys(tokens: Tokens, corrects: bool) -> Array:
+    """Return the queries and then the keys, [B, n_k, 2T, d_k]: one product with both reads S once.
+
+    Without a correction, the keys read nothing.
+    """
+    return _heads_first(jnp.concatenate([tokens.q, tokens.k], axis=1) if corrects else tokens.q)
 
 
 def _of_value_heads(x: Array, heads: int) -> Array:

@@ -28,7 +28,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.policies.base import Links, gathered, reduced
 
 # Split weights whose products are summed over tp
-_SUMMED = r"embed/embedding|layer_\d+/((attention|delta)/o|mlp/((experts|shared)/)?down)/kernel"
+_SUMMED = r"embed/embedding|layer_\d+/((attention|recurrent)/o|mlp/((experts|shared)/)?down)/kernel"
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from jshadow.policies.prefill_attention import SecondPass
 
 def projection_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the projections of one layer before its attention or its recurrent state."""
-    if config.mixer == "delta":
+    if config.mixer == "recurrent":
         r = recurrent_of(config)
         columns = 2 * config.key_columns + r.value_heads * (2 * r.value_dim + 2)
     else:
@@ -22,8 +22,8 @@ def projection_operations(config: ModelConfig, tokens: int) -> int:
 
 def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
-    delta = config.mixer == "delta"
-    columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if delta else config.query_columns
+    recurrent = config.mixer == "recurrent"
+    columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if recurrent else config.query_columns
     return 2 * tokens * config.model_dim * (columns + 3 * config.active_width)
 
 
@@ -39,7 +39,7 @@ def attention_operations(config: ModelConfig, window: int | None, first: int, to
         first: position of the first query.
         tokens: number of queries.
     """
-    if config.mixer == "delta":
+    if config.mixer == "recurrent":
         r = recurrent_of(config)
         return 2 * tokens * r.value_heads * (3 * r.key_dim * r.value_dim + 2 * CHUNK * (r.key_dim + r.value_dim))
     last = first + tokens

@@ -1,4 +1,4 @@
-"""The recurrent state of a hybrid model's layers (gated DeltaNet; see `jshadow/cache/recurrence.py`).
+"""The recurrent state of a hybrid model's layers (see `jshadow/cache/recurrence.py`).
 
 It is not a policy that a user chooses. `jshadow.planner.bytes.cache_specs` gives it to the recurrent layers of a model
 under every policy. It is therefore not registered.
@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
 from jshadow.cache.recurrence import RECENT, NewTokens, Recurrence, empty, read_tokens, step_tokens
 from jshadow.cache.spec import CacheSpec
-from jshadow.models.config import AttentionKind, DeltaNet, ModelConfig, recurrent_of
+from jshadow.models.config import AttentionKind, ModelConfig, Recurrent, recurrent_of
 from jshadow.policies.base import HookInputs, LayerCache, StepCosts
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
@@ -42,7 +42,9 @@ class RecurrentPrefill(PrefillAttention):
         heads = piece.heads
         assert heads is not None
         valid = piece.first + jnp.arange(heads.v.shape[1], dtype=jnp.int32) < prompt.lengths[:, None]
-        out, after = read_tokens(aux, NewTokens.of(heads, jnp.minimum(piece.first, prompt.lengths), valid))
+        out, after = read_tokens(
+            aux, NewTokens.of(heads, recurrent_of(config), jnp.minimum(piece.first, prompt.lengths), valid)
+        )
         return out.astype(heads.v.dtype), after
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
@@ -59,7 +61,7 @@ class RecurrentState(LayerCache):
         sizes: heads and widths of the layer. A device of a mesh has some of the heads, as its CacheSpec tells.
     """
 
-    sizes: DeltaNet
+    sizes: Recurrent
 
     name = "recurrent"
     takes_sinks = True
@@ -89,7 +91,8 @@ class RecurrentState(LayerCache):
         """Read the new tokens into the state. More than RECENT of them cannot be given back."""
         assert step.gates is not None
         assert step.taps is not None
-        new = NewTokens((step.q_pre, step.k_pre, step.v), step.gates, step.taps, step.lengths, step.valid)
+        heads = (step.q_pre, step.k_pre, step.v)
+        new = NewTokens(heads, step.gates, step.taps, step.skip, self.sizes, step.lengths, step.valid)
         read = step_tokens if step.valid.shape[1] <= RECENT else read_tokens
         out, after = read(state.live.recurrent, new)
         return out.astype(spec.dtype), state.replace(live=OneRecurrence(after))

@@ -134,6 +134,7 @@ def longrope(**changes):
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 WINDOWS = {"use_sliding_window": True}
+MAMBA = {"layer_types": ["mamba", "mamba", "attention"]}
 REFUSED = [
     ("llama", scaled(rope_type="mrope", factor=2.0), "mrope"),
     ("llama", scaled(**YARN, mscale_bend=3), "mscale_bend"),
@@ -186,6 +187,18 @@ REFUSED = [
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 3"),
     ("smollm3", {"no_rope_layers": "101"}, "got '101'"),
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("qwen3_5_text", {"layer_types": 3 * ["mamba"]}, "layer_types must be 3 times 'full_attention' or"),
+    ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types must be 3 times"),
+    ("qwen3_5_text", {"full_attention_interval": 4}, "recurrent.layers must leave a layer that attends, got all 3"),
+    ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen3_5_text", {"full_attention_interval": 2, "linear_num_value_heads": 24}, "multiple of key_heads=16, got 24"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be true"),
+    ("granitemoehybrid", {}, "layer_types must be 3 times one of"),
+    ("granitemoehybrid", {"layer_types": ["mamba", "moe", "attention"]}, "layer_types must be 3 times one of"),
+    ("granitemoehybrid", MAMBA | {"mamba_proj_bias": True}, "mamba_proj_bias must be false"),
+    ("granitemoehybrid", MAMBA | {"time_step_limit": [0.1, 1.0]}, "time_step_limit must be [0.0, inf]"),
+    ("granitemoehybrid", MAMBA | {"mamba_n_heads": 0}, "mamba_n_heads must be an integer of at least 1"),
+    ("nemotron_h", {}, "model_type must be one of"),
 ]
 
 
@@ -200,11 +213,12 @@ def test_what_a_file_leaves_out_is_what_transformers_says(model_type):
     """A checkpoint need not repeat the defaults of transformers' config classes.
 
     The class of GLM-4.5 has heads that RoPE cannot rotate, so the width of the published ones is the default. That of
-    Gemma 4 has embeddings of each layer, which are refused.
+    Gemma 4 has embeddings of each layer, which are refused. That of Granite 4.0 has no layer that attends.
     """
     told, family = CONFIG_MAPPING[model_type]().to_dict(), FAMILIES[model_type]
     told |= {"head_dim": 128} if model_type == "glm4_moe" else {}
     left_out = {"hidden_size_per_layer_input": 0} if model_type == "gemma4_text" else {}
+    left_out |= {"layer_types": 31 * ["mamba"] + ["attention"]} if model_type == "granitemoehybrid" else {}
     assert family.config_from_hf({"model_type": model_type, **left_out}) == family.config_from_hf(told | left_out)
 
 

@@ -47,6 +47,17 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+    "tie_word_embeddings": True,
+}
 EXPERTS_OF_HYBRID = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -306,6 +317,19 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "qwen3_next",
         HYBRID | EXPERTS_OF_HYBRID | {"layer_types": None, "mlp_only_layers": [1], "num_hidden_layers": 4},
+    ),
+    "granite_hybrid": ("granitemoehybrid", MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 80}),
+    "granite_hybrid_moe": (
+        "granitemoehybrid",
+        MAMBA
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "shared_intermediate_size": 36,
+            "mamba_n_groups": 2,
+            "position_embedding_type": "rope",
+        },
     ),
     "iquest": ("iquestcoder", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),

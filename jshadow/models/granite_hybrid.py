@@ -1,0 +1,110 @@
+"""Granite 4.0 (IBM): Granite whose layers are mostly Mamba-2 (arXiv 2405.21060, section 7); some have experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, Recurrent, check_positive, recurrent_of
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.granite import GRANITE_MOE
+from jshadow.models.sliding import FULL, layer_count
+from jshadow.ops.rope import RopeConfig
+
+_RECURRENT = "linear_attention"
+_KINDS = {FULL: FULL, "attention": FULL, _RECURRENT: _RECURRENT, "mamba": _RECURRENT}
+_NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # of the time step, as files spell them
+_LAYER = r"model\.layers\.(\d+)\."
+
+
+def _mamba(name: str, path: str, transform: str, *parts: str) -> Rule:
+    return Rule(rf"{_LAYER}mamba\.{name}", f"layer_{{0}}/recurrent/{path}", transform, parts or ("",))
+
+
+_MAMBA = (  # the convolution and the projections have x, B and C, which are values, keys and queries
+    _mamba(r"in_proj\.weight", "{1}/kernel", "transpose", "gate", "v", "k", "q", "decay"),
+    _mamba(r"conv1d\.weight", "{1}_taps", "taps", "v", "k", "q"),
+    _mamba(r"conv1d\.bias", "{1}_biases", "copy", "v", "k", "q"),
+    _mamba("A_log", "a_log", "copy"),
+    _mamba("dt_bias", "dt_bias", "copy"),
+    _mamba("D", "skip", "copy"),
+    _mamba(r"norm\.weight", "norm_scale", "copy"),
+    _mamba(r"out_proj\.weight", "o/kernel", "transpose"),
+)
+_SHARED = tuple(  # alone in a model without experts, and beside them
+    Rule(rf"{_LAYER}shared_mlp\.{name}\.weight", f"layer_{{0}}/{mlp}/{path}/kernel", "transpose", parts)
+    for mlp in ("mlp", "mlp/shared")
+    for name, path, parts in (("input_linear", "{1}", ("gate", "up")), ("output_linear", "down", ("",)))
+)
+
+
+def _recurrent(hf: Mapping[str, Any]) -> Recurrent:
+    layers, kinds = layer_count(hf), hf.get("layer_types") or hf.get("layers_block_type")
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {*_KINDS}:
+        raise ConfigError(f"config.json layer_types must be {layers} times one of {[*_KINDS]}, got {kinds!r:.200}")
+    if hf.get("mamba_proj_bias"):
+        raise ConfigError(f"config.json mamba_proj_bias must be false, got {hf['mamba_proj_bias']!r}")
+    if hf.get("time_step_limit") not in _NO_LIMITS:
+        raise ConfigError(f"config.json time_step_limit must be {_NO_LIMITS[0]}, got {hf['time_step_limit']!r}")
+    check_positive("config.json", mamba_n_heads=hf["mamba_n_heads"], mamba_expand=hf["mamba_expand"])
+    width = hf["mamba_expand"] * hf["hidden_size"] // hf["mamba_n_heads"]
+    return Recurrent(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if _KINDS[kind] == _RECURRENT),
+        key_heads=hf["mamba_n_groups"],
+        value_heads=hf["mamba_n_heads"],
+        key_dim=hf["mamba_d_state"],
+        value_dim=width if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"],
+        taps=hf["mamba_d_conv"],
+        kind="mamba2",
+        tap_biases=bool(hf["mamba_conv_bias"]),
+    )
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    recurrent, shared = _recurrent(hf), hf["shared_intermediate_size"]
+    fields = GRANITE_MOE.read(hf if hf["num_local_experts"] else {**hf, "num_local_experts": hf["num_experts_per_tok"]})
+    experts = dataclasses.replace(fields["experts"], shared_width=shared) if hf["num_local_experts"] else None
+    rope = {} if hf.get("position_embedding_type") == "rope" else {"rope": RopeConfig(kind="none")}
+    recurrent_layers = {"recurrent": recurrent if recurrent.layers else None}
+    return {**fields, **rope, **recurrent_layers, "ffn_dim": shared, "experts": experts}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    r, experts = recurrent_of(config), config.experts
+    return {
+        **GRANITE_MOE.write(config),
+        "intermediate_size": experts.width if experts else config.ffn_dim,
+        "shared_intermediate_size": config.ffn_dim,
+        "layer_types": [_RECURRENT if layer in r.layers else FULL for layer in range(config.num_layers)],
+        "position_embedding_type": None if config.rope.kind == "none" else "rope",
+        "mamba_n_groups": r.key_heads,
+        "mamba_n_heads": r.value_heads,
+        "mamba_d_state": r.key_dim,
+        "mamba_d_head": r.value_dim,
+        "mamba_expand": r.value_heads * r.value_dim // config.model_dim,
+        "mamba_d_conv": r.taps,
+        "mamba_conv_bias": r.tap_biases,
+    }
+
+
+GRANITE_HYBRID = ModelFamily(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    models="Granite 4.0 (H-Micro, H-Tiny, H-Small)",
+    rules=GRANITE_MOE.rules + _MAMBA + _SHARED,
+    differs="as `granite`; most layers are Mamba-2; experts in some models; no RoPE",
+    defaults={
+        **GRANITE_MOE.defaults,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+    },
+    read=_read,
+    attention_keys=GRANITE_MOE.attention_keys,
+    write=_write,
+)
