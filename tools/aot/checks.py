@@ -86,7 +86,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
     reused = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
     if task.reused is not None and reused != task.reused:
         yield f"results reuse {reused:,} bytes of the arguments, not {task.reused:,}"
-    if task.reused is not None and memory.temp_size_in_bytes + memory.host_temp_size_in_bytes > MOST_TEMPORARIES:
+    moves_a_row = task.reused is not None and task.state is None
+    if moves_a_row and memory.temp_size_in_bytes + memory.host_temp_size_in_bytes > MOST_TEMPORARIES:
         yield f"temporaries {memory.temp_size_in_bytes:,} and {memory.host_temp_size_in_bytes:,} on the host"
     if task.read is not None:
         yield from read_faults(task.read, program)

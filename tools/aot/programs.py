@@ -11,7 +11,7 @@ from jax import ShapeDtypeStruct as Shape
 
 import pallas_kernels
 from aot.compiler import place
-from aot.models import EXPERTS, LLAMA, ONE_LAYER
+from aot.models import EXPERTS, HYBRID, LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState, Reads
 from jshadow.engine.prefill import layer as prefill_layer
@@ -303,6 +303,11 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
         yield step_task("decode layer, one level", gpu, ONE_LAYER, ONE_LEVEL, 8, 131_072, fetch)
         twice = with_settings(PACKED, {"choice.rounds": 2})
         yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
+    small = ShadowKV.packed(small=True)
+    for batch in (1, 8):
+        step = step_task("decode layers of a hybrid", gpu, HYBRID, small, batch, 122_880, "resident")
+        assert step.state is not None
+        yield step._replace(reused=size(step.state.split()[1]))  # the recurrent states are updated in place
     for batch, tokens in ((1, 122_880), (4, 122_880), (4, 2_048)):
         yield from prefill_tasks(gpu, batch, tokens)
     yield from prefill_tasks(gpu, 1, 122_880, window=4096)
@@ -316,7 +321,7 @@ def planned(task: Task) -> tuple[int, int]:
     """Return the device and host bytes of a task's state as the planner computes them from policy and sizes."""
     assert task.state is not None
     spec = task.state.specs[0]
-    config = LLAMA if spec.num_layers == LLAMA.num_layers else ONE_LAYER
+    config = next(config for config in (LLAMA, HYBRID, ONE_LAYER) if config.num_layers == spec.num_layers)
     sizes = (1, spec.capacity, spec.capacity - 64, "bfloat16", spec.fetch)
     specs = on_backend(cache_specs(config, task.state.policy, *sizes), "gpu")
     parts = state_nbytes(abstract_of(specs, task.state.policy)).values()
