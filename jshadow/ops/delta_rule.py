@@ -130,7 +130,8 @@ def step(
         valid: which of them are real. In each row, they come before all padding.
 
     Returns:
-        The outputs o (those of padding have no meaning), S, the ring with the new tokens, and the new `folded`.
+        The outputs o, S, the ring with the real tokens, and the new `folded`. The output of padding is as if it were
+        real: a policy may guess a token that is not stored.
 
     Raises:
         CapacityError: there are more tokens than slots.
@@ -138,7 +139,6 @@ def step(
     slots, length = recent.k.shape[1], tokens.k.shape[1]
     if length > slots:
         raise CapacityError(f"tokens must be at most the {slots} slots of recent, got {length}")
-    tokens = masked(tokens, valid)
     kept_from = jnp.maximum(folded, lengths + valid.sum(axis=1, dtype=jnp.int32) - slots)
     state = _fold(state, recent, folded, kept_from - folded, length)
 

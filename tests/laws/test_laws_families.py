@@ -19,6 +19,7 @@ from jshadow.engine import decode
 from jshadow.planner.machine import abstract_state
 from jshadow.policies import Full, OmniKV, Policy, Quest, ShadowKV
 from jshadow.policies.base import full_layers
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.policies.shadowkv import ExactKeys, FromValues
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import Params, init_params
@@ -31,7 +32,7 @@ SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
 FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
 # Sliding layers of `full` are those of `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4")
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full()), ("gemma4", FROM_VALUES)]
 QUEST = Quest(budget=16, recent=8, unit=4)
 
@@ -73,8 +74,9 @@ def test_every_family_is_lossless(name):
 
 
 # All policies, where keys are made from values in layers of other heads; and those that rotate queries on their own,
-# where queries grow. The first layer of the probe must see all tokens.
-EVERYWHERE = [("gemma4", name) for name in POLICY_CASES if name != "probe"]
+# where queries grow. All policies, where layers that attend have recurrent layers before, between and after them.
+EVERYWHERE = [("gemma4", name) for name in POLICY_CASES]
+EVERYWHERE += [("qwen3_5_apart", name) for name in POLICY_CASES]
 EVERYWHERE += [("ministral3", name) for name in ("streaming_llm", "infllm", "infinigen", "shadowkv")]
 
 
@@ -146,8 +148,9 @@ def test_bytes_are_the_plan_s_and_sliding_layers_keep_a_window(name, policy):
     counted = sum(device + host for device, host in state_nbytes(state).values())
     assert counted == sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(state.layers))
     for layer, spec in enumerate(state.specs):
-        window = config.attention_kind(layer).window
-        assert isinstance(spec.policy, type(policy) if window is None else SlidingWindow)
+        kind, window = config.attention_kind(layer), config.attention_kind(layer).window
+        its = type(policy) if kind.sees_all else RecurrentState if kind.recurrent else SlidingWindow
+        assert isinstance(spec.policy, its)
         assert spec.sliding_window == window
         if window is not None:
             assert state.layers[layer].live.cache.k.shape[2] == min(window + 15, CAPACITY)
