@@ -90,11 +90,15 @@ def _convolved(held: Recurrence, new: NewTokens) -> tuple[Tokens, tuple[Array, A
 
 
 def read_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
-    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32."""
+    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32.
+
+    A row without a token keeps all its arrays with the same bits.
+    """
     tokens, inputs = _convolved(held, new)
-    state = folded_all(held.state, held.recent, held.folded, new.lengths)
+    reads, counts = new.valid.any(axis=1), new.valid.sum(axis=1, dtype=jnp.int32)
+    state = folded_all(held.state, held.recent, held.folded, jnp.where(reads, new.lengths, held.folded))
     out, state = scan_chunks(state, masked(tokens, new.valid))
-    return out, Recurrence(state, held.recent, new.lengths + new.valid.sum(axis=1, dtype=jnp.int32), inputs)
+    return out, Recurrence(state, held.recent, jnp.where(reads, new.lengths + counts, held.folded), inputs)
 
 
 def step_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
