@@ -49,6 +49,12 @@ def empty(batch: int, sizes: DeltaNet, dtype: Any) -> Recurrence:
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
 
 
+def row_bytes(sizes: DeltaNet, itemsize: int) -> int:
+    """Return the bytes of one row of a layer's record. `itemsize` is the bytes of a number of the model's dtype."""
+    record = jax.eval_shape(lambda: empty(1, sizes, {2: jnp.bfloat16, 4: jnp.float32}[itemsize]))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(record))
+
+
 class NewTokens(NamedTuple):
     """The projections of T new tokens; see `models.transformer.Heads`.
 
