@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import PromptKV
-from jshadow.cache.recurrence import read_text
+from jshadow.cache.recurrence import text_outputs
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block, embed
@@ -33,7 +33,9 @@ def directions(spread: Array) -> tuple[Array, Array]:
     return vectors[..., ::-1], values[..., ::-1] > _NOTHING * values[..., -1:]
 
 
-def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
+def prompts_of(
+    params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None
+) -> Iterator[PromptKV | None]:
     """Yield the keys, values and queries of a text in each layer, under exact attention.
 
     Args:
@@ -42,7 +44,8 @@ def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | 
         progress: called with (layers done, number of layers) when the caller asks for the next layer.
 
     Yields:
-        A PromptKV for each layer, with `q_post` and `lse`. To save memory, drop each one before you ask for the next.
+        A PromptKV for each layer, with `q_post` and `lse`, and None for a recurrent layer. To save memory, drop each
+        one before you ask for the next.
 
     Raises:
         PromptError: there are no tokens, the shape is wrong, an id is out of range, or the text is longer than the
@@ -83,7 +86,7 @@ def walk_layers(
     def layer(weights: dict, x: Array, inverse: Array, sizes: ModelConfig, kind: Any) -> tuple[Array, Any]:
         turn = rotation(kind.rope, inverse, positions)
         if kind.recurrent:
-            return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: (read_text(heads, recurrent), None))
+            return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: (text_outputs(heads, recurrent), None))
         return apply_block({"layer_0": weights}, sizes, 0, x, lambda heads: keep(heads, turn, kind))
 
     run = jax.jit(layer, static_argnames=("sizes", "kind"))

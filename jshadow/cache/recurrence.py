@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 
 from jshadow.models.config import Recurrent
@@ -51,13 +52,13 @@ def empty(batch: int, sizes: Recurrent, dtype: Any) -> Recurrence:
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
 
 
-def recurrent_bytes(sizes: Recurrent, itemsize: int) -> int:
-    """Return the bytes of a row of one layer. `itemsize` is the bytes of a number of the model's dtype."""
-    held = jax.eval_shape(lambda: empty(1, sizes, jnp.float32 if itemsize == 4 else jnp.bfloat16))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
+def row_bytes(sizes: Recurrent, itemsize: int) -> int:
+    """Return the bytes of one row of a layer's record. `itemsize` is the bytes of a number of the model's dtype."""
+    record = jax.eval_shape(lambda: empty(1, sizes, {2: jnp.bfloat16, 4: jnp.float32}[itemsize]))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(record))
 
 
-class NewTokens(NamedTuple):
+class RecurrentTokens(struct.PyTreeNode):
     """The projections of T new tokens; see `models.transformer.Heads`.
 
     Attributes:
@@ -65,28 +66,28 @@ class NewTokens(NamedTuple):
         gates: the logarithm of the decay, and the strength of the update.
         taps: the kernels of the convolution.
         skip: the factor of a value that is added to the output, or None.
-        sizes: heads, widths and kind of the layer.
         lengths: number of tokens of each row before these, int32 [B].
         valid: which tokens are real, bool [B, T]. In each row, they come first.
+        sizes: heads, widths and kind of the layer.
     """
 
     heads: tuple[Array, Array, Array]
     gates: tuple[Array, Array]
     taps: tuple[Array, Array, Array]
     skip: Array | None
-    sizes: Recurrent
     lengths: Array
     valid: Array
+    sizes: Recurrent = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, heads: Heads, sizes: Recurrent, lengths: Array, valid: Array) -> "NewTokens":
+    def of(cls, heads: Heads, sizes: Recurrent, lengths: Array, valid: Array) -> "RecurrentTokens":
         """Return the tokens whose projections are `heads`."""
         assert heads.gates is not None
         assert heads.taps is not None
-        return cls((heads.q_pre, heads.k_pre, heads.v), heads.gates, heads.taps, heads.skip, sizes, lengths, valid)
+        return cls((heads.q_pre, heads.k_pre, heads.v), heads.gates, heads.taps, heads.skip, lengths, valid, sizes)
 
 
-def _convolved(held: Recurrence, new: NewTokens) -> tuple[Tokens, tuple[Array, Array, Array]]:
+def _convolved(held: Recurrence, new: RecurrentTokens) -> tuple[Tokens, tuple[Array, Array, Array]]:
     """Return the new tokens after the convolution, and the inputs of the convolution that are held after them."""
     parts, inputs, count = [], [], new.sizes.taps
     for x, ring, taps in zip(new.heads, held.inputs, new.taps, strict=True):
@@ -101,22 +102,25 @@ def _convolved(held: Recurrence, new: NewTokens) -> tuple[Tokens, tuple[Array, A
     return Tokens(q, k, v, *new.gates), (inputs[0], inputs[1], inputs[2])
 
 
-def _skipped(out: Array, tokens: Tokens, new: NewTokens) -> Array:
+def _skipped(out: Array, tokens: Tokens, new: RecurrentTokens) -> Array:
     """Return the outputs [B, T, n_v, d_v] with the share of the value that does not pass the state."""
     return out if new.skip is None else out + new.skip.astype(jnp.float32)[:, None] * tokens.v
 
 
-def read_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
-    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32."""
+def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
+    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32.
+
+    A row without a token keeps all its arrays with the same bits.
+    """
     tokens, inputs = _convolved(held, new)
-    state = folded_all(held.state, held.recent, held.folded, new.lengths)
+    reads, counts = new.valid.any(axis=1), new.valid.sum(axis=1, dtype=jnp.int32)
+    state = folded_all(held.state, held.recent, held.folded, jnp.where(reads, new.lengths, held.folded))
     out, state = scan_chunks(state, masked(tokens, new.valid), corrects=new.sizes.kind == "delta")
-    return _skipped(out, tokens, new), Recurrence(
-        state, held.recent, new.lengths + new.valid.sum(axis=1, dtype=jnp.int32), inputs
-    )
+    folded = jnp.where(reads, new.lengths + counts, held.folded)
+    return _skipped(out, tokens, new), Recurrence(state, held.recent, folded, inputs)
 
 
-def step_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
+def step_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
     """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32."""
     tokens, inputs = _convolved(held, new)
     rule = functools.partial(step, corrects=new.sizes.kind == "delta")
@@ -124,8 +128,8 @@ def step_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
     return _skipped(out, tokens, new), Recurrence(state, recent, folded, inputs)
 
 
-def read_text(heads: Heads, sizes: Recurrent) -> Array:
+def text_outputs(heads: Heads, sizes: Recurrent) -> Array:
     """Return the outputs [B, T, n_v, d_v] of a whole text without padding."""
     batch, count = heads.v.shape[:2]
-    new = NewTokens.of(heads, sizes, jnp.zeros(batch, jnp.int32), jnp.ones((batch, count), bool))
+    new = RecurrentTokens.of(heads, sizes, jnp.zeros(batch, jnp.int32), jnp.ones((batch, count), bool))
     return read_tokens(empty(batch, sizes, heads.v.dtype), new)[0].astype(heads.v.dtype)

@@ -495,7 +495,7 @@ class GenerationLoop:
                 dtype=str(self.params.dtype),
                 large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
                 **({} if self.cycles is None else self.cycles.figures(row)),
-                **row_figures(self.before, counters, row, config.num_layers),
+                **row_figures(self.before, counters, row, config),
             )
             for row in range(batch)
         ]

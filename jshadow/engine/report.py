@@ -12,6 +12,8 @@ from jax import Array
 
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
 from jshadow.cache.state import Counters, KVState
+from jshadow.models.config import ModelConfig
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.policies.settings import policy_settings
 
 _COMPILE_EVENTS = (
@@ -77,11 +79,11 @@ class Report:
             the state that was continued.
         prompt_tokens: number of tokens in the prompt. If a state was continued, only those of this turn.
         generated_tokens: number of sampled tokens, including a stop token or the tokens of a stop string.
-        attended_tokens: number of tokens that a query attended to, as a mean over decode steps, layers and heads. It
-            includes the window, outliers and generated tokens. None if no step ran.
-        attended_parts: number of tokens of each part that the last query attended to, as a mean over layers and heads.
-            The parts are "selected", "outliers", "window" (without generated tokens) and "generated". Empty if no step
-            ran.
+        attended_tokens: number of tokens that a query attended to, as a mean over decode steps, heads and the layers
+            that attend. It includes the window, outliers and generated tokens. None if no step ran.
+        attended_parts: number of tokens of each part that the last query attended to, as a mean over the same layers
+            and heads. The parts are "selected", "outliers", "window" (without generated tokens) and "generated". Empty
+            if no step ran.
         device_bytes: KV bytes in device memory.
         host_bytes: KV bytes in host memory.
         full_bytes: KV bytes of full attention at the same capacity.
@@ -164,9 +166,13 @@ def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> 
 
 
 def _parts_of_rows(state: KVState) -> list[dict[str, Array]]:
-    """Return the tokens that the last query of each row attended to, by part, float32 [B], for each layer."""
+    """Return the tokens that the last query of each row attended to, by part, float32 [B], for each layer that attends.
+
+    A recurrent layer does not.
+    """
     layers = zip(state.specs, state.layers, strict=True)
-    return [spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in layers]
+    parts = (spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in layers)
+    return [part for part in parts if RecurrentState.name not in part]
 
 
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
@@ -178,25 +184,26 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
         generated: number of generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
-    for attended in state.each_row(_parts_of_rows) if state.shares_prompt else _parts_of_rows(state):
+    layers = state.each_row(_parts_of_rows) if state.shares_prompt else _parts_of_rows(state)
+    for attended in layers:
         parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
         if "window" in parts:  # its newest tokens are the generated ones
             parts["generated"] = np.minimum(generated, parts["window"])
             parts["window"] = parts["window"] - parts["generated"]
         for part, tokens in parts.items():
-            totals[part] = totals.get(part, 0.0) + tokens / len(state.specs)
+            totals[part] = totals.get(part, 0.0) + tokens / len(layers)
     rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
     return [parts if count else {} for parts, count in zip(rows, generated.tolist(), strict=True)]
 
 
-def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:
+def row_figures(before: Counters, after: Counters, row: int, config: ModelConfig) -> dict[str, Any]:
     """Return attended_tokens, hit_rate and bytes_fetched of one row, for the time between two readings of the counters.
 
     Args:
         before: the counters at the first reading, as NumPy arrays [B].
         after: the counters at the second reading.
         row: index of the row.
-        num_layers: number of layers of the model.
+        config: the model.
     """
 
     def gained(name: str) -> Any:
@@ -204,8 +211,9 @@ def row_figures(before: Counters, after: Counters, row: int, num_layers: int) ->
         return float(new - old) if name == "attended" else int(np.uint32(np.int64(new) - np.int64(old)))
 
     steps, selected = gained("steps"), gained("selected")
+    attending = sum(not kind.recurrent for kind in config.attention_kinds)
     return {
-        "attended_tokens": gained("attended") / (steps * num_layers) if steps else None,
+        "attended_tokens": gained("attended") / (steps * attending) if steps and attending else None,
         "hit_rate": gained("hits") / selected if selected else None,
         "bytes_fetched": gained("fetched") * FETCH_QUANTUM,
     }

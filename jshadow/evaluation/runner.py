@@ -183,7 +183,7 @@ class _Agreement:
 
 def _figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
     """Return the entries of a record that come from the counters, which began with zeros."""
-    figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config.num_layers)
+    figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config)
     return {name: figures[name] for name in ("attended_tokens", "hit_rate")}
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.recurrence import recurrent_bytes
+from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
 from jshadow.models.config import ModelConfig, recurrent_of
@@ -177,18 +177,18 @@ def weight_bytes(config: ModelConfig, dtype: str, quantize: str | None = None) -
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """Return the KV bytes of one row of full attention at this capacity. `itemsize` is the bytes of one number.
+    """Return the bytes of the cache of one row of full attention. `itemsize` is the bytes of one number.
 
     A layer with a sliding window holds only its window, and a recurrent one its state.
     """
-    numbers, recurrent = 0, 0
+    size = 0
     for layer, kind in enumerate(config.attention_kinds):
         if kind.recurrent:
-            recurrent += recurrent_bytes(recurrent_of(config), itemsize)
-            continue
-        slots = capacity if kind.window is None else SlidingWindow(kind.window).slots(capacity)
-        numbers += 2 * slots * config.at(layer).key_columns
-    return numbers * itemsize + recurrent
+            size += row_bytes(recurrent_of(config), itemsize)
+        else:
+            slots = capacity if kind.window is None else SlidingWindow(kind.window).slots(capacity)
+            size += 2 * slots * config.at(layer).key_columns * itemsize
+    return size
 
 
 def prefill_parts(

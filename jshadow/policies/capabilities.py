@@ -145,10 +145,10 @@ class LearnsBasis(Learns):
     ) -> dict[str, Array]:
         """Return the basis of each layer and KV head, float32 [L, h_kv, d, d]. Only the first row of a text is used.
 
-        A sliding layer whose heads differ from those of the others gets zeros.
+        A recurrent layer gets zeros, and so does a sliding layer whose heads differ from those of the others.
         """
-        shape = self.fitted_shapes(params.config)[self.basis_name][1:]
-        found = [self.basis_of(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)]
+        shape, prompts = self.fitted_shapes(params.config)[self.basis_name][1:], prompts_of(params, tokens, progress)
+        found = [jnp.zeros(shape) if prompt is None else self.basis_of(prompt)[0][0] for prompt in prompts]
         return {self.basis_name: jnp.stack([one if one.shape == shape else jnp.zeros(shape) for one in found])}
 
     def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:

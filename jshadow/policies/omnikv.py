@@ -329,7 +329,7 @@ def filter_masses(
     chosen: list[Array] = []
     masses = np.full((len(layers), len(layers)), np.nan)
     for layer, prompt in enumerate(prompts_of(params, text, progress)):
-        if layer not in layers:
+        if prompt is None or layer not in layers:
             continue
         best, given = layer_attention(
             prompt.q_post, prompt.k_post, jnp.asarray(at), prompt.sinks, scale=config.attention_scale, budget=budget

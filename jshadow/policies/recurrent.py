@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
-from jshadow.cache.recurrence import RECENT, NewTokens, Recurrence, empty, read_tokens, step_tokens
+from jshadow.cache.recurrence import RECENT, Recurrence, RecurrentTokens, empty, read_tokens, step_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import AttentionKind, ModelConfig, Recurrent, recurrent_of
 from jshadow.policies.base import HookInputs, LayerCache, StepCosts
@@ -43,7 +43,7 @@ class RecurrentPrefill(PrefillAttention):
         assert heads is not None
         valid = piece.first + jnp.arange(heads.v.shape[1], dtype=jnp.int32) < prompt.lengths[:, None]
         out, after = read_tokens(
-            aux, NewTokens.of(heads, recurrent_of(config), jnp.minimum(piece.first, prompt.lengths), valid)
+            aux, RecurrentTokens.of(heads, recurrent_of(config), jnp.minimum(piece.first, prompt.lengths), valid)
         )
         return out.astype(heads.v.dtype), after
 
@@ -92,7 +92,7 @@ class RecurrentState(LayerCache):
         assert step.gates is not None
         assert step.taps is not None
         heads = (step.q_pre, step.k_pre, step.v)
-        new = NewTokens(heads, step.gates, step.taps, step.skip, self.sizes, step.lengths, step.valid)
+        new = RecurrentTokens(heads, step.gates, step.taps, step.skip, step.lengths, step.valid, self.sizes)
         read = step_tokens if step.valid.shape[1] <= RECENT else read_tokens
         out, after = read(state.live.recurrent, new)
         return out.astype(spec.dtype), state.replace(live=OneRecurrence(after))

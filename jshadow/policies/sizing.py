@@ -8,9 +8,10 @@ from typing import overload
 import jax
 
 from jshadow.cache.accounting import layer_nbytes, leaf_bytes
+from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, Infeasible
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import ModelConfig, recurrent_of
 from jshadow.policies.base import LayerCache, Policy, full_layers
 from jshadow.policies.capabilities import Sized, Speculates, capability
 from jshadow.policies.sliding_window import sliding_slots
@@ -74,7 +75,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     what it can. Nothing is allocated.
     """
     policy = policy.resolve(config, num_tokens)
-    sliding, full = layer_bytes(num_tokens, config)
+    others, full = layer_bytes(num_tokens, config)
     specs = [layer_spec(policy, layer, num_tokens, config) for layer in full_layers(config)]
     speculation = capability(policy, Speculates)
     small = 0
@@ -86,7 +87,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
         if spec.policy not in sizes:
             state = jax.eval_shape(functools.partial(spec.policy.init, spec))
             sizes[spec.policy] = sum(device for device, _ in layer_nbytes(state).values())
-    return (sliding + small + sum(sizes[spec.policy] for spec in specs)) / (sliding + full)
+    return (others + small + sum(sizes[spec.policy] for spec in specs)) / (others + full)
 
 
 def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig) -> CacheSpec:
@@ -116,17 +117,18 @@ def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig)
 
 
 def layer_bytes(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
-    """Return the bytes that full attention needs for `num_tokens`: those of the sliding layers, and of the others.
+    """Return the bytes that full attention needs for `num_tokens`: those of layers that see all tokens come last.
 
-    Keys and values are bfloat16.
+    The first are those of the sliding and recurrent layers, which are alike under every policy. Keys and values are
+    bfloat16.
     """
-    sliding = full = 0
+    others = full = 0
     for layer, kind in enumerate(config.attention_kinds):
-        if kind.recurrent:
-            continue
         row = 2 * config.at(layer).key_columns * 2
-        if kind.window is None:
+        if kind.recurrent:
+            others += row_bytes(recurrent_of(config), 2)
+        elif kind.window is None:
             full += num_tokens * row
         else:
-            sliding += sliding_slots(kind.window, num_tokens) * row
-    return sliding, full
+            others += sliding_slots(kind.window, num_tokens) * row
+    return others, full

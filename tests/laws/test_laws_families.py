@@ -16,9 +16,12 @@ from family_cases import ONE_OF_EACH, family_config
 import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
+from jshadow.engine.sparse_prefill import AShape, VerticalSlash
+from jshadow.planner.bytes import full_bytes
 from jshadow.planner.machine import abstract_state
-from jshadow.policies import Full, OmniKV, Policy, Quest, ShadowKV
+from jshadow.policies import Full, InfiniGen, Loki, OmniKV, Policy, Quest, ShadowKV
 from jshadow.policies.base import full_layers
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.policies.shadowkv import ExactKeys, FromValues
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import Params, init_params
@@ -27,12 +30,15 @@ from jshadow.weights.params import Params, init_params
 TURN = np.random.default_rng(5).integers(3, 97, (len(LENGTHS), 20), dtype=np.int32)
 NEW = np.array([20, 7, 0])
 TOKENS = PROMPT % 97
+HYBRID = "qwen3_5_apart"
 SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
 FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
 # Sliding layers of `full` are those of `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4")
-CASES = [(name, SHADOWKV) for name in ONE_OF_EACH] + [("gemma3", Full()), ("gemma4", FROM_VALUES)]
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next")
+CASES = [(name, SHADOWKV) for name in ONE_OF_EACH]
+CASES += [("gemma3", Full()), ("gemma4", FROM_VALUES), (HYBRID, Full()), (HYBRID, SHADOWKV)]
+SPARSE = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 QUEST = Quest(budget=16, recent=8, unit=4)
 
 
@@ -73,8 +79,9 @@ def test_every_family_is_lossless(name):
 
 
 # All policies, where keys are made from values in layers of other heads; and those that rotate queries on their own,
-# where queries grow. The first layer of the probe must see all tokens.
-EVERYWHERE = [("gemma4", name) for name in POLICY_CASES if name != "probe"]
+# where queries grow. All policies, where layers that attend have recurrent layers before, between and after them.
+EVERYWHERE = [("gemma4", name) for name in POLICY_CASES]
+EVERYWHERE += [(HYBRID, name) for name in POLICY_CASES]
 EVERYWHERE += [("ministral3", name) for name in ("streaming_llm", "infllm", "infinigen", "shadowkv")]
 
 
@@ -145,9 +152,12 @@ def test_bytes_are_the_plan_s_and_sliding_layers_keep_a_window(name, policy):
     assert state_nbytes(state) == state_nbytes(planned)
     counted = sum(device + host for device, host in state_nbytes(state).values())
     assert counted == sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(state.layers))
+    if isinstance(policy, Full):
+        assert counted == len(LENGTHS) * full_bytes(config, CAPACITY, itemsize=4)
     for layer, spec in enumerate(state.specs):
-        window = config.attention_kind(layer).window
-        assert isinstance(spec.policy, type(policy) if window is None else SlidingWindow)
+        kind, window = config.attention_kind(layer), config.attention_kind(layer).window
+        its = type(policy) if kind.sees_all else RecurrentState if kind.recurrent else SlidingWindow
+        assert isinstance(spec.policy, its)
         assert spec.sliding_window == window
         if window is not None:
             assert state.layers[layer].live.cache.k.shape[2] == min(window + 15, CAPACITY)
@@ -162,6 +172,48 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
         np.testing.assert_allclose(alone[0], np.asarray(held(name, SHADOWKV)[0])[row], atol=1e-4)
         again = run_steps(params_of(name), state, TURN[row : row + 1, :6])[0]
         np.testing.assert_allclose(again[0], six_steps(name, SHADOWKV)[row], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Loki(budget=CAPACITY), InfiniGen(budget=CAPACITY, alpha=1e9, dense_layers=1)])
+def test_bases_are_learned_where_layers_attend(policy):
+    """A recurrent layer has zeros. With all tokens, every basis gives full attention."""
+    params = params_of(HYBRID)
+    fitted = policy.fit(params, TOKENS[0, : LENGTHS[0]])
+    (basis,) = fitted.values()
+    told = np.abs(basis).max(axis=(1, 2, 3)) > 0
+    np.testing.assert_array_equal(told, [kind.sees_all for kind in params.config.attention_kinds])
+    logits, state = decode.prefill(params, TOKENS, LENGTHS, policy.with_fitted(), capacity=CAPACITY, fitted=fitted)
+    np.testing.assert_allclose(logits, held(HYBRID, Full())[0], atol=1e-4)
+    np.testing.assert_allclose(run_steps(params, state, TURN[:, :6])[0], six_steps(HYBRID, Full()), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [VerticalSlash(block=16), AShape(block=16), SPARSE])
+def test_a_hybrid_takes_a_sparse_prefill(attention):
+    """Recurrent layers read all tokens. Where it covers everything, it is exact."""
+    case = (HYBRID, Full())
+    if attention is SPARSE:
+        assert np.abs(held(*case, attention=attention)[0] - held(*case)[0]).max() > 1e-3
+        pieces = [{"attention": attention, "prefill_chunk": 2048}, {"attention": attention, "prefill_chunk": 32}]
+        agree(*((case, options) for options in pieces))
+    else:
+        agree((case, {"attention": attention}), (case, {}))
+
+
+@pytest.mark.slow
+def test_a_hybrid_s_report_is_of_the_layers_that_attend():
+    """And `verify` compares the offloaded path with the resident one."""
+    params, prompt = params_of("qwen3_5"), TOKENS[0, : LENGTHS[0]].tolist()
+    dense = jshadow.generate(params, prompt, Full(), max_new_tokens=5)
+    sparse = jshadow.generate(params, prompt, SHADOWKV, max_new_tokens=5, fetch="device_put", verify=True)
+    assert dense.report.attended_tokens == LENGTHS[0] + np.mean([1, 2, 3, 4])
+    assert dense.report.attended_parts == {"window": LENGTHS[0], "generated": 4}
+    assert dense.report.device_bytes == dense.report.full_bytes
+    assert sparse.report.verified_steps == 4
+    assert sparse.report.attended_tokens < dense.report.attended_tokens
+    assert sum(sparse.report.attended_parts.values()) < sum(dense.report.attended_parts.values())
+    assert state_nbytes(sparse.state)["recurrent"] == state_nbytes(dense.state)["recurrent"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
+from family_cases import family_config
 from few import one_of
 from tokenizers_by_kind import TOKENIZERS
 
@@ -20,6 +21,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.machine import prefill_peak
+from jshadow.policies.base import full_layers
 from jshadow.policies.eviction import KeptBlocks
 from jshadow.policies.sizing import at_share, device_share
 from jshadow.weights.params import init_params
@@ -30,6 +32,7 @@ MODELS = {
     "group2": dataclasses.replace(TINY, num_layers=2, context=512),
     "group5": dataclasses.replace(TINY, num_layers=2, context=512, q_heads=5, kv_heads=1, head_dim=8, qk_norm=True),
     "sliding": dataclasses.replace(TINY, num_layers=3, context=512, sliding_window=12, sliding_layers=(0, 2)),
+    "hybrid": family_config("qwen3_5_apart"),
 }
 # A chunk larger than the prompts, chunks of which the last is short, and chunks shorter than the sinks.
 POLICIES = {
@@ -56,9 +59,10 @@ def scores_of(params, policy, tokens, lengths):
     while not partial.done:
         layer = len(partial.layers)
         if partial.schedule.units[layer][partial.unit].work == "compress":
-            found.append(np.asarray(partial.work.begun.second_pass))
+            scores = partial.work.begun.second_pass
+            found.append(None if scores is None else np.asarray(scores))
         partial = advance(partial)
-    return [scores for layer, scores in enumerate(found) if layer not in params.config.sliding_layers]
+    return [found[layer] for layer in full_layers(params.config)]
 
 
 def requests(params, ids, chunk):
@@ -82,7 +86,7 @@ def layers_of(params, text):
         return out, (q, k, heads.v, jnp.linalg.norm(heads.x_in.astype(jnp.float32), axis=-1))
 
     for found in walk_layers(params, check_text(config, text), keep):
-        yield [np.asarray(x[0], np.float64) for x in found]
+        yield found and [np.asarray(x[0], np.float64) for x in found]
 
 
 def oracle(params, policy, ids):
@@ -92,7 +96,9 @@ def oracle(params, policy, ids):
     kept = [np.zeros((config.kv_heads, count)) for _ in range(config.num_layers)]
     for start, request in requests(params, ids, policy.chunk):
         stop = min(start + policy.chunk, count)
-        for layer, (q, k, v, norms) in enumerate(layers_of(params, [*ids, *request])):
+        layers = list(layers_of(params, [*ids, *request]))
+        for layer in full_layers(config):
+            q, k, v, norms = layers[layer]
             kernel = np.asarray(params.weights[f"layer_{layer}"]["attention"]["o"]["kernel"], np.float64)
             kernel = kernel.reshape(config.q_heads, config.head_dim, -1)
             sinks = list(range(min(policy.sinks, start)))
@@ -106,7 +112,7 @@ def oracle(params, policy, ids):
                         shares *= np.linalg.norm(v[start:stop, head // group] @ kernel[head], axis=1) / norms[at]
                     best = kept[layer][head // group, start:stop]
                     np.maximum(best, shares, out=best)
-    return [scores for layer, scores in enumerate(kept) if layer not in config.sliding_layers]
+    return [kept[layer] for layer in full_layers(config)]
 
 
 @pytest.mark.slow
@@ -117,6 +123,7 @@ def oracle(params, policy, ids):
         ("group2", "short", "float32", False, 3e-6),
         ("group5", "chunks", "float32", True, 3e-6),
         ("sliding", "chunks", "float32", False, 3e-6),
+        ("hybrid", "chunks", "float32", True, 1e-4),
         ("group2", "chunks", "bfloat16", False, 3e-2),
     ],
 )

@@ -4,6 +4,7 @@ import functools
 
 from seeded import BASE as BASE
 from seeded import FAMILY_CASES as FAMILY_CASES
+from seeded import HYBRID
 from seeded import LONGROPE as LONGROPE
 from seeded import ORIGINAL as ORIGINAL
 
@@ -26,12 +27,17 @@ ONE_OF_EACH = (
     "ministral3",
     "cohere2",
     "gemma4",
+    "qwen3_5",
 )
+
+# A recurrent layer first, layers that attend with one between them, and neighbors.
+_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention", "full_attention"]
+_HERE = {"qwen3_5_apart": ("qwen3_5_text", HYBRID | {"layer_types": _LAYERS, "num_hidden_layers": len(_LAYERS)})}
 
 
 @functools.cache
 def family_config(name: str) -> ModelConfig:
     """The config of a case, read without transformers."""
-    model_type, settings = FAMILY_CASES[name]
+    model_type, settings = (FAMILY_CASES | _HERE)[name]
     hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
     return family_of(hf).config_from_hf(hf)

@@ -3,9 +3,11 @@
 Three kinds of layers. Each keeps the last `recent` tokens in a ring on the device; "unit j" is tokens [j * unit,
 (j + 1) * unit), and a unit is a candidate once it has tokens that left the ring.
 
-- Scout (layer 0): its ring is the whole capacity, so it attends exactly. It adds up the attention that each unit gets
-  (from all the prompt's queries at prefill, then in `attend`), and plans, for now, the fetch of the heaviest units on
-  behalf of every follower.
+Layers are counted among those that see all tokens.
+
+- Scout (the first one): its ring is the whole capacity, so it attends exactly. It adds up the attention that each unit
+  gets (from all the prompt's queries at prefill, then in `attend`), and plans, for now, the fetch of the heaviest units
+  on behalf of every follower.
 - Speculator (odd layers): selects by the query that the layer before made with `q_next`, plus what the prompt's last
   queries looked at, and plans, for the next step, a fetch by its guessed row. Units that arrived so are attended from
   that buffer and not from the step's own fetch.
@@ -26,7 +28,7 @@ from jshadow.cache.records import HostWrite, KeyValues, LayerState, Selection
 from jshadow.cache.spec import HostLayout
 from jshadow.ops.attention import Piece, attend, attention_probs, group_queries
 from jshadow.ops.layout import fit_tokens, to_chunks, top_k, write_rows
-from jshadow.policies.base import HookInputs, UniformPolicy
+from jshadow.policies.base import HookInputs, UniformPolicy, full_layers
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates
 
 PRIOR_WEIGHT = 0.25
@@ -214,8 +216,11 @@ class SpeculatorLive:
     buffer: KeyValues
 
 
+@dataclasses.dataclass(frozen=True)
 class Scout(RingLayer, PlansAhead):
     """Attends everything, remembers how much each unit got, fetches for the followers."""
+
+    followers: tuple[int, ...] = ()
 
     @property
     def reads(self):
@@ -260,7 +265,7 @@ class Scout(RingLayer, PlansAhead):
         mass, follower = state.frozen.mass + state.live.mass, Follower(self.keep, self.unit, self.recent, self.tail)
         return tuple(
             follower.choose(spec, state, mass, step.lengths + 1, step.valid[:, 0], layer=layer, when="now")
-            for layer in range(2, spec.num_layers, 2)
+            for layer in self.followers
         )
 
 
@@ -355,5 +360,6 @@ class Probe(RingLayer):
     """The policy of the model: which kind each layer is. Its own layer methods are never asked."""
 
     def for_layer(self, layer, config):
-        kind = Scout if layer == 0 else (Speculator, Follower)[layer % 2 == 0]
-        return kind(self.keep, self.unit, self.recent, self.tail)
+        full, settings = full_layers(config), (self.keep, self.unit, self.recent, self.tail)
+        rank = full.index(layer)
+        return Scout(*settings, full[2::2]) if rank == 0 else (Follower, Speculator)[rank % 2](*settings)

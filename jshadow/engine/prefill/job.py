@@ -116,7 +116,8 @@ def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> Lay
             carry = run_together(prefill_layer.attend_whole, given, begun, q, row, plan=plan)
         elif unit.work == "repeat":
             assert second is not None
-            second, begun = run_together(read_request, given, second, begun, piece, plan=plan)
+            held = carry if plan.kind.recurrent else None
+            second, begun = run_together(read_request, given, second, begun, piece, held, plan=plan)
         else:
             assert unit.work == "finish", unit
             x = run_together(prefill_layer.finish_piece, given, x, begun.lengths, carry, piece, row, plan=plan)

@@ -8,8 +8,8 @@ the attention's output of the whole prompt are held for the rows that are read a
 
 In the second pass (`SecondPass`), a layer that has read the prompt reads the requests, chunk by chunk. The
 tokens of a request follow the prompt: they attend to the whole prompt and to the request's tokens before them, and to
-no other request. So the hidden states of all requests go from layer to layer beside those of the prompt, and nothing of
-the prompt's states changes.
+no other request. In a recurrent layer they continue the state after the prompt. So the hidden states of all requests go
+from layer to layer beside those of the prompt, and nothing of the prompt's states changes.
 
 B rows, R of them that are read at once, S prompt tokens, P tokens of a piece, D model width, h_q query heads, h_kv KV
 heads, d head width, w last queries of a row, C chunks, N keys, m tokens of a chunk.
@@ -26,10 +26,11 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
+from jshadow.cache.recurrence import Recurrence, RecurrentTokens, read_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.step import compress_on_devices
 from jshadow.errors import PromptError
-from jshadow.models.config import AttentionKind, ModelConfig
+from jshadow.models.config import AttentionKind, ModelConfig, recurrent_of
 from jshadow.models.transformer import Heads, apply_block, sinks_of
 from jshadow.ops.attention import (
     Implementation,
@@ -444,14 +445,39 @@ def requests_of(
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("work", "prompt"))
 def read_request(
-    given: Given, work: SecondWork, prompt: PromptKV, index: Array, *, plan: LayerPlan
+    given: Given, work: SecondWork, prompt: PromptKV, index: Array, held: Recurrence | None = None, *, plan: LayerPlan
 ) -> tuple[SecondWork, PromptKV]:
-    """Apply the block to the request for chunk number `index`, and score the tokens of the chunk."""
-    config, kind, second = plan.config, plan.kind, plan.second_pass
-    assert second is not None
+    """Apply the block to the request for chunk number `index`, and score the tokens of the chunk.
+
+    Args:
+        held: in a recurrent layer, what it holds after the prompt. The request continues it, and no token is scored.
+    """
     x, counts = work.x[index], work.counts[index]
-    lengths, size, scale = prompt.lengths, x.shape[1], config.attention_scale
-    sinks = sinks_of(given.weights)
+    real = jnp.arange(x.shape[1]) < counts[:, None]
+
+    def cache(heads: Heads) -> tuple[Array, Array | None]:
+        if held is not None:
+            return read_tokens(held, RecurrentTokens.of(heads, recurrent_of(plan.config), prompt.lengths, real))[
+                0
+            ], prompt.second_pass
+        return _attend_and_score(given, heads, prompt, (counts, index), plan)
+
+    valid = None if plan.config.experts is None else real
+    x, scores = apply_block({"layer_0": given.weights}, plan.config, 0, x, cache, valid)
+    return work._replace(x=work.x.at[index].set(x)), prompt.replace(second_pass=scores)
+
+
+def _attend_and_score(
+    given: Given, heads: Heads, prompt: PromptKV, request: tuple[Array, Array], plan: LayerPlan
+) -> tuple[Array, Array]:
+    """Return the attention of a request to the prompt and to itself [B, R, h_q, d], and the scores of the prompt.
+
+    Args:
+        request: the number of its real tokens in each row, int32 [B], and the number of its chunk, int32 [].
+    """
+    (counts, index), config, kind, second = request, plan.config, plan.kind, plan.second_pass
+    assert second is not None
+    lengths, size, scale = prompt.lengths, heads.v.shape[1], config.attention_scale
     turn = rotation(kind.rope, jnp.asarray(given.inverse), lengths[:, None] + jnp.arange(size))
     products = None
     if second.normalized:
@@ -463,7 +489,7 @@ def read_request(
             lax.dynamic_update_slice_in_dim(jnp.pad(old, ((0, size), (0, 0), (0, 0))), new, length, 0)
             for old, new in ((prompt_k, k), (prompt_v, v))
         )
-        out, _ = causal_attention(q[None], keys[None], values[None], scale, length, kind.window, sinks)
+        out, _ = causal_attention(q[None], keys[None], values[None], scale, length, kind.window, heads.sinks)
         if kind.window is not None:
             return out[0], before  # no policy reads the scores of this layer
         part = _chunk_of(second, prompt_k.shape[0], length, index)
@@ -479,13 +505,9 @@ def read_request(
         scores = jnp.where(inside, best.max(axis=1), lax.dynamic_slice_in_dim(before, at, len(inside), axis=1))
         return out[0], lax.dynamic_update_slice_in_dim(before, scores, at, 1)
 
-    def cache(heads: Heads) -> tuple[Array, Array]:
-        new = (turn.queries(heads.q_pre), turn.keys(heads.k_pre), heads.v, heads.x_in)
-        return lax.map(row, (*new, prompt.k_post, prompt.v, prompt.second_pass, lengths, counts))
-
-    valid = None if config.experts is None else jnp.arange(size) < counts[:, None]
-    x, scores = apply_block({"layer_0": given.weights}, config, 0, x, cache, valid)
-    return work._replace(x=work.x.at[index].set(x)), prompt.replace(second_pass=scores)
+    new = (turn.queries(heads.q_pre), turn.keys(heads.k_pre), heads.v, heads.x_in)
+    found: tuple[Array, Array] = lax.map(row, (*new, prompt.k_post, prompt.v, prompt.second_pass, lengths, counts))
+    return found
 
 
 def _chunk_of(second: SecondPass, tokens: int, length: Array, index: Array) -> tuple[Array, Array]:

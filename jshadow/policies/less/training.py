@@ -133,7 +133,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
     base = H2O(policy.heavy, policy.recent, policy.normalize)
     for layer, prompt in enumerate(prompts_of(params, text)):
         kind = config.attention_kind(layer)
-        if not kind.sees_all:
+        if prompt is None or not kind.sees_all:
             continue
         spec = CacheSpec(
             layer=None,

@@ -1,0 +1,144 @@
+"""A recurrent layer of 2,000 random rows is that of a NumPy oracle, however their tokens are cut into calls."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from few import one_of
+
+from jshadow.cache.recurrence import RECENT, Recurrence, RecurrentTokens, empty, read_tokens, step_tokens
+from jshadow.models.config import Recurrent
+
+SIZES = Recurrent(layers=(0,), key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4)
+HEADS = {"q": (2, 8), "k": (2, 8), "v": (6, 12)}
+ROWS = 500
+# The most tokens of a row in each call: a prompt in pieces, decode steps, turns of a few tokens and of many.
+PIECE, FEW = 70, 5
+CALLS = [PIECE, PIECE, *[FEW] * 9, RECENT, *[FEW] * 2, PIECE, *[FEW] * 3, RECENT, PIECE, FEW]
+
+
+class Text(NamedTuple):
+    """Random tokens of many rows: float32 [B, S, ...]."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    log_decay: np.ndarray
+    beta: np.ndarray
+
+
+def random_text(rng, rows: int, tokens: int) -> tuple[Text, list[np.ndarray]]:
+    """Tokens and the kernels of the convolution. Decays are weak in some heads and strong in others."""
+    q, k, v = (rng.standard_normal((rows, tokens, *shape), dtype=np.float32) for shape in HEADS.values())
+    decay = -np.exp(rng.uniform(-6, 3, (rows, 1, SIZES.value_heads)) + rng.standard_normal((rows, tokens, 1)))
+    beta = rng.uniform(0, 1, (rows, tokens, SIZES.value_heads))
+    taps = [rng.standard_normal((SIZES.taps, *shape), dtype=np.float32) for shape in HEADS.values()]
+    return Text(q, k, v, decay.astype(np.float32), beta.astype(np.float32)), taps
+
+
+def oracle(text: Text, taps: list[np.ndarray]) -> np.ndarray:
+    """The outputs [B, S, n_v, d_v] of rows that read all tokens one after the other, in float64."""
+    parts = []
+    for x, kernel in zip(text[:3], taps, strict=True):
+        padded = np.pad(x.astype(np.float64), ((0, 0), (len(kernel) - 1, 0), (0, 0), (0, 0)))
+        mixed = sum(padded[:, j : j + x.shape[1]] * kernel[j] for j in range(len(kernel)))
+        parts.append(mixed / (1 + np.exp(-mixed)))
+    unit = [x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in parts[:2]]
+    q, k = (np.repeat(x, SIZES.value_heads // SIZES.key_heads, axis=2) for x in unit)
+    state = np.zeros((len(q), SIZES.value_heads, SIZES.key_dim, SIZES.value_dim))
+    outs = []
+    for token in range(q.shape[1]):
+        state *= np.exp(text.log_decay[:, token].astype(np.float64))[..., None, None]
+        seen = np.einsum("bhde,bhd->bhe", state, k[:, token])
+        update = text.beta[:, token, :, None] * (parts[2][:, token] - seen)
+        state += k[:, token, :, :, None] * update[:, :, None]
+        outs.append(np.einsum("bhde,bhd->bhe", state, q[:, token]) / SIZES.key_dim**0.5)
+    return np.stack(outs, axis=1)
+
+
+@functools.cache
+def program(size: int):
+    """The call that a layer makes for `size` tokens."""
+    return jax.jit(step_tokens if size <= RECENT else read_tokens)
+
+
+def following(x: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+    """The next tokens of each row, [B, size, ...] of [B, S, ...]."""
+    return x[np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(size)]
+
+
+def call(held: Recurrence, text: Text, taps: list[np.ndarray], lengths: np.ndarray, counts: np.ndarray, size: int):
+    """Give the next counts[b] tokens of each row to the layer. The padding has the tokens that come after them."""
+    q, k, v, *gates = (following(x, lengths, size) for x in text)
+    valid = np.arange(size) < counts[:, None]
+    new = RecurrentTokens((q, k, v), tuple(gates), tuple(taps), None, lengths.astype(np.int32), valid, SIZES)
+    out, held = program(size)(held, new)
+    return np.asarray(out), held
+
+
+def same_bits(one: Recurrence, other: Recurrence, rows: np.ndarray, others: np.ndarray | None = None) -> None:
+    """Some rows of all arrays are equal bit by bit to these rows of the others, or to rows `others` of them."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        a, b = np.asarray(a)[rows], np.asarray(b)[rows if others is None else others]
+        np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def start(rows: int) -> Recurrence:
+    """A layer that has read nothing."""
+    shapes = jax.eval_shape(lambda: empty(rows, SIZES, jnp.float32))
+    held: Recurrence = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    return held
+
+
+@pytest.mark.parametrize("seed", one_of(4, range(4)))
+def test_random_rows_are_those_of_the_oracle(seed):
+    """Each row takes its own random number of tokens in each call. If it takes none, it keeps its bits."""
+    rng = np.random.default_rng(seed)
+    text, taps = random_text(rng, ROWS, sum(CALLS) + PIECE)
+    want, held, lengths = oracle(text, taps), start(ROWS), np.zeros(ROWS, np.int64)
+    for size in CALLS:
+        counts = rng.integers(0, size + 1, ROWS) * (rng.random(ROWS) > 0.2)
+        out, after = call(held, text, taps, lengths, counts, size)
+        real = np.arange(size) < counts[:, None]
+        np.testing.assert_allclose(out[real], following(want, lengths, size)[real], rtol=1e-4, atol=1e-5)
+        same_bits(held, after, counts == 0)
+        held, lengths = after, lengths + counts
+        folded = np.asarray(held.folded)
+        assert ((folded <= lengths) & (folded >= lengths - RECENT)).all()
+
+
+def test_a_row_depends_on_no_other_row_and_on_no_padding():
+    """Its bits are the same in another place of a batch, beside rows that read nothing, and with other padding."""
+    rng, calls = np.random.default_rng(7), (PIECE, FEW, RECENT, FEW, PIECE, FEW)
+    text, taps = random_text(rng, ROWS, sum(calls) + PIECE)
+    turned, few = np.arange(ROWS)[::-1], rng.random(ROWS) < 0.1
+    held, moved, alone = (start(ROWS) for _ in range(3))
+    lengths = np.zeros(ROWS, np.int64)
+    for size in calls:
+        counts = rng.integers(1, size + 1, ROWS)
+        after = lengths + counts
+        padded = Text(*(x.copy() for x in text))
+        for x in padded:
+            later = np.arange(x.shape[1]) >= after[:, None]
+            x[later] = rng.permutation(x[later])
+        held = call(held, text, taps, lengths, counts, size)[1]
+        moved = call(moved, Text(*(x[turned] for x in padded)), taps, lengths[turned], counts[turned], size)[1]
+        alone = call(alone, padded, taps, np.where(few, lengths, 0), np.where(few, counts, 0), size)[1]
+        same_bits(held, moved, np.arange(ROWS), turned)
+        same_bits(held, alone, few)
+        lengths = after
+
+
+def test_a_guess_follows_the_token_before_it_and_is_not_stored():
+    """A step of a policy that speculates has a token and a guess, whose output is that of a token."""
+    rng = np.random.default_rng(8)
+    text, taps = random_text(rng, ROWS, 12 * FEW)
+    want, held, lengths = oracle(text, taps), start(ROWS), np.zeros(ROWS, np.int64)
+    for _ in range(10):
+        counts = rng.integers(1, FEW, ROWS)
+        out, after = call(held, text, taps, lengths, counts, FEW)
+        np.testing.assert_allclose(out, following(want, lengths, FEW), rtol=1e-4, atol=1e-5)
+        held, lengths = after, lengths + counts
