@@ -90,11 +90,16 @@ def _convolved(held: Recurrence, new: NewTokens) -> tuple[Tokens, tuple[Array, A
 
 
 def read_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
-    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32."""
+    """Read any number of tokens into the state, which cannot be given back.
+
+    Return the outputs [B, T, n_v, d_v], float32. A row without a valid token keeps all its arrays with the same bits.
+    """
     tokens, inputs = _convolved(held, new)
-    state = folded_all(held.state, held.recent, held.folded, new.lengths)
+    count = new.valid.sum(axis=1, dtype=jnp.int32)
+    before, after = (jnp.where(count > 0, length, held.folded) for length in (new.lengths, new.lengths + count))
+    state = folded_all(held.state, held.recent, held.folded, before)
     out, state = scan_chunks(state, masked(tokens, new.valid))
-    return out, Recurrence(state, held.recent, new.lengths + new.valid.sum(axis=1, dtype=jnp.int32), inputs)
+    return out, Recurrence(state, held.recent, after, inputs)
 
 
 def step_tokens(held: Recurrence, new: NewTokens) -> tuple[Array, Recurrence]:
