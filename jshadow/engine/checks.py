@@ -207,6 +207,7 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
         tuple((kind.q_heads, kind.kv_heads, kind.head_dim) for kind in kinds),
         config.model_dim,
         config.attention_kinds,
+        config.recurrent,
     )
     tp = spec.shards.tp if spec.shards else 1  # a spec has the heads of one device
     got = (
@@ -217,6 +218,7 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
             AttentionKind(spec.rope, spec.sliding_window, isinstance(spec.policy, RecurrentState))
             for spec in state.specs
         ),
+        next((spec.policy.sizes for spec in state.specs if isinstance(spec.policy, RecurrentState)), None),
     )
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")

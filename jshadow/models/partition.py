@@ -55,10 +55,17 @@ def check_left(left: str) -> None:
 
 
 def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:
-    """Raise ConfigError unless the mesh's axis `tp` divides the KV heads of the model."""
+    """Raise ConfigError unless the mesh's axis `tp` divides the KV heads, and the key heads of recurrent layers."""
+    if mesh is not None and (heads := undivided_heads(config, tp := mesh.shape["tp"])):
+        raise ConfigError(f"mesh axis tp must divide the {heads}, got tp={tp}")
+
+
+def undivided_heads(config: ModelConfig, tp: int) -> str | None:
+    """Return the number and the name of heads that `tp` does not divide, or None if there are none."""
     for kind in config.kinds:
-        if mesh is not None and kind.kv_heads % mesh.shape["tp"]:
-            raise ConfigError(f"mesh axis tp must divide the {kind.kv_heads} KV heads, got tp={mesh.shape['tp']}")
+        if kind.kv_heads % tp:
+            return f"{kind.kv_heads} " + ("KV heads" if kind.mixer == "attention" else "key heads of recurrent layers")
+    return None
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, path: str, shape: tuple[int, ...]) -> NamedSharding:

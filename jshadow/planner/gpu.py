@@ -20,6 +20,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
+from jshadow.models.partition import undivided_heads
 from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
@@ -280,9 +281,8 @@ def checked(config: ModelConfig, workload: Workload, gpu: Gpu) -> Workload:
     ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    for kind in config.kinds:
-        if kind.kv_heads % workload.tp:
-            raise ConfigError(f"tp must divide the {kind.kv_heads} KV heads, got tp={workload.tp}")
+    if heads := undivided_heads(config, workload.tp):
+        raise ConfigError(f"tp must divide the {heads}, got tp={workload.tp}")
     if workload.capacity > config.context:
         raise CapacityError(
             f"context + max_new_tokens must be at most the model's context={config.context}, "

@@ -98,7 +98,7 @@ class RecurrentState(LayerCache):
         return out.astype(spec.dtype), state.replace(live=OneRecurrence(after))
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        return jnp.maximum(state.live.recurrent.folded, 1)
+        return jnp.maximum(jnp.maximum(state.live.recurrent.folded, reached - RECENT), 1)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         return {"recurrent": jnp.zeros(lengths.shape, jnp.float32)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, prefilled, random_tokens, setting
+from family_cases import family_config
 from few import slow
 from scipy import stats
 from small_state import SMALL as SMALLEST
@@ -35,6 +36,7 @@ PROMPTS.append([7])
 NEW, WARM = 24, 0.8
 OTHER = init_params(dataclasses.replace(TINY, num_layers=1), seed=9)
 SLIDING = dataclasses.replace(TINY, sliding_window=12, sliding_layers=(1,))
+HYBRID = dataclasses.replace(family_config("qwen3_5"), vocab_size=TINY.vocab_size)
 LOOKUP = PromptLookup(tokens=4, ngram=1)
 SELF = SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=1))
 COMPRESSED = CompressedDraft(tokens=4, policy=setting("shadowkv", "restricted"))
@@ -363,17 +365,21 @@ def test_the_pace_follows_what_is_accepted():
 ROWS = 40  # of a batch
 NEAR = 1e-4  # two logits that differ by less may be ordered either way
 OF_LOOKUP = ("full", "snapkv", "quest", "loki", "shadowkv", "shadowkv_transform", "shadowkv_plus", "omnikv")
-CASES = [(name, LOOKUP) for name in (*OF_LOOKUP, "streaming_llm", "kivi")]
+CASES = [(name, LOOKUP, TINY) for name in (*OF_LOOKUP, "streaming_llm", "kivi")]
 CASES += [
-    ("infinigen", PromptLookup(tokens=1, ngram=1)),
-    ("full", SELF),
-    ("offloaded", COMPRESSED),
-    ("shadowkv", MODEL),
+    ("infinigen", PromptLookup(tokens=1, ngram=1), TINY),
+    ("full", SELF, TINY),
+    ("offloaded", COMPRESSED, TINY),
+    ("shadowkv", MODEL, TINY),
+    ("shadowkv", PromptLookup(tokens=15, ngram=1), HYBRID),
+    ("full", dataclasses.replace(SELF, policy=dataclasses.replace(SELF.policy, dense_layers=0)), HYBRID),
+    ("offloaded", COMPRESSED, HYBRID),
+    ("quest", DraftModel(init_params(HYBRID), tokens=5), HYBRID),
 ]
 # These can go back only before they evict or quantize a token after the prompt.
 WIDE = {"streaming_llm": jshadow.StreamingLLM(sinks=2, window=CAPACITY)}
 WIDE["kivi"] = jshadow.KIVI(bits=2, group=8, residual=CAPACITY)
-ROUNDS = (0.0, 0.0, 0.7)  # the temperature of each: 1,680 rows in all
+ROUNDS = (0.0, 0.0, 0.7)  # the temperature of each: 2,160 rows in all
 
 
 def prompts(rng):
@@ -397,18 +403,22 @@ def fork_of(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "drafter"), CASES, ids=[f"{name}-{drafter.name}" for name, drafter in CASES])
-def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
+@pytest.mark.parametrize(
+    ("name", "drafter", "config"),
+    CASES,
+    ids=[f"{name}-{drafter.name}-{config.model_type}" for name, drafter, config in CASES],
+)
+def test_the_tokens_are_those_of_plain_decoding(name, drafter, config, record_property):
     """Greedy and drawn, with stop tokens, and with a second turn on the state. Rows are independent cases."""
-    rng, ties, cases = np.random.default_rng(len(name)), 0, 0
+    rng, ties, cases, params = np.random.default_rng(len(name)), 0, 0, model(config)
     policy = WIDE[name] if name in WIDE else setting(name, "restricted")
     stop = rng.integers(0, TINY.vocab_size, 3).tolist()  # of all rounds but the first, which then share programs
     for round_, temperature in enumerate(ROUNDS):
         texts = prompts(rng)
         asked = {"max_new_tokens": 20, "sampler": Sampler(temperature), "seed": round_, "capacity": CAPACITY}
         asked["stop"] = stop if round_ else None
-        plain = jshadow.generate(model(), texts, policy, **asked)
-        fast = jshadow.generate(model(), texts, policy, **asked, speculate=drafter)
+        plain = jshadow.generate(params, texts, policy, **asked)
+        fast = jshadow.generate(params, texts, policy, **asked, speculate=drafter)
         for row, (one, other) in enumerate(zip(plain, fast, strict=True)):
             cases += 1
             if one.tokens == other.tokens:
@@ -416,13 +426,13 @@ def test_the_tokens_are_those_of_plain_decoding(name, drafter, record_property):
                 continue
             assert temperature == 0, "a draw is not the draw of its number"
             at, pair = fork_of(one.tokens, other.tokens)
-            assert margin(model(), [*texts[row], *one.tokens[:at]], policy, pair) < NEAR
+            assert margin(params, [*texts[row], *one.tokens[:at]], policy, pair) < NEAR
             ties += 1
         if round_ == 0:
             second = None if isinstance(drafter, DraftModel) else drafter  # it would have to read the text again
             asked = {"max_new_tokens": 5}
             turns, again = (
-                [jshadow.generate(model(), [3, 4, 5], state=one.state, speculate=which, **asked).tokens for one in ones]
+                [jshadow.generate(params, [3, 4, 5], state=one.state, speculate=which, **asked).tokens for one in ones]
                 for ones, which in ((plain[:4], None), (fast[:4], second))
             )
             assert again == turns or ties

@@ -17,11 +17,20 @@ from jshadow.engine.speculation import PromptLookup
 from jshadow.errors import JshadowError
 from jshadow.evaluation.laws.law import TINY
 from jshadow.generate import generate
+from jshadow.models.config import ModelConfig, recurrent_of
 from jshadow.policies import Policy, Quest, RocketKV, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import ExactKeys
 from jshadow.weights.params import Params, init_params, spread
 
 CONFIG = dataclasses.replace(TINY, num_layers=2, q_heads=8, kv_heads=4, head_dim=16, vocab_size=96)
+_TINY_HYBRID = family_config("qwen3_5")
+HYBRID = dataclasses.replace(
+    _TINY_HYBRID,
+    q_heads=8,
+    kv_heads=4,
+    vocab_size=96,
+    recurrent=dataclasses.replace(recurrent_of(_TINY_HYBRID), key_heads=4, value_heads=8),
+)
 SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2, budget=16)
 POLICIES: dict[str, Policy] = {
     "full": policies.Full(),
@@ -56,9 +65,9 @@ def mesh_of(name: str) -> Mesh:
 
 
 @functools.cache
-def model(mesh: str = "", left: str = "split", dtype: str = "float32") -> Params:
+def model(mesh: str = "", left: str = "split", dtype: str = "float32", config: ModelConfig = CONFIG) -> Params:
     """The tiny model on one device, or on a mesh."""
-    params = init_params(CONFIG, seed=1, dtype=dtype)
+    params = init_params(config, seed=1, dtype=dtype)
     return spread(params, mesh_of(mesh), left) if mesh else params
 
 
@@ -94,14 +103,14 @@ def steps_of(params: Params, name: str, fetch: str) -> dict[str, Any]:
 
 
 @functools.cache
-def alone(name: str) -> dict[str, Any]:
+def alone(name: str, config: ModelConfig) -> dict[str, Any]:
     """The results of one device."""
-    return steps_of(model(), name, "resident")
+    return steps_of(model(config=config), name, "resident")
 
 
-def compare_steps(name: str, mesh: str, left: str, fetch: str) -> dict[str, Any]:
+def compare_steps(name: str, mesh: str, left: str, fetch: str, config: ModelConfig = CONFIG) -> dict[str, Any]:
     """The differences of a policy on a mesh to one device."""
-    want, got = alone(name), steps_of(model(mesh, left), name, fetch)
+    want, got = alone(name, config), steps_of(model(mesh, left, config=config), name, fetch)
     counted = ("steps", "attended", "selected", "hits")
     return {
         "logits": float(np.abs(want["logits"] - got["logits"]).max()),
@@ -152,14 +161,14 @@ def flow(params: Params, name: str, fetch: str) -> list[np.ndarray]:
 
 
 @functools.cache
-def flow_alone(name: str) -> list[np.ndarray]:
+def flow_alone(name: str, config: ModelConfig) -> list[np.ndarray]:
     """The results of one device."""
-    return flow(model(), name, "resident")
+    return flow(model(config=config), name, "resident")
 
 
-def compare_flow(name: str, mesh: str, fetch: str) -> list[float]:
+def compare_flow(name: str, mesh: str, fetch: str, config: ModelConfig = CONFIG) -> list[float]:
     """The largest difference of each result of `flow` on a mesh to one device."""
-    want, got = flow_alone(name), flow(model(mesh), name, fetch)
+    want, got = flow_alone(name, config), flow(model(mesh, config=config), name, fetch)
     return [float(np.abs(one - other).max()) for one, other in zip(want, got, strict=True)]
 
 
@@ -221,16 +230,17 @@ def sliding(mesh: str) -> float:
     return float(np.abs(outs[0] - outs[1]).max())
 
 
-def speculated(name: str, mesh: str) -> list[bool]:
+def speculated(name: str, mesh: str, config: ModelConfig = CONFIG) -> list[bool]:
     """Whether speculation on a mesh gives the tokens of plain decoding on it, and accepts some.
 
     The first prompt repeats five tokens, so that chunks have equal scores. One device may choose others of them.
     """
     prompts = [np.resize(PROMPT[0, :5], 40).tolist(), PROMPT[1, :33].tolist()]
     asked: dict[str, Any] = {"max_new_tokens": 16, "capacity": CAPACITY}
-    plain = generate(model(mesh), prompts, POLICIES[name], fetch="device_put", **asked)
+    params = model(mesh, config=config)
+    plain = generate(params, prompts, POLICIES[name], fetch="device_put", **asked)
     lookup = PromptLookup(tokens=4, ngram=1)
-    fast = generate(model(mesh), prompts, POLICIES[name], fetch="device_put", speculate=lookup, **asked)
+    fast = generate(params, prompts, POLICIES[name], fetch="device_put", speculate=lookup, **asked)
     same = [one.tokens == other.tokens for one, other in zip(plain, fast, strict=True)]
     return [*same, sum(one.report.accepted_tokens or 0 for one in fast) > 0]
 

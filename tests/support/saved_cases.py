@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from mesh_cases import LENGTHS, MESHES, POLICIES, PROMPT, model, start
+from mesh_cases import CONFIG, LENGTHS, MESHES, POLICIES, PROMPT, model, start
 
 from jshadow import load_state, save_state
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved.state import bare, cache_fills, places
+from jshadow.models.config import ModelConfig
 
 TOKENS = [row[:length].tolist() for row, length in zip(PROMPT, LENGTHS, strict=True)]
 STEP = np.array([3, 90], np.int32)
@@ -48,9 +49,11 @@ def difference_to_one(mine: KVState, single: KVState) -> str:
     return "none"
 
 
-def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> dict[str, Any]:
+def one_case(
+    folder: str, name: str, mesh: str, fetch: str, stepped: bool, config: ModelConfig = CONFIG
+) -> dict[str, Any]:
     """Save a state of a mesh, load it everywhere, and go on with it."""
-    params, path = model(mesh), Path(folder) / "state"
+    params, path = model(mesh, config=config), Path(folder) / "state"
     state = start(params, POLICIES[name], fetch)[1]
     if stepped:
         state = decode.decode_step(params, STEP, state)[1]
@@ -58,9 +61,9 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     save_state(path, state, params, tokens=tokens)
     loaded = load_state(path, params)
     found = {
-        "one device": difference_to_one(state, load_state(path, model())),
+        "one device": difference_to_one(state, load_state(path, model(config=config))),
         "itself": difference(loaded, state),
-        "others": on_all(path, tokens),
+        "others": on_all(path, tokens, config),
     }
     logits, _ = decode.decode_step(params, STEP, state)
     compiled = decode._step._cache_size()
@@ -69,11 +72,11 @@ def one_case(folder: str, name: str, mesh: str, fetch: str, stepped: bool) -> di
     return found | {"logits": np.asarray(logits).tobytes() == np.asarray(again).tobytes()}
 
 
-def on_all(path: Path, tokens: list[list[int]]) -> list[str]:
+def on_all(path: Path, tokens: list[list[int]], config: ModelConfig) -> list[str]:
     """The meshes on which the state of a file is not the same, by the file that is written there."""
     bad, last = [], [*MESHES][-1]
     for mesh, left in [*((mesh, "split") for mesh in ("", *MESHES)), (last, "everywhere")]:
-        params, again = model(mesh, left), path.with_name("again")
+        params, again = model(mesh, left, config=config), path.with_name("again")
         save_state(again, load_state(path, params), params, tokens=tokens)
         if again.read_bytes() != path.read_bytes():
             bad.append(f"{mesh} {left}")

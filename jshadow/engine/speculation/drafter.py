@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jshadow.cache.recurrence import RECENT
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import shards_of
@@ -23,6 +24,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
 from jshadow.planner.machine import abstract_state
 from jshadow.policies import POLICIES, Policy
+from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.params import Params
 
 _MOST_TOKENS = 64
@@ -260,6 +262,11 @@ def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequenc
         raise ConfigError(
             f"policy must be able to give tokens back to speculate, as {', '.join(_rewinding(config))} are, got "
             f"{state.policy.name}"
+        )
+    if drafter.tokens >= RECENT and any(isinstance(spec.policy, RecurrentState) for spec in state.specs):
+        raise ConfigError(
+            f"speculate.tokens must be at most {RECENT - 1}, because a recurrent layer can give back tokens of a turn "
+            f"of at most {RECENT} tokens, the newest one included, got {drafter.tokens}"
         )
     drafter.check_target(config, state)
     is_abstract = isinstance(state.lengths, jax.ShapeDtypeStruct)

@@ -164,12 +164,12 @@ class SelfDraft(Drafter):
         self.policy.resolve(config, state.capacity)
 
     def is_sparse(self, spec: CacheSpec, config: ModelConfig) -> bool:
-        """Return whether a draft step selects units in a layer. Layers with a window of the model do not."""
+        """Return whether a draft step selects units in a layer. Recurrent layers and those with a window do not."""
         assert spec.layer is not None
-        return spec.sliding_window is None and not isinstance(self.policy.for_layer(spec.layer, config), Full)
+        return isinstance(spec.policy, Full) and not isinstance(self.policy.for_layer(spec.layer, config), Full)
 
     def begin(self, text: Text, state: KVState) -> Memory:
-        """Return the summaries of all units of each layer, or None for a layer with full attention or a window."""
+        """Return the summaries of all units of each layer, or None for a layer where a draft step selects none."""
         layers = tuple(self.is_sparse(spec, text.config) for spec in state.specs)
         return Memory(None, all_summaries(state, drafter=self, layers=layers))
 
