@@ -277,7 +277,8 @@ class Service:
         counts = report.counts
         documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
-        token_bytes = 2 * sum(config.at(layer).key_columns for layer in range(config.num_layers)) * itemsize
+        attending = [layer for layer, kind in enumerate(config.attention_kinds) if not kind.recurrent]
+        token_bytes = 2 * sum(config.at(layer).key_columns for layer in attending) * itemsize
         tokens, on_device = sum(one.tokens for one in documents), [one.device_bytes for one in documents]
         busy, finished = counts.busy_seconds - self.warm[0], counts.finished - self.warm[1]
         return {
