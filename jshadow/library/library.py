@@ -21,14 +21,14 @@ from jshadow.engine.text import encode as encode_prompt
 from jshadow.engine.types import OnePrompt, Progress
 from jshadow.errors import CheckpointError, NumericalError, PromptError, StateMismatch
 from jshadow.library.pdf import Begun, read_pdf
-from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
+from jshadow.library.shelf import ANSWER, DOCUMENT, Entry, Stored
 from jshadow.library.state_store import StateStore
 from jshadow.ops.buckets import round_up
 from jshadow.ops.parts import deal, parse_part
 from jshadow.weights.convert.files import readable
 from jshadow.weights.digest import host_array
 from jshadow.weights.params import Params
-from jshadow.weights.templates import document_ids, follow_up, frame, has_template
+from jshadow.weights.templates import changed_turn, document_ids, follow_up, frame, has_template
 from jshadow.weights.tokenizer import mended, read_text
 
 TEXTS, PDF = (".txt", ".md"), ".pdf"
@@ -127,7 +127,14 @@ class Asking:
         entry = library.catalog.entry(key)
         note, self.before, self.store = entry.note, entry.ids, store
         self.title, ends = note.get("title", ""), note.get("ends", "")
-        self.ids = question_ids(library.params, question, ends, int(self.before[-1]))
+        self.stored = len(self.before)
+        changed = _changed(library.params, entry, question)
+        if changed is None:
+            self.ids = question_ids(library.params, question, ends, int(self.before[-1]))
+        else:
+            state, self.stored = library.begun(changed)
+            held = self.stored or len(changed) - 1
+            self.before, self.ids = changed[:held], changed[held:].tolist()
         tokenizer, fields = library.params.tokenizer, dict(options)
         if isinstance(question, str) and ends and fields.get("stop") is None and not has_template(tokenizer):
             fields["stop"] = _PLAIN_STOP
@@ -135,6 +142,19 @@ class Asking:
         room = min(round_up(needed, _ROOM_STEP), library.capacity - len(self.before))
         fields |= {"state": state.with_room(max(needed, room)), "returns_state": store, "before": [self.before]}
         self.loop = GenerationLoop(library.params, self.ids, GenerateOptions(**fields))
+
+
+def _changed(params: Params, entry: Entry, question: OnePrompt) -> np.ndarray | None:
+    """Return the token ids of a stored chat with the next question, int32 [n], if its template changes the last answer.
+
+    None: it does not, or the stored text is not a chat that ends with an answer.
+    """
+    is_chat = entry.note.get("ends") == ANSWER and has_template(params.tokenizer)
+    if not (is_chat and isinstance(question, str) and question.strip()):
+        return None
+    held = entry.ids.tolist()
+    ids = changed_turn(params.tokenizer, held[:-1] if held[-1] in params.config.eos_ids else held, question)
+    return None if ids is None else np.asarray(ids, np.int32)
 
 
 def question_ids(params: Params, question: OnePrompt, ends: str, last: int) -> list[int]:
@@ -158,9 +178,16 @@ _LEAST_SHARE = 2  # a stored beginning is extended if it has at least 1 / LEAST_
 
 @dataclasses.dataclass(frozen=True)
 class Reply(Generation):
-    """The answer of `Library.ask`. `key` is that of the state at the end of it, or None if it was not stored."""
+    """The answer of `Library.ask`.
+
+    Attributes:
+        key: that of the state at the end of the answer, or None if it was not stored.
+        stored_tokens: number of tokens that were stored. `report.prompt_tokens` more were read: those of the question,
+            and those before it that the chat template has changed.
+    """
 
     key: str | None = None
+    stored_tokens: int = 0
 
 
 class Library(StateStore):
@@ -220,6 +247,9 @@ class Library(StateStore):
     ) -> Reply:
         """Answer a question about a stored text.
 
+        If the chat template writes an earlier answer otherwise before the next question, as Qwen3's leaves out what the
+        model thought, the chat is read anew from the longest stored beginning that stays. The reply tells how much.
+
         Args:
             key: the text, as `add` or `store` returned it.
             question: text, token ids, or a chat. A text after a document is placed where a question comes in the first
@@ -245,6 +275,9 @@ class Library(StateStore):
         if there is no such text, and PromptError as `ask` does.
         """
         entry = self.catalog.entry(key)
+        changed = _changed(self.params, entry, question)
+        if changed is not None:
+            return changed.tolist()
         asked = question_ids(self.params, question, entry.note.get("ends", ""), int(entry.ids[-1]))
         return [*entry.ids.tolist(), *asked]
 
@@ -255,7 +288,15 @@ class Library(StateStore):
         if asking.store:
             ids = [*asking.before.tolist(), *asking.ids, *generation.tokens]
             key = self.store(ids, generation.state, title=asking.title, ends=ANSWER)
-        return Reply(**vars(generation), key=key)
+        return Reply(**vars(generation), key=key, stored_tokens=asking.stored)
+
+    def begun(self, ids: np.ndarray) -> tuple[KVState, int]:
+        """Return a state that holds a beginning of `ids`, int32 [n], and how many of its tokens were stored.
+
+        It is the longest stored beginning without the last token. If there is none, these tokens are read.
+        """
+        found = self.longest(ids[:-1])
+        return (self._read_whole(ids[:-1], None), 0) if found is None else (self.load(found.key), found.tokens)
 
     def _begin_making(self, key: str) -> Callable[[], None]:
         """Wait until no other thread makes or writes a state. Return the function that ends making it."""

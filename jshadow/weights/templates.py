@@ -1,5 +1,6 @@
 """Chats as texts: the chat template of a tokenizer, and a document with a question in the first message of a chat."""
 
+import bisect
 import contextlib
 import datetime
 import itertools
@@ -16,6 +17,7 @@ from jshadow.weights.tokenizer import decode, encode, encode_parts, encode_plain
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
 # The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
 _CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
+_THOUGHT = "</think>"  # the end of what a model thinks
 _END = "x"  # the end of a text of which the tokens before a document are taken
 MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template for each message and tool, and time
 
@@ -147,6 +149,56 @@ def follow_up(tokenizer: Any, question: str, prefix: str = "") -> list[int]:
         return encode_plain(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
     mark = placeholder()
     return _cut(tokenizer, ["?", mark, mark.join(split_specials(tokenizer, question))], mark, prefix)[1]
+
+
+def changed_turn(tokenizer: Any, held: Sequence[int], question: str) -> list[int] | None:
+    """Return the token ids of a chat and its next question if the template then writes the last answer otherwise.
+
+    Qwen3's template leaves out what the model thought in earlier answers. The beginning of an answer can change too.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        held: the token ids of the chat, up to the end of the last answer, without a token that ended it.
+        question: the next message of the user.
+
+    Returns:
+        None if the answer stays, except for blanks around it, or if it is not found in the chat. Otherwise the ids,
+        which begin with those of `held` that stay.
+    """
+    user = [{"role": "user", "content": "?"}]
+    mark, text = placeholder(), decode(tokenizer, held, special=True)
+
+    def plain(content: str) -> str:
+        return mark.join(split_specials(tokenizer, content))
+
+    try:
+        asked, begun = (rendered(tokenizer, user, answer=answer, fixed_date=True) for answer in (False, True))
+        start = begun.removeprefix(asked) or mark  # some templates always begin an answer
+        before, found, said = text.rpartition(start)
+        thoughts, closing, content = said.rpartition(_THOUGHT)
+        told = [{"role": "assistant", "content": thoughts + closing + plain(content)}]
+        later = rendered(tokenizer, [*user, *told, {"role": "user", "content": plain(question)}], fixed_date=True)
+    except PromptError:
+        return None
+    stays = later.replace(mark, "")
+    if not found or not later.startswith(asked):
+        return None
+    if stays.startswith(begun) and stays[len(begun) :].lstrip().startswith(said.strip()):
+        return None
+    same = next((place for place, pair in enumerate(zip(begun, later, strict=False)) if len({*pair}) > 1), len(begun))
+    kept, new = before + begun[len(asked) : same], later[same:]
+
+    def tail(count: int) -> str:
+        return decode(tokenizer, held[len(held) - count :], special=True) if count else ""
+
+    # The tokens stay whose text stays. Each character may be of several tokens.
+    least = bisect.bisect_left(range(len(held)), len(text) - len(kept), key=lambda count: len(tail(count)))
+    for count in range(least, len(held) + 1):
+        end = tail(count)
+        if text.endswith(end) and len(text) - len(end) <= len(kept):
+            ids = list(held[: len(held) - count])
+            return ids + encode_parts(tokenizer, (kept[len(text) - len(end) :] + new).split(mark), begins=not ids)
+    return None
 
 
 class _Beginning(NamedTuple):

@@ -55,7 +55,8 @@ def test_an_answer_is_the_library_s_by_title_and_by_beginning(stored, answer, pr
     text = printed("library", "ask", stored, book["title"], *about)
     asked = answer("library", "ask", stored, book["key"][:8], *about)
     assert asked["text"] in text
-    assert asked["key"] is None
+    assert (asked["key"], asked["stored_tokens"]) == (None, book["tokens"])
+    assert "tokens were stored" not in text
     _, policy, fetch = POLICIES[name]
     params = jshadow.load(tiny_model, dtype="float32")
     with jshadow.Library(stored, params, policy, capacity=400, fetch=fetch) as opened:
@@ -63,13 +64,17 @@ def test_an_answer_is_the_library_s_by_title_and_by_beginning(stored, answer, pr
 
 
 @pytest.mark.slow
-def test_an_answer_is_stored_asked_and_removed(stored, answer, listed, tiny_model):
+def test_an_answer_is_stored_asked_and_removed(stored, answer, printed, listed, tiny_model, monkeypatch):
     model = ["--model", tiny_model, "--max-new-tokens", "4"]
     before = listed(stored)
     first = answer("library", "ask", stored, "book.txt", "one?", *model, "--store")
     [found] = [one for one in listed(stored) if one["key"] == first["key"]]
     assert (found["ends"], found["title"]) == ("answer", "book.txt")
     assert answer("library", "ask", stored, first["key"][:10], "two?", *model)["key"] is None
+    with monkeypatch.context() as patch:  # the template leaves the last two tokens of the answer out
+        patch.setattr(library, "changed_turn", lambda tokenizer, held, question: [*held[:-2], 5])
+        text, count = printed("library", "ask", stored, first["key"][:10], "two?", *model), before[0]["tokens"]
+    assert f"last answer: {count} tokens were stored, {found['tokens'] - 1 - count} were read" in text
     assert answer("library", "remove", stored, first["key"][:10]) == {"removed": first["key"]}
     assert listed(stored) == before
 

@@ -1,11 +1,14 @@
 """Random calls against plain models: of the memory tiers, and of a library with files, restarts and another process."""
 
+import dataclasses
 import functools
 import shutil
 import tempfile
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from family_cases import family_config
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,12 +19,13 @@ from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library import TierLimits
 from jshadow.library.files import most_bytes
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, size_of
+from jshadow.policies import Full
 from jshadow.weights.params import init_params
 
 KEYS = st.sampled_from("abcdefgh")
 SIZES = st.builds(Size, st.integers(0, 12), st.integers(0, 12))
 LIMITS = st.one_of(st.none(), st.integers(0, 30))
-COUNT = 5
+COUNT, CAPACITY, NO_LIMITS = 5, 40, TierLimits()
 TEXTS, FEW = st.integers(0, COUNT - 1), st.integers(0, 3)
 
 
@@ -128,42 +132,63 @@ TestTiers = Tiers.TestCase
 TestTiers.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-@functools.cache
-def made():
-    """The params, and for each text its ids, its state, the bytes of its file, and their upper bound."""
-    params, folder = init_params(SMALL), tempfile.mkdtemp()
-    texts = [np.random.default_rng(seed).integers(0, 13, 10 + 3 * seed).tolist() for seed in range(COUNT)]
-    with jshadow.Library(folder, params, POLICY, capacity=40, fetch="device_put") as library:
-        states, most = [], []
-        for ids in texts:
-            key = library.add(ids).key
-            states.append(library.load(key).fork())
+class Made(NamedTuple):
+    """A model, and for each text its ids, its state, its key, the bytes of its file and their upper bound."""
+
+    params: Any
+    policy: Any
+    texts: list
+    states: list
+    keys: list
+    sizes: list
+    most: list
+
+    def library(self, folder, limits=NO_LIMITS):
+        options = {"capacity": CAPACITY, "fetch": "device_put", "limits": limits}
+        return jshadow.Library(folder, self.params, self.policy, **options)
+
+
+def made_of(params, policy, texts, states=None):
+    """`states` has the states of some texts. The others are read."""
+    made, folder = Made(params, policy, texts, [], [], [], []), tempfile.mkdtemp()
+    with made.library(folder) as library:
+        for place, ids in enumerate(texts):
+            key = library.store(ids, states[place]) if states and place in states else library.add(ids).key
+            state = library.load(key).fork()
             library.remove(key)
-            library.store(ids, states[-1])
-            most.append(most_bytes(library.files.content(states[-1], library.catalog.entry(key))))
-        keys = [library.longest(ids).key for ids in texts]
-        files = [library.files.directory.bytes_of(key) for key in keys]
+            library.store(ids, state)
+            made.states.append(state)
+            made.keys.append(key)
+            made.sizes.append(library.files.directory.bytes_of(key))
+            made.most.append(most_bytes(library.files.content(state, library.catalog.entry(key))))
+            library.remove(key)
     shutil.rmtree(folder)
-    return params, texts, states, keys, files, most
+    return made
 
 
-def open_library(folder, limits):
-    return jshadow.Library(folder, made()[0], POLICY, capacity=40, fetch="device_put", limits=limits)
+@functools.cache
+def plain():
+    """Texts of which none begins as another one does."""
+    texts = [np.random.default_rng(seed).integers(0, 13, 10 + 3 * seed).tolist() for seed in range(COUNT)]
+    return made_of(init_params(SMALL), POLICY, texts)
 
 
 class Machine(RuleBasedStateMachine):
     """`files` are the texts that have a file, `listed` those that the library knows."""
 
+    made = staticmethod(plain)
+
     @initialize(device=FEW, host=FEW, rows=FEW, disk=st.integers(0, 6))
     def begin(self, device, host, rows, disk):
-        _, self.texts, self.states, self.keys, self.sizes, self.most = made()
+        made = self.made()
+        self.texts, self.states, self.keys, self.sizes, self.most = made[2:]
         self.size = size_of(self.states[0])
         # "host" states in the host tier, and the host rows of "rows" states in the device tier
         limits = device * self.size.device, host * self.size.total + rows * self.size.host
         self.disk = max(self.most) + disk * max(self.sizes) - 1
         self.limits = TierLimits(*limits, disk=self.disk)
         self.folder = tempfile.mkdtemp()
-        self.library, self.other = open_library(self.folder, self.limits), open_library(self.folder, TierLimits())
+        self.library, self.other = made.library(self.folder, self.limits), made.library(self.folder)
         self.model = TierModel(*limits)
         self.files, self.listed = set(), set()
 
@@ -220,15 +245,25 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(CheckpointError):
                 call(self.keys[text])
             return
-        state, tier = call(self.keys[text]), self.model.tier_of(text)
-        fits_device = self.size.device <= self.limits.device and self.size.host <= self.limits.host
+        state = call(self.keys[text])
         if removes:
             self.forget(text)
-        elif tier == DEVICE or (tier is not None and not fits_device):
+        else:
+            self.loaded(text)
+            assert equal(state, self.states[text])
+
+    def loaded(self, text):
+        tier = self.model.tier_of(text)
+        fits_device = self.size.device <= self.limits.device and self.size.host <= self.limits.host
+        if tier == DEVICE or (tier is not None and not fits_device):
             self.model.use(text)
         else:
             self.put(text)
-        assert removes or equal(state, self.states[text])
+
+    def longest(self, ids):
+        """The listed text that is the longest beginning of `ids`, or None."""
+        begins = [text for text in self.listed if self.texts[text] == ids[: len(self.texts[text])]]
+        return max(begins, key=lambda text: len(self.texts[text]), default=None)
 
     def forget(self, text):
         self.files.discard(text)
@@ -240,7 +275,7 @@ class Machine(RuleBasedStateMachine):
         if read and self.listed:
             self.library.prepare(self.keys[min(self.listed)])
         self.library.close()
-        self.library = open_library(self.folder, self.limits)
+        self.library = self.made().library(self.folder, self.limits)
         self.model.rows.clear()
         self.listed = set(self.files)
 
@@ -264,11 +299,12 @@ class Machine(RuleBasedStateMachine):
         stored = {found.key: found for found in self.library.documents()}
         assert stored.keys() == {self.keys[text] for text in self.listed}
         for text in range(COUNT):
-            found = self.library.longest([*self.texts[text], 1])
-            assert (found and found.key) == (self.keys[text] if text in self.listed else None)
+            ids = [*self.texts[text], 1]
+            found, longest = self.library.longest(ids), self.longest(ids)
+            assert (found and found.key) == (None if longest is None else self.keys[longest])
             if found:
                 assert found == stored[found.key]
-                assert (found.tier, found.problem) == (self.model.tier_of(text) or "disk", None)
+                assert (found.tier, found.problem) == (self.model.tier_of(longest) or "disk", None)
         held = [(key, one.tier) for key, one in self.library.tiers.held.items()]
         assert held == [(self.keys[text], tier) for text, _, tier in self.model.rows]
         for tier in self.model.limits:
@@ -281,3 +317,46 @@ class Machine(RuleBasedStateMachine):
 
 TestLibrary = Machine.TestCase
 TestLibrary.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+@functools.cache
+def hybrid():
+    """A model whose first layer is recurrent, and texts that begin alike. The second one is a turn of a chat.
+
+    Full attention reads the texts, so that it does not matter in which pieces.
+    """
+    config = family_config("qwen3_5")
+    recurrent = dataclasses.replace(config.recurrent, layers=(0,))
+    params = init_params(dataclasses.replace(config, num_layers=2, recurrent=recurrent))
+    ids, other = np.random.default_rng(1).integers(3, 97, (2, 24)).tolist()
+    turn = jshadow.generate(params, ids[:12], Full(), max_new_tokens=6, capacity=CAPACITY, fetch="device_put")
+    texts = [ids[:12], ids[:12] + turn.tokens, ids, ids[:16] + other[:6], other[:14]]
+    return made_of(params, Full(), texts, {1: turn.state})
+
+
+@functools.cache
+def answer(prompt):
+    """What the hybrid answers when it reads a prompt as a whole."""
+    return jshadow.generate(hybrid().params, list(prompt), Full(), max_new_tokens=4, capacity=CAPACITY).tokens
+
+
+class HybridMachine(Machine):
+    """The states of a recurrent layer hold all their tokens, and cannot be cut back to fewer."""
+
+    made = staticmethod(hybrid)
+
+    @rule(cut=st.just(24) | st.integers(10, 24), new=st.integers(3, 5))
+    def ask(self, cut, new):
+        """A prompt may leave a stored text before its end. It continues from the longest stored text before."""
+        for text in sorted(self.listed):
+            prompt = [*self.texts[text][:cut], new, 7]
+            longest, found = self.longest(prompt[:-1]), self.library.longest(prompt[:-1])
+            assert (found and found.key) == (None if longest is None else self.keys[longest])
+            if found:
+                reply = self.library.ask(found.key, prompt[found.tokens :], max_new_tokens=4)
+                assert reply.tokens == answer(tuple(prompt))
+                self.loaded(longest)
+
+
+TestHybrid = pytest.mark.slow(HybridMachine.TestCase)
+TestHybrid.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

@@ -31,8 +31,8 @@ from jshadow.weights.params import Params, init_params
 
 ROWS, ROUNDS, LONG = 48, 14, 40
 SIZES = Recurrent(layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=6)
-CONFIG = dataclasses.replace(TINY, num_layers=1, recurrent=SIZES)
-(SPEC,) = cache_specs(CONFIG, Full(), ROWS, 512, 1, "float32", "resident")
+CONFIG = dataclasses.replace(TINY, num_layers=2, recurrent=SIZES)
+SPEC, _ = cache_specs(CONFIG, Full(), ROWS, 512, 1, "float32", "resident")
 RNG = np.random.default_rng(7)
 HEADS = {"q": (2, 4), "k": (2, 4), "v": (4, 6)}
 TAPS = {name: RNG.standard_normal((SIZES.taps, *shape)).astype(np.float32) for name, shape in HEADS.items()}
