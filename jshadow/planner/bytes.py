@@ -20,7 +20,7 @@ from jshadow.planner.pieces import most_rows, pieces_of, second_pass_bytes, tile
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared, rows_of
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.recurrent import RecurrentState
+from jshadow.policies.recurrent import RecurrentPrefill, RecurrentState
 from jshadow.policies.sliding_window import SlidingWindow
 
 
@@ -213,6 +213,10 @@ def prefill_parts(
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
     for layer, spec in enumerate(state.specs):
+        if isinstance(spec.policy, RecurrentState):
+            ways.add(False)
+            sparse = max(sparse, RecurrentPrefill().piece_bytes(config, batch, count * size, size))
+            continue
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries
         ways |= whole_or_pieces(config.at(layer), spec.sliding_window, dtype, backend) if exact else {False}
