@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jshadow.cache.spec import CacheSpec
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import ModelConfig, recurrent_of
+from jshadow.ops.delta_rule import CHUNK
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies.prefill_attention import SecondPass
 
@@ -23,12 +24,19 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:
     """Return the operations of exact causal attention of one layer, for `tokens` queries from position `first` on.
 
+    In a recurrent layer they are those of the chunks (Gated DeltaNet, arXiv 2412.06464, section 3.3): each token reads
+    the state twice and is added to it, and its query and key meet the keys and updates of its chunk.
+
     Args:
-        config: the model.
+        config: the layer's config (`ModelConfig.at`).
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
         first: position of the first query.
         tokens: number of queries.
     """
+    if config.mixer == "delta":
+        r = recurrent_of(config)
+        chunk = CHUNK * (2 * r.key_heads * r.key_dim + 2 * r.value_heads * r.value_dim)
+        return 2 * tokens * (3 * r.value_heads * r.key_dim * r.value_dim + chunk)
     last = first + tokens
     if window is None:
         seen = (first + 1 + last) * tokens // 2
