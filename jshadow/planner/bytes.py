@@ -211,11 +211,15 @@ def prefill_parts(
     queries = config.most_query_columns
     token, tile = token_numbers(config), tile_numbers(config)  # attention in pieces has a tile
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
+
+    def scan(size: int) -> int:
+        return RecurrentPrefill().piece_bytes(config, batch, count * size, size) if config.recurrent else 0
+
     ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
+    if config.recurrent:  # its layers are read in pieces
+        ways, sparse = {False}, max(sparse, scan(size))
     for layer, spec in enumerate(state.specs):
         if isinstance(spec.policy, RecurrentState):
-            sparse = max(sparse, RecurrentPrefill().piece_bytes(config, batch, count * size, size))
-            ways.add(False)
             continue
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries
@@ -228,14 +232,17 @@ def prefill_parts(
     whole = rows * count * size * (2 * queries + copied) * item if True in ways else 0
     if sparse_attention and sparse_attention.ahead:
         whole = max(whole, batch * count * size * queries * item)
-    second = {spec.policy.reads.second_pass for spec in state.specs} - {None}
+    asks = {spec.policy.reads.second_pass for spec in state.specs} - {None}
+    second = [
+        second_pass_bytes(config, one, batch, count * size, item) + scan(one.most_tokens(count * size)) for one in asks
+    ]
     return {
         "weights": weight_bytes(config, dtype, workload.quantize),
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
         "attention": whole,
         "piece": max(in_pieces, rows * size * token * 4),
-        "second_pass": max((second_pass_bytes(config, one, batch, count * size, item) for one in second), default=0),
+        "second_pass": max(second, default=0),
         "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * workload.capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),

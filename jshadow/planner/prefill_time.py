@@ -30,18 +30,19 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:
     """Return the operations of exact causal attention of one layer, for `tokens` queries from position `first` on.
 
-    In a recurrent layer, they are those of the chunks in which tokens are read into its state: three products with the
-    state, and the products among the tokens of a chunk.
+    In a recurrent layer they are those of the chunks (Gated DeltaNet, arXiv 2412.06464, section 3.3): each token reads
+    the state twice and is added to it, and its query and key meet the keys and updates of its chunk.
 
     Args:
-        config: the model.
+        config: the layer's config (`ModelConfig.at`).
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
         first: position of the first query.
         tokens: number of queries.
     """
     if config.mixer == "recurrent":
         r = recurrent_of(config)
-        return 2 * tokens * r.value_heads * (3 * r.key_dim * r.value_dim + 2 * CHUNK * (r.key_dim + r.value_dim))
+        chunk = CHUNK * (2 * r.key_heads * r.key_dim + 2 * r.value_heads * r.value_dim)
+        return 2 * tokens * (3 * r.value_heads * r.key_dim * r.value_dim + chunk)
     last = first + tokens
     if window is None:
         seen = (first + 1 + last) * tokens // 2

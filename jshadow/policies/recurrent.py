@@ -15,6 +15,8 @@ from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Step
 from jshadow.cache.recurrence import RECENT, Recurrence, RecurrentTokens, empty, read_tokens, step_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import AttentionKind, ModelConfig, Recurrent, recurrent_of
+from jshadow.ops.buckets import round_up
+from jshadow.ops.delta_rule import CHUNK
 from jshadow.policies.base import HookInputs, LayerCache, StepCosts
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
@@ -48,9 +50,11 @@ class RecurrentPrefill(PrefillAttention):
         return out.astype(heads.v.dtype), after
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
+        """Count twice what the convolution gives and the state reads and gives, and some states."""
         r = recurrent_of(config)
-        rows = 4 * size * (2 * r.key_heads * r.key_dim + 2 * r.value_heads * (r.key_dim + r.value_dim))
-        return 4 * batch * (2 * rows + 4 * r.value_heads * r.key_dim * r.value_dim)
+        token = 2 * r.key_heads * r.key_dim + 2 * r.value_heads * (r.key_dim + r.value_dim)
+        state = r.value_heads * (r.key_dim * r.value_dim + CHUNK * CHUNK)
+        return 4 * batch * (2 * round_up(size, CHUNK) * token + 8 * state)
 
 
 @dataclasses.dataclass(frozen=True)

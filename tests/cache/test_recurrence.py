@@ -1,5 +1,6 @@
 """A recurrent layer of 2,000 random rows is that of a NumPy oracle, however their tokens are cut into calls."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -7,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from family_cases import family_config
 from few import one_of
 
 from jshadow.cache.recurrence import RECENT, Recurrence, RecurrentTokens, empty, read_tokens, step_tokens
+from jshadow.engine.prefill.layer import Given, LayerPlan, read_piece
 from jshadow.models.config import Recurrent
+from jshadow.models.transformer import abstract_weights
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.planner.machine import prefill_peak
+from jshadow.policies import Full
+from jshadow.policies.recurrent import RecurrentPrefill
 
 SIZES = Recurrent(layers=(0,), key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4)
 HEADS = {"q": (2, 8), "k": (2, 8), "v": (6, 12)}
@@ -142,3 +150,32 @@ def test_a_guess_follows_the_token_before_it_and_is_not_stored():
         out, after = call(held, text, taps, lengths, counts, FEW)
         np.testing.assert_allclose(out, following(want, lengths, FEW), rtol=1e-4, atol=1e-5)
         held, lengths = after, lengths + counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "dtype", "heads"),
+    one_of(
+        4,
+        [
+            (3, 100, "float32", (2, 6)),
+            (1, 2048, "bfloat16", (16, 48)),
+            (2, 512, "float32", (16, 32)),
+            (5, 7, "float32", (2, 2)),
+        ],
+    ),
+)
+def test_a_piece_of_a_prompt_keeps_to_the_bound(rows, size, dtype, heads):
+    """The temporaries of its compiled program are within the planner's bound."""
+    sizes = dataclasses.replace(SIZES, key_heads=heads[0], value_heads=heads[1], key_dim=128, value_dim=128)
+    config = dataclasses.replace(family_config("qwen3_5"), model_dim=256, ffn_dim=512, context=2**15, recurrent=sizes)
+    plan = LayerPlan(config.at(0), config.attention_kind(0), False, 0, size, RecurrentPrefill())
+    abstract = jax.ShapeDtypeStruct
+    weights = jax.tree.map(lambda leaf: abstract(leaf.shape, dtype), abstract_weights(config)["layer_0"])
+    given = Given(weights, inverse_frequencies(config.rope, config.head_dim))
+    prompt = jax.eval_shape(lambda lengths: plan.empty_prompt(lengths, 0, dtype), abstract((rows,), "int32"))
+    held, x = jax.eval_shape(lambda: empty(rows, sizes, dtype)), abstract((rows, 2 * size, 256), dtype)
+    compiled = read_piece.lower(given, x, prompt, None, held, np.int32(0), plan=plan).compile()
+    shape = {"batch": rows, "tokens": 2 * size, "capacity": 2 * size + 64, "dtype": dtype, "prefill_chunk": size}
+    bound = prefill_peak(config, Full(), **shape)["piece"]
+    assert compiled.memory_analysis().temp_size_in_bytes <= bound
+    assert RecurrentPrefill().piece_bytes(config, rows, 2 * size, size) <= bound

@@ -37,7 +37,7 @@ FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Sliding layers of `full` are those of `shadowkv`.
 FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH]
-CASES += [("gemma3", Full()), ("gemma4", FROM_VALUES), (HYBRID, Full()), (HYBRID, SHADOWKV)]
+CASES += [("gemma3", Full()), ("gemma4", FROM_VALUES), (HYBRID, Full())]
 SPARSE = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 QUEST = Quest(budget=16, recent=8, unit=4)
 

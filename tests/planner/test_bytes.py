@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
+from family_cases import family_config
 from policy_inputs import llama
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
@@ -190,6 +191,14 @@ def test_attention_counts_the_pairs_of_queries_and_keys(window, first, tokens):
     seen = (k <= q) & (True if window is None else k > q - window)
     pairs = seen.sum() * TINY.q_heads * TINY.head_dim
     assert attention_operations(TINY, window, first, tokens) == 4 * pairs  # a score and a weighted value
+
+
+def test_operations_of_a_recurrent_layer_follow_the_tokens():
+    """Its matrix products, counted in NumPy's shapes: the state three times, and a chunk of 64 tokens."""
+    config = family_config("qwen3_5").at(0)  # 2 heads of keys and 6 of values, of widths 8 and 12
+    state, chunk = 3 * 6 * 8 * 12, 64 * (2 * 2 * 8 + 2 * 6 * 12)
+    for first, tokens in ((0, 1), (5, 1000), (100_000, 1000)):
+        assert attention_operations(config, None, first, tokens) == 2 * tokens * (state + chunk)
 
 
 def test_a_layer_counts_its_weights_once_a_token():
