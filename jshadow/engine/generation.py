@@ -387,15 +387,32 @@ class GenerationLoop:
         return values
 
     def _mark(self, active: np.ndarray) -> None:
-        """Keep a state for each active row whose newest token may begin a stop string, and drop those of the others."""
+        """Keep a state for each active row whose newest tokens may begin a stop string, and drop those of the others.
+
+        A cycle of speculation draws several tokens, and the state has read all but the last. Those from the first that
+        may belong to a stop string on are given back.
+        """
         assert self.state is not None
-        fork = None
+        held: dict[int, int] = {}
+        last: dict[int, tuple[int, int]] = {}
         for row in np.flatnonzero(active).tolist() if self.options.returns_state else ():
-            if not self.streams[row].held_back:
+            stream = self.streams[row]
+            if not stream.held_back:
                 self.marks.pop(row, None)
             elif row not in self.marks:
-                fork = self.state.fork() if fork is None else fork
-                self.marks[row] = fork, len(self.streams[row].tokens) - 1
+                fed = len(stream.tokens) - 1
+                held[row] = min(fed, stream.released())
+                if held[row] < fed:
+                    last[row] = fed - held[row], [*self.prompts[row], *stream.tokens[: held[row]]][-1]
+        if not held:
+            return
+        fork = self.state.fork()
+        if last:
+            lengths, tokens = np.array(fork.lengths), np.array(fork.last)
+            for row, (back, token) in last.items():
+                lengths[row], tokens[row] = lengths[row] - back, token
+            fork = fork.rewind(lengths, tokens)
+        self.marks |= {row: (fork, count) for row, count in held.items()}
 
     def _next(self, values: np.ndarray, active: np.ndarray, index: int) -> Array:
         """Feed a token to each active row, and return the tokens that step `index` draws, int32 [B].

@@ -198,7 +198,11 @@ class TextStream:
 
     def kept(self) -> int:
         """Return the number of tokens before the one in which the stop string begins; all if none was found."""
-        return bisect.bisect_right(self._ends, len(self.text)) if self.stopped else len(self.tokens)
+        return self.released() if self.stopped else len(self.tokens)
+
+    def released(self) -> int:
+        """Return the number of tokens before the one in which the text that is held back begins."""
+        return bisect.bisect_right(self._ends, len(self.text))
 
     def _add(self, text: str) -> None:
         """Add the text of the tokens that were not yet decoded."""

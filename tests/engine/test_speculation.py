@@ -16,6 +16,7 @@ from few import slow
 from scipy import stats
 from small_state import SMALL as SMALLEST
 from small_state import small
+from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow import CompressedDraft, DraftModel, Full, Loki, PromptLookup, Quest, Sampler, SelfDraft, ShadowKV
@@ -181,6 +182,31 @@ def test_a_stop_string_that_began_in_an_earlier_cycle_needs_no_state():
     answer = plain("quest")[0].tokens
     assert [token for _, _, token in loop] == answer
     assert loop.results()[0].tokens == answer[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [HYBRID, TINY], ids=["hybrid", "llama"])
+def test_an_answer_ends_at_a_stop_string_and_its_chat_goes_on(config):
+    """Also at a string of many tokens, which began in an earlier cycle. What was fed after it is given back."""
+    config = dataclasses.replace(config, vocab_size=257, eos_ids=(256,))
+    params = dataclasses.replace(init_params(config, seed=1), tokenizer=byte_tokenizer())
+    drafter = SelfDraft(tokens=6, policy=Quest(budget=CAPACITY, unit=4, recent=3, dense_layers=0))
+    prompts, asked = ["hello hello", "abc"], {"max_new_tokens": 30, "capacity": 96}
+    text = jshadow.generate(params, prompts, Full(), **asked)[0].text
+    for stop in (text[10:13], text[3:22]):
+        expected, out = (
+            jshadow.generate(params, prompts, Full(), stop=stop, speculate=one, **asked) for one in (None, drafter)
+        )
+        assert tokens_of(out) == tokens_of(expected)
+        assert end_of(out) == end_of(expected)
+        assert len(out[0].tokens) < 30
+        assert sum(one.report.accepted_tokens for one in out) > 0
+        chat = [{"role": "user", "content": "go on"}]
+        turns = [
+            jshadow.generate(params, chat, state=ones[0].state.fork(), max_new_tokens=5, speculate=one).tokens
+            for ones, one in ((expected, None), (out, None), (out, drafter))
+        ]
+        assert turns[0] == turns[1] == turns[2]
 
 
 def test_a_draw_depends_on_its_number_alone():
