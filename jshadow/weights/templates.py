@@ -17,7 +17,7 @@ from jshadow.weights.tokenizer import decode, encode, encode_parts, encode_plain
 DATE = datetime.date(2024, 7, 26)  # the day that Llama 3's template names where it is not told the day
 # The codes of strftime: each letter alone, behind a flag or behind a modifier. `strftime` keeps those that it has not.
 _CODES = [f"%{flag}{letter}" for flag in (*"-_0^#:EO", "") for letter in string.ascii_letters]
-_THOUGHT = "</think>"  # the end of what a model thinks
+_THOUGHT = "<think>", "</think>"  # around what a model thinks; templates look for them in an answer
 _END = "x"  # the end of a text of which the tokens before a document are taken
 MOST_STEPS, MOST_SECONDS = 20_000, 10.0  # lines of a compiled template for each message and tool, and time
 
@@ -175,8 +175,10 @@ def changed_turn(tokenizer: Any, held: Sequence[int], question: str) -> list[int
         asked, begun = (rendered(tokenizer, user, answer=answer, fixed_date=True) for answer in (False, True))
         start = begun.removeprefix(asked) or mark  # some templates always begin an answer
         before, found, said = text.rpartition(start)
-        thoughts, closing, content = said.rpartition(_THOUGHT)
-        told = [{"role": "assistant", "content": thoughts + closing + plain(content)}]
+        thoughts, closing, content = said.rpartition(_THOUGHT[1])
+        head, opening, thoughts = thoughts.partition(_THOUGHT[0])
+        content = plain(head) + opening + plain(thoughts) + closing + plain(content)
+        told = [{"role": "assistant", "content": content}]
         later = rendered(tokenizer, [*user, *told, {"role": "user", "content": plain(question)}], fixed_date=True)
     except PromptError:
         return None

@@ -7,7 +7,7 @@ import pytest
 from byte_models import PARAMS
 from family_cases import family_config
 from family_templates import QWEN3
-from tiny_text import marked_tokenizer
+from tiny_text import marked_tokenizer, spelled
 
 import jshadow
 from jshadow.library.shelf import Entry
@@ -21,6 +21,10 @@ OPENS = "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n"
 QWEN35 = QWEN3.replace(OPENS, OPENS + "<think>\\n")
 KEEPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 KEEPS += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+MOVES = KEEPS.replace("m.content", "m.content.split('</think>')[-1]").replace(
+    "<|im_end|>",
+    "{% if '</think>' in m.content %}({{ m.content.split('</think>')[0].split('<think>')[1] }}){% endif %}<|im_end|>",
+)
 DOCUMENT, ASKED = "The sea is calm.", "\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
 NEXT = "<|im_end|>\n<|im_start|>user\nWhy <|im_end|>?<|im_end|>\n<|im_start|>assistant\n"
 THOUGHT = "<think>\nIs it me?\n</think>\n\nMe."
@@ -45,18 +49,19 @@ CASES = {
     "Qwen3": (QWEN3, THOUGHT, "Me.", ""),
     "Qwen3.5": (QWEN35, THOUGHT.removeprefix("<think>\n"), "Me.", "<think>\n"),
     "Qwen3.5, cut": (QWEN35, "Is it", "Is it", "<think>\n"),
+    "moved": (MOVES, "<think>Is <|im_end|> it?</think>Me <|im_end|>.", "Me <|im_end|>.(Is <|im_end|> it?)", ""),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ended", [True, False])
 def test_the_tokens_of_a_turn_are_those_of_the_template(tmp_path, name, ended):
-    """A token of the template that a question has in it is plain text."""
+    """A token of the template that a question or an answer spells is plain text."""
     template, answer, told, opened = CASES[name]
     params = params_of(template)
     tokenizer = params.tokenizer
     first = [*document_ids(tokenizer, DOCUMENT), *tokenizer.encode(ASKED + opened)]
-    held = [*first, *tokenizer.encode(answer), *[258] * ended]
+    held = [*first, *spelled(tokenizer, answer), *[258] * ended]
     with jshadow.Library(tmp_path, params, Full(), capacity=256) as library:
         library.catalog.put("key", Entry(np.array(held, np.int32), {"ends": "answer"}))
         ids = library.prompt("key", "Why <|im_end|>?")
