@@ -146,11 +146,12 @@ class Ask(_LibraryCommand, SamplingOptions):
                 write_answer(asking.loop, progress, "", silent=self.json)
                 reply = library.finish(asking)
         if self.json:
-            print(json.dumps(to_json(reply, None) | {"key": reply.key, "stored_tokens": reply.stored_tokens}))
+            told = {"key": reply.key, "stored_tokens": reply.stored_tokens, "read_tokens": reply.read_tokens}
+            print(json.dumps(to_json(reply, None) | told))
             return 0
         show_figures([reply])
         if reply.stored_tokens < stored.tokens:
-            known, read = reply.stored_tokens, reply.report.prompt_tokens
+            known, read = reply.stored_tokens, reply.read_tokens
             print(f"the chat template changes the last answer: {known} tokens were stored, {read} were read")
         if reply.key is not None:
             print(f"stored as {reply.key[:_SHOWN]}")

@@ -159,7 +159,7 @@ def extend(
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
         options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
-            at once, 2048 by default. Smaller pieces take less device memory, which `planner.turn_pieces.extend_peak`
+            at once, 2048 by default. Smaller pieces take less device memory, which `planner.pieces.extend_peak`
             computes. progress is called with a `PrefillProgress` after each piece.
 
     Returns:

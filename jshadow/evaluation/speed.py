@@ -452,7 +452,8 @@ def _costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) ->
     table = config.vocab_size * config.model_dim * (1 if config.tie_embeddings else 2)
     numbers = planner.weights_bytes // planner.item - table
     # Each token is multiplied by each weight, and attends to half of the prompt on average.
-    columns = sum(config.at(layer).query_columns for layer in range(config.num_layers))
+    attending = (layer for layer, kind in enumerate(config.attention_kinds) if not kind.recurrent)
+    columns = sum(config.at(layer).query_columns for layer in attending)
     prefill = 2 * request.tokens * (numbers + request.tokens * columns)
     return {
         "policy": resolved.name,

@@ -182,12 +182,14 @@ class Reply(Generation):
 
     Attributes:
         key: that of the state at the end of the answer, or None if it was not stored.
-        stored_tokens: number of tokens that were stored. `report.prompt_tokens` more were read: those of the question,
-            and those before it that the chat template has changed.
+        stored_tokens: number of tokens before the answer that were stored.
+        read_tokens: number of tokens that were read: those of the question, and those before it that the chat template
+            has changed.
     """
 
     key: str | None = None
     stored_tokens: int = 0
+    read_tokens: int = 0
 
 
 class Library(StateStore):
@@ -288,7 +290,8 @@ class Library(StateStore):
         if asking.store:
             ids = [*asking.before.tolist(), *asking.ids, *generation.tokens]
             key = self.store(ids, generation.state, title=asking.title, ends=ANSWER)
-        return Reply(**vars(generation), key=key, stored_tokens=asking.stored)
+        read = len(asking.before) + len(asking.ids) - asking.stored
+        return Reply(**vars(generation), key=key, stored_tokens=asking.stored, read_tokens=read)
 
     def begun(self, ids: np.ndarray) -> tuple[KVState, int]:
         """Return a state that holds a beginning of `ids`, int32 [n], and how many of its tokens were stored.

@@ -272,7 +272,8 @@ class ModelConfig:
         ):
             if self.q_heads % kv_heads:
                 raise ConfigError(f"config.q_heads must be a multiple of kv_heads={kv_heads}, got {self.q_heads}")
-            rope.check_width(width)
+            if self.mixer == "attention":
+                rope.check_width(width)
         if self.sliding_heads and self.query_scalar is None:
             raise ConfigError("config.query_scalar must be given with sliding_heads, so that layers have one scale")
         if not self.norm_eps > 0:

@@ -77,7 +77,7 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
 GRANITE = ModelFamily(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    models="Granite 3 and 4 (dense)",
+    models="Granite 3 (dense)",
     rules=RULES,
     differs="factors on embeddings, residuals, scores and logits",
     defaults=_DEFAULTS,

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import ModelConfig, Recurrent, check_positive, recurrent_of
+from jshadow.models.config import ModelConfig, Recurrent, check_positive
 from jshadow.models.family import ModelFamily, Rule
-from jshadow.models.granite import GRANITE_MOE
+from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.sliding import FULL, layer_count
 from jshadow.ops.rope import RopeConfig
 
@@ -38,10 +38,13 @@ _SHARED = tuple(  # alone in a model without experts, and beside them
 )
 
 
-def _recurrent(hf: Mapping[str, Any]) -> Recurrent:
+def _recurrent(hf: Mapping[str, Any]) -> Recurrent | None:
     layers, kinds = layer_count(hf), hf.get("layer_types") or hf.get("layers_block_type")
     if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {*_KINDS}:
         raise ConfigError(f"config.json layer_types must be {layers} times one of {[*_KINDS]}, got {kinds!r:.200}")
+    recurrent = tuple(layer for layer, kind in enumerate(kinds) if _KINDS[kind] == _RECURRENT)
+    if not recurrent:
+        return None
     if hf.get("mamba_proj_bias"):
         raise ConfigError(f"config.json mamba_proj_bias must be false, got {hf['mamba_proj_bias']!r}")
     if hf.get("time_step_limit") not in _NO_LIMITS:
@@ -49,7 +52,7 @@ def _recurrent(hf: Mapping[str, Any]) -> Recurrent:
     check_positive("config.json", mamba_n_heads=hf["mamba_n_heads"], mamba_expand=hf["mamba_expand"])
     width = hf["mamba_expand"] * hf["hidden_size"] // hf["mamba_n_heads"]
     return Recurrent(
-        layers=tuple(layer for layer, kind in enumerate(kinds) if _KINDS[kind] == _RECURRENT),
+        layers=recurrent,
         key_heads=hf["mamba_n_groups"],
         value_heads=hf["mamba_n_heads"],
         key_dim=hf["mamba_d_state"],
@@ -62,21 +65,29 @@ def _recurrent(hf: Mapping[str, Any]) -> Recurrent:
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     recurrent, shared = _recurrent(hf), hf["shared_intermediate_size"]
-    fields = GRANITE_MOE.read(hf if hf["num_local_experts"] else {**hf, "num_local_experts": hf["num_experts_per_tok"]})
-    experts = dataclasses.replace(fields["experts"], shared_width=shared) if hf["num_local_experts"] else None
+    check_positive("config.json", shared_intermediate_size=shared)
+    experts = None
+    if hf["num_local_experts"]:
+        fields = GRANITE_MOE.read(hf)
+        experts = dataclasses.replace(fields["experts"], shared_width=shared)
+    else:
+        fields = GRANITE.read(hf)
     rope = {} if hf.get("position_embedding_type") == "rope" else {"rope": RopeConfig(kind="none")}
-    recurrent_layers = {"recurrent": recurrent if recurrent.layers else None}
-    return {**fields, **rope, **recurrent_layers, "ffn_dim": shared, "experts": experts}
+    return {**fields, **rope, "recurrent": recurrent, "ffn_dim": shared, "experts": experts}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    r, experts = recurrent_of(config), config.experts
-    return {
+    r, experts = config.recurrent, config.experts
+    fields = {
         **GRANITE_MOE.write(config),
         "intermediate_size": experts.width if experts else config.ffn_dim,
         "shared_intermediate_size": config.ffn_dim,
-        "layer_types": [_RECURRENT if layer in r.layers else FULL for layer in range(config.num_layers)],
+        "layer_types": [_RECURRENT if r and layer in r.layers else FULL for layer in range(config.num_layers)],
         "position_embedding_type": None if config.rope.kind == "none" else "rope",
+    }
+    if r is None:
+        return fields
+    return fields | {
         "mamba_n_groups": r.key_heads,
         "mamba_n_heads": r.value_heads,
         "mamba_d_state": r.key_dim,
@@ -90,9 +101,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 GRANITE_HYBRID = ModelFamily(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    models="Granite 4.0 (H-Micro, H-Tiny, H-Small)",
+    models="Granite 4.0 (H-Micro, H-Tiny, H-Small, 1B)",
     rules=GRANITE_MOE.rules + _MAMBA + _SHARED,
-    differs="as `granite`; most layers are Mamba-2; experts in some models; no RoPE",
+    differs="as `granite`; most layers are Mamba-2; experts in some models; RoPE in some",
     defaults={
         **GRANITE_MOE.defaults,
         "shared_intermediate_size": 1024,

@@ -97,8 +97,9 @@ def _recurrent_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("attn_output_gate") is False:
-        raise ConfigError("config.json attn_output_gate must be true, got False")
+    for key, only in (("attn_output_gate", True), ("attention_bias", False)):
+        if hf.get(key, only) not in (only, None):
+            raise ConfigError(f"config.json {key} must be {str(only).lower()}, got {hf[key]!r}")
     recurrent = Recurrent(
         layers=_recurrent_layers(hf),
         key_heads=hf["linear_num_key_heads"],
@@ -117,7 +118,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers, step, plain = layer_count(hf), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    check_positive("config.json", decoder_sparse_step=step)
+    shared = hf["shared_expert_intermediate_size"]
+    check_positive("config.json", decoder_sparse_step=step, shared_expert_intermediate_size=shared)
     if not isinstance(plain, list):
         raise ConfigError(f"config.json mlp_only_layers must be a list, got {plain!r}")
     experts = Experts(
@@ -126,14 +128,16 @@ def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
         width=hf["moe_intermediate_size"],
         layers=tuple(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0),
         normalized=bool(hf.get("norm_topk_prob", True)),
-        shared_width=hf["shared_expert_intermediate_size"],
+        shared_width=shared,
         shared_gate=True,
     )
     return {**_read(hf), "experts": experts}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    r = recurrent_of(config)
+    r = config.recurrent
+    if r is None:
+        return {"layer_types": [FULL] * config.num_layers}
     return {
         "layer_types": [_RECURRENT if layer in r.layers else FULL for layer in range(config.num_layers)],
         "linear_num_key_heads": r.key_heads,
@@ -200,7 +204,7 @@ QWEN35_MOE_TEXT = ModelFamily(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     models="Qwen3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)",
-    rules=_COMMON + _APART + _STACKED + EXPERTS[:4] + _SHARED,
+    rules=_COMMON + _APART + EXPERTS[:4] + _STACKED + _SHARED,
     differs="as `qwen3_next`",
     defaults={
         **_DEFAULTS,

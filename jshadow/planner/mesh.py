@@ -135,7 +135,10 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
     if experts is not None:
         widths = {name: -(-getattr(experts, name) // count) for name in ("width", "shared_width")}
         experts = dataclasses.replace(experts, **widths)
-    near = config.sliding_heads
+    near, recurrent = config.sliding_heads, config.recurrent
+    if recurrent is not None:
+        heads = {name: getattr(recurrent, name) // count for name in ("key_heads", "value_heads")}
+        recurrent = dataclasses.replace(recurrent, **heads)
     return dataclasses.replace(
         config,
         sliding_heads=near and (near[0] // count, near[1]),
@@ -143,6 +146,7 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
         kv_heads=config.kv_heads // count,
         ffn_dim=-(-config.ffn_dim // count),
         experts=experts,
+        recurrent=recurrent,
         vocab_size=-(-config.vocab_size // count),
         eos_ids=(),
     )

@@ -69,7 +69,7 @@ def request_operations(config: ModelConfig, window: int | None, prompt: int, tok
         prompt: number of tokens of the prompt.
         tokens: number of tokens of the request, which contains the chunk.
     """
-    scores = 4 * config.query_columns * tokens * tokens
+    scores = 0 if config.mixer == "recurrent" else 4 * config.query_columns * tokens * tokens
     block = projection_operations(config, tokens) + rest_operations(config, tokens)
     return block + attention_operations(config, window, prompt, tokens) + scores
 

@@ -91,6 +91,6 @@ def test_a_hybrid_reads_a_changed_turn_anew_from_the_longest_stored_beginning(tm
                 library.remove(document.key)
             ids = library.prompt(key, "Why?")
             reply = library.ask(key, "Why?", max_new_tokens=5, store=True)
-            assert (reply.stored_tokens, reply.report.prompt_tokens) == (stored, len(ids) - (stored or len(ids) - 1))
+            assert (reply.stored_tokens, reply.read_tokens) == (stored, len(ids) - stored)
             assert reply.tokens == jshadow.generate(params, ids, Full(), max_new_tokens=5, capacity=256).tokens
             assert library.ids(reply.key).tolist() == [*ids, *reply.tokens]

@@ -22,10 +22,11 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import full_bytes
 from jshadow.planner.machine import footprint
+from jshadow.planner.mesh import share_of
 from jshadow.policies import Full, Quantized, Quest, ShadowKV, StreamingLLM
 from jshadow.policies.base import full_layers, why_dense
 from jshadow.policies.sizing import at_share
-from jshadow.weights.params import init_params
+from jshadow.weights.params import init_params, load, save
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -193,6 +194,8 @@ REFUSED = [
     ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
     ("qwen3_5_text", {"full_attention_interval": 2, "linear_num_value_heads": 24}, "multiple of key_heads=16, got 24"),
     ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate must be true"),
+    ("qwen3_5_text", {"full_attention_interval": 2, "attention_bias": True}, "attention_bias must be false, got True"),
+    ("qwen3_next", {"full_attention_interval": 2, "shared_expert_intermediate_size": -1}, "size must be an integer"),
     ("granitemoehybrid", {}, "layer_types must be 3 times one of"),
     ("granitemoehybrid", {"layer_types": ["mamba", "moe", "attention"]}, "layer_types must be 3 times one of"),
     ("granitemoehybrid", MAMBA | {"mamba_proj_bias": True}, "mamba_proj_bias must be false"),
@@ -220,6 +223,22 @@ def test_what_a_file_leaves_out_is_what_transformers_says(model_type):
     left_out = {"hidden_size_per_layer_input": 0} if model_type == "gemma4_text" else {}
     left_out |= {"layer_types": 31 * ["mamba"] + ["attention"]} if model_type == "granitemoehybrid" else {}
     assert family.config_from_hf({"model_type": model_type, **left_out}) == family.config_from_hf(told | left_out)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_5_text"])
+def test_a_hybrid_family_without_recurrent_layers(tmp_path, model_type):
+    """Such as Granite 4.0 1B, whose file has no experts and no layer of Mamba-2."""
+    unused = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 0}
+    more = unused | {"shared_intermediate_size": 80} if model_type == "granitemoehybrid" else {}
+    config = read(model_type, layer_types=3 * ["full_attention"], head_dim=16, **more)
+    assert (config.recurrent, config.experts, config.ffn_dim) == (None, None, 80)
+    save(init_params(config), tmp_path / "m")
+    assert load(tmp_path / "m").config == config
+
+
+def test_a_device_of_a_mesh_has_some_heads_of_a_recurrent_layer():
+    part = share_of(published("qwen3.6-27b"), 4)
+    assert (part.recurrent.key_heads, part.recurrent.value_heads, part.kinds[0].q_heads) == (4, 12, 12)
 
 
 def test_the_text_config_of_gemma_3_4b_as_published():

@@ -440,6 +440,19 @@ def test_load_without_torch_is_silent(tmp_path, source):
 OLDER, NEWER = ("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")
 # A case of a text model -> the type of the whole model
 WRAPPERS = {"gemma3": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma4": "gemma4"}
+WRAPPERS |= {"qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
+
+
+def stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors as Qwen3.5 is published: those of all experts of a layer in one, and gate above up."""
+    kept = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.split(".experts.")[0] for name in tensors.keys() - kept.keys()}):
+        gate, up, down = (
+            np.stack([tensors[f"{layer}.experts.{expert}.{name}_proj.weight"] for expert in range(5)])
+            for name in ("gate", "up", "down")
+        )
+        kept |= {f"{layer}.experts.gate_up_proj": np.concatenate([gate, up], 1), f"{layer}.experts.down_proj": down}
+    return kept
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
@@ -455,6 +468,8 @@ def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, case, prefi
         del config["model_type"]  # that of the text may be left out
     (whole / "config.json").write_text(json.dumps(outer | {"text_config": config}))
     tensors = load_file(whole / "model.safetensors")
+    if case == "qwen3_5_moe":
+        tensors = stacked_experts(tensors)
     renamed = {
         prefixes[0] + name.removeprefix("model.")
         if name.startswith("model.")
@@ -462,13 +477,18 @@ def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, case, prefi
         for name, value in tensors.items()
     }
     images = {"vision_tower.encoder.weight": np.ones(3, np.float32), "multi_modal_projector.w": np.ones(2, np.float32)}
+    images |= {"model.visual.patch_embed.proj.weight": np.ones(2, np.float32), "mtp.fc.weight": np.ones(2, np.float32)}
     save_file(renamed | images, whole / "model.safetensors")
     first, second = (load(folder, dtype="float32") for folder in (plain, whole))
     assert first.config == second.config
     jax.tree.map(np.testing.assert_array_equal, first.weights, second.weights)
+    convert(whole, tmp_path / "orbax", "float32", format="orbax")
+    jax.tree.map(np.testing.assert_array_equal, first.weights, load(tmp_path / "orbax", dtype="float32").weights)
     convert(whole, tmp_path / "text", "float32")
     assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == first.config.model_type
-    assert load(tmp_path / "text", dtype="float32").config == first.config
+    again = load(tmp_path / "text", dtype="float32")
+    assert again.config == first.config
+    jax.tree.map(np.testing.assert_array_equal, first.weights, again.weights)
 
 
 def test_a_text_config_that_is_no_object_is_refused(tmp_path):

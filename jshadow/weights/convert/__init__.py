@@ -58,7 +58,8 @@ def convert(
     Args:
         src: a .gguf file, a directory (Hugging Face, or orbax as written by this function), or a hub id.
         dst: directory to create. It must not exist.
-        dtype: dtype of the written weights: "float32", "bfloat16" or "float16". The bias of a router is float32.
+        dtype: dtype of the written weights: "float32", "bfloat16" or "float16". The bias of a router, and the rates
+            of a recurrent state, are float32.
         progress: called after each tensor with (number of tensors written, number of all tensors).
         format: "huggingface" (safetensors) or "orbax".
         shard_bytes: maximum bytes of a safetensors file. Larger checkpoints are split into several files. A single
@@ -115,7 +116,7 @@ def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int
     """Write the weights of a source as an orbax checkpoint at `path`."""
     weight_shapes = flat_abstract(source.config)
     tensors_of: dict[str, list[Placement]] = {}
-    for tensor in placements(source.family, weight_shapes).values():
+    for tensor in placements(source.family, weight_shapes, source.shapes).values():
         for name in tensor.paths:
             tensors_of.setdefault(name, []).append(tensor)
 

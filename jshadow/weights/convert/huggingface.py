@@ -347,7 +347,7 @@ def read_weights(
 
 def read_source(source: Source, put: Put) -> dict[str, Any]:
     """Read all weights of a source, tensor by tensor. `put`, the result and the errors are those of `read_weights`."""
-    placed = placements(source.family, flat_abstract(source.config))
+    placed = placements(source.family, flat_abstract(source.config), source.shapes)
     order = [(name, placed[name]) for name in source.shapes]
     return _filled("the checkpoint", order, source.read, source.config, put, [])
 
@@ -421,7 +421,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def layout_of(shapes: Mapping[str, Shape], family: ModelFamily, config: ModelConfig, dtype: str) -> Layout:
     """Return the shapes of tensors with the dtypes in which they are written. `dtype` is that of most of them."""
-    tensors = placements(family, flat_abstract(config))
+    tensors = placements(family, flat_abstract(config), shapes)
     return {name: (dtype_of(tensors[name].paths[0], DTYPES[dtype]).name, shape) for name, shape in shapes.items()}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily, Rule
 
@@ -113,12 +114,15 @@ def placements(
         family: its first rule for a weight counts, unless only the tensors of a later rule are there.
         weight_shapes: the shape of each weight by path.
         there: the names of the tensors that the checkpoint has.
+
+    Raises:
+        ConfigError: no rule of the family has a weight, so the config has a setting that the family lacks.
     """
     result: dict[str, Placement] = {}
     for path, shape in weight_shapes.items():
         ways = [(rule, names) for rule in family.rules if (names := rule.sources(path, shape))]
         if not ways:
-            continue
+            raise ConfigError(f"no tensor of a {family.model_type} checkpoint has the weight {path} of this config")
         rule, names = next((way for way in ways if all(name in there for name in way[1])), ways[0])
         for index, name in enumerate(names):
             if name not in result:
