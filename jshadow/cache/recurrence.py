@@ -5,7 +5,6 @@ The state follows the gated delta rule, or without its correction the rule of Ma
 their widths.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +96,7 @@ def _convolved(held: Recurrence, new: RecurrentTokens) -> tuple[Tokens, tuple[Ar
         parts.append(jax.nn.silu(out).reshape(x.shape))
         inputs.append(ring_write(rows, flat, new.lengths, new.valid).reshape(ring.shape))
     q, k, v = (part.astype(jnp.float32) for part in parts)
-    if new.sizes.kind == "delta":
+    if new.sizes.corrects:
         q, k = normalized(q) * q.shape[-1] ** -0.5, normalized(k)
     return Tokens(q, k, v, *new.gates), (inputs[0], inputs[1], inputs[2])
 
@@ -115,7 +114,7 @@ def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurren
     tokens, inputs = _convolved(held, new)
     reads, counts = new.valid.any(axis=1), new.valid.sum(axis=1, dtype=jnp.int32)
     state = folded_all(held.state, held.recent, held.folded, jnp.where(reads, new.lengths, held.folded))
-    out, state = scan_chunks(state, masked(tokens, new.valid), corrects=new.sizes.kind == "delta")
+    out, state = scan_chunks(state, masked(tokens, new.valid), corrects=new.sizes.corrects)
     folded = jnp.where(reads, new.lengths + counts, held.folded)
     return _skipped(out, tokens, new), Recurrence(state, held.recent, folded, inputs)
 
@@ -123,8 +122,8 @@ def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurren
 def step_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
     """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32."""
     tokens, inputs = _convolved(held, new)
-    rule = functools.partial(step, corrects=new.sizes.kind == "delta")
-    out, state, recent, folded = rule(held.state, held.recent, held.folded, new.lengths, tokens, new.valid)
+    before, corrects = (held.state, held.recent, held.folded), new.sizes.corrects
+    out, state, recent, folded = step(*before, new.lengths, tokens, new.valid, corrects=corrects)
     return _skipped(out, tokens, new), Recurrence(state, recent, folded, inputs)
 
 

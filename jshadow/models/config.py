@@ -51,7 +51,7 @@ class AttentionKind:
 
     @property
     def sees_all(self) -> bool:
-        """Whether the layer attends to all tokens. Only such layers take the policy."""
+        """Whether the layer attends to all tokens. Only such a layer takes the policy that the user chose."""
         return self.window is None and not self.recurrent
 
 
@@ -86,6 +86,11 @@ class Recurrent:
             raise ConfigError(
                 f"config.recurrent.value_heads must be a multiple of key_heads={self.key_heads}, got {self.value_heads}"
             )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a token replaces what a state holds for its key (the delta rule), instead of adding to it."""
+        return self.kind == "delta"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +327,7 @@ class ModelConfig:
 
     @property
     def _is_hybrid(self) -> bool:
-        """Whether this is the config of a whole hybrid model, and not of one of its layers."""
+        """Whether this config describes a whole hybrid model. The config of a single layer (`at`) does not."""
         return self.recurrent is not None and self.mixer == "attention"
 
     @functools.cached_property

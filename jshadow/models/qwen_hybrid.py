@@ -3,13 +3,15 @@
 Attention has an output gate, and rotates a quarter of each head.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import Experts, ModelConfig, Recurrent, check_positive, experts_of, recurrent_of
+from jshadow.models.config import ModelConfig, Recurrent, check_positive, experts_of, recurrent_of
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, QK_NORMS, VALUES
+from jshadow.models.qwen_moe import QWEN3_MOE
 from jshadow.models.sliding import FULL, layer_count
 
 _RECURRENT = "linear_attention"
@@ -79,6 +81,8 @@ _DEFAULTS = {
     "linear_num_value_heads": 32,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
 }
 
 
@@ -117,20 +121,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    layers, step, plain = layer_count(hf), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     shared = hf["shared_expert_intermediate_size"]
-    check_positive("config.json", decoder_sparse_step=step, shared_expert_intermediate_size=shared)
-    if not isinstance(plain, list):
-        raise ConfigError(f"config.json mlp_only_layers must be a list, got {plain!r}")
-    experts = Experts(
-        count=hf["num_experts"],
-        chosen=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        layers=tuple(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0),
-        normalized=bool(hf.get("norm_topk_prob", True)),
-        shared_width=shared,
-        shared_gate=True,
-    )
+    check_positive("config.json", shared_expert_intermediate_size=shared)
+    experts = dataclasses.replace(QWEN3_MOE.read(hf)["experts"], shared_width=shared, shared_gate=True)
     return {**_read(hf), "experts": experts}
 
 
@@ -181,7 +174,8 @@ QWEN3_NEXT = ModelFamily(
     attention_keys=("full_attention_interval", "attn_output_gate"),
     partial_rotary=True,
 )
-QWEN35_TEXT = ModelFamily(
+QWEN35_TEXT = dataclasses.replace(
+    QWEN3_NEXT,
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     models="Qwen3.5 and 3.6, dense (4B, 9B, 27B)",
@@ -197,10 +191,9 @@ QWEN35_TEXT = ModelFamily(
     },
     read=_read,
     write=_write,
-    attention_keys=QWEN3_NEXT.attention_keys,
-    partial_rotary=True,
 )
-QWEN35_MOE_TEXT = ModelFamily(
+QWEN35_MOE_TEXT = dataclasses.replace(
+    QWEN3_NEXT,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     models="Qwen3.5 and 3.6 with experts (35B-A3B, 122B-A10B, 397B-A17B)",
@@ -214,8 +207,4 @@ QWEN35_MOE_TEXT = ModelFamily(
         "num_experts_per_tok": 8,
         "num_experts": 256,
     },
-    read=_read_experts,
-    write=_write_experts,
-    attention_keys=QWEN3_NEXT.attention_keys,
-    partial_rotary=True,
 )

@@ -29,7 +29,7 @@ class RecurrentMixer(nn.Module):
         self.q, self.k = Linear(keys, shares_input=True), Linear(keys, shares_input=True)
         self.v, self.gate = Linear(values, shares_input=True), Linear(values, shares_input=True)
         self.decay = Linear(r.value_heads, shares_input=True)
-        if r.kind == "delta":
+        if r.corrects:
             self.beta = Linear(r.value_heads, shares_input=True)
         else:
             self.skip = self.param("skip", nn.initializers.ones, (r.value_heads,))
@@ -46,7 +46,7 @@ class RecurrentMixer(nn.Module):
         self.a_log, self.dt_bias = (
             self.param(name, nn.initializers.zeros, (r.value_heads,)) for name in ("a_log", "dt_bias")
         )
-        if r.kind == "delta":
+        if r.corrects:
             self.norm = Norm("rms", self.config.norm_eps)
         else:
             self.norm_scale = self.param("norm_scale", nn.initializers.ones, (values,))
@@ -65,7 +65,7 @@ class RecurrentMixer(nn.Module):
         """
         a_log, dt_bias = self.a_log.astype(jnp.float32), self.dt_bias.astype(jnp.float32)
         time_step = jax.nn.softplus(self.decay(x).astype(jnp.float32) + dt_bias)
-        if recurrent_of(self.config).kind == "mamba2":
+        if not recurrent_of(self.config).corrects:
             return -jnp.exp(a_log) * time_step, time_step
         return -jnp.exp(a_log) * time_step, jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
 
@@ -83,7 +83,7 @@ class RecurrentMixer(nn.Module):
 
     def skipped(self) -> Array | None:
         """Return the factor with which each head's value is added to what its state gives, [n_v], or None."""
-        skip: Array | None = self.skip if recurrent_of(self.config).kind == "mamba2" else None
+        skip: Array | None = None if recurrent_of(self.config).corrects else self.skip
         return skip
 
     def output(self, heads: Array, x: Array) -> Array:
@@ -93,7 +93,7 @@ class RecurrentMixer(nn.Module):
         of a group together, with a scale for each column.
         """
         gate = jax.nn.silu(self.gate(x).astype(jnp.float32))
-        if recurrent_of(self.config).kind == "mamba2":
+        if not recurrent_of(self.config).corrects:
             return self.o(self._grouped_norm(heads.reshape(gate.shape).astype(jnp.float32) * gate, x.dtype))
         return self.o((self.norm(heads) * gate.reshape(heads.shape)).astype(x.dtype).reshape(*x.shape[:-1], -1))
 

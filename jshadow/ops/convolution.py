@@ -68,7 +68,7 @@ def convolve(
 def ring_write(
     ring: Float[Array, "B R C"], x: Float[Array, "B T C"], lengths: Int[Array, " B"], valid: Bool[Array, "B T"]
 ) -> Float[Array, "B R C"]:
-    """Write the inputs of new tokens to their slots. Of more than R tokens in a row, the last R are written.
+    """Write the inputs of new tokens to their slots. If a row has more than R of them, only the last R are written.
 
     Args:
         ring: the ring buffer of raw inputs.

@@ -214,7 +214,7 @@ def _inverse(lower: Array) -> Array:
     """Return the inverses of unit lower triangular matrices [..., T, T]. Only what is below the diagonals is read.
 
     Pairs of diagonal blocks of 1, 2, 4, ... rows are joined: the corner of the inverse of [[A, 0], [C, D]] is
-    -D^-1 C A^-1. Unlike a triangular solve, this has few steps, and no library that starts threads of its own.
+    -D^-1 C A^-1. This takes few steps, and each is a matrix product.
     """
     length = lower.shape[-1]
 
@@ -230,8 +230,8 @@ def _inverse(lower: Array) -> Array:
 def _decays(log_decay: Array) -> Array:
     """Return the decays [B, h, T, T + 1] of log_decay [B, T, h]: entry [t, s] is exp(g_s + ... + g_t).
 
-    It is 1 for s = t + 1 and 0 for a greater s. Each sum is made of its own terms. A difference of two cumulative sums
-    would be imprecise after strong decays.
+    It is 1 for s = t + 1 and 0 for a greater s. Each sum adds its own terms, because the
+    difference of two cumulative sums would be imprecise after strong decays.
     """
     length = log_decay.shape[1]
     token, first = jnp.arange(length)[:, None], jnp.arange(length + 1)

@@ -44,9 +44,8 @@ class RecurrentPrefill(PrefillAttention):
         heads = piece.heads
         assert heads is not None
         valid = piece.first + jnp.arange(heads.v.shape[1], dtype=jnp.int32) < prompt.lengths[:, None]
-        out, after = read_tokens(
-            aux, RecurrentTokens.of(heads, recurrent_of(config), jnp.minimum(piece.first, prompt.lengths), valid)
-        )
+        before = jnp.minimum(piece.first, prompt.lengths)
+        out, after = read_tokens(aux, RecurrentTokens.of(heads, recurrent_of(config), before, valid))
         return out.astype(heads.v.dtype), after
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:

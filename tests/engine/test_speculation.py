@@ -187,7 +187,7 @@ def test_a_stop_string_that_began_in_an_earlier_cycle_needs_no_state():
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [HYBRID, TINY], ids=["hybrid", "llama"])
 def test_an_answer_ends_at_a_stop_string_and_its_chat_goes_on(config):
-    """Also at a string of many tokens, which began in an earlier cycle. What was fed after it is given back."""
+    """A stop string of many tokens can begin in an earlier cycle. The tokens fed since then are given back."""
     config = dataclasses.replace(config, vocab_size=257, eos_ids=(256,))
     params = dataclasses.replace(init_params(config, seed=1), tokenizer=byte_tokenizer())
     drafter = SelfDraft(tokens=6, policy=Quest(budget=CAPACITY, unit=4, recent=3, dense_layers=0))

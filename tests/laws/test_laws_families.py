@@ -191,7 +191,7 @@ def test_bases_are_learned_where_layers_attend(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [VerticalSlash(block=16), AShape(block=16), SPARSE])
 def test_a_hybrid_takes_a_sparse_prefill(attention):
-    """Recurrent layers read all tokens. Where it covers everything, it is exact."""
+    """Recurrent layers read all tokens. A sparse attention that covers all tokens is exact."""
     case = (HYBRID, Full())
     if attention is SPARSE:
         assert np.abs(held(*case, attention=attention)[0] - held(*case)[0]).max() > 1e-3

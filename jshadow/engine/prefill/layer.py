@@ -457,9 +457,8 @@ def read_request(
 
     def cache(heads: Heads) -> tuple[Array, Array | None]:
         if held is not None:
-            return read_tokens(held, RecurrentTokens.of(heads, recurrent_of(plan.config), prompt.lengths, real))[
-                0
-            ], prompt.second_pass
+            out, _ = read_tokens(held, RecurrentTokens.of(heads, recurrent_of(plan.config), prompt.lengths, real))
+            return out, prompt.second_pass
         return _attend_and_score(given, heads, prompt, (counts, index), plan)
 
     valid = None if plan.config.experts is None else real
