@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshadow.cli import bench, fit, library
+from jshadow.cli.advise import Advise
 from jshadow.cli.chat import Chat
 from jshadow.cli.compile_cache import compile_cache
 from jshadow.cli.console import SlowProgress
@@ -125,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, "fit", fit.Fit, "learn a policy's arrays")
     add_command(commands, "calibrate", fit.Calibrate, "find OmniKV's filter layers")
     add_command(commands, "eval", Eval, "measure policies")
+    add_command(commands, "advise", Advise, "choose a policy for your documents")
     return top
 
 

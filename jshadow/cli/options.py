@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from jshadow.errors import ConfigError
 
 if TYPE_CHECKING:
     from jshadow.engine.sampling import Sampler
+    from jshadow.models.config import ModelConfig
     from jshadow.policies import Policy
 
 MODEL_HELP = "HF directory, .gguf file, or hub id"
@@ -26,6 +28,9 @@ class PolicyOptions:
     title: ClassVar[str] = "method"
     policy: str | None = option("policy name, or module:Class (default: shadowkv; see `jshadow policies`)")
     set: Sequence[str] = option("a setting of the policy (repeatable)", (), metavar="KEY=VALUE")
+    for_model: str | None = option(
+        "the model of these settings; another is refused (`jshadow advise` writes it)", metavar="MARK"
+    )
     fitted: str | None = option(
         "arrays that `jshadow fit` wrote; without --policy, their policy is used", metavar="FILE"
     )
@@ -121,8 +126,21 @@ def check_least(args: Any, least: float, *names: str, above: bool = False, finit
         raise ConfigError(f"--{name.replace('_', '-')} must be {limit}, got {value!r}")
 
 
+def model_mark(config: "ModelConfig") -> str:
+    """Return a short name of a model's config, which tells models of different sizes or settings apart."""
+    digest = hashlib.sha256(repr(config).encode()).hexdigest()[:8]
+    return f"{config.model_type}-{config.num_layers}x{config.model_dim}-{digest}"
+
+
 def load_model(args: Any) -> Any:
-    """Return the Params (weights and tokenizer) of the model that the options name."""
+    """Return the Params (weights and tokenizer) of the model that the options name.
+
+    Raises ConfigError if the settings are for another model (`model_mark`).
+    """
     from jshadow.weights.params import load
 
-    return load(args.model, dtype=args.dtype, quantize=args.quantize, **placed(args))
+    params = load(args.model, dtype=args.dtype, quantize=args.quantize, **placed(args))
+    wanted, mark = getattr(args, "for_model", None), model_mark(params.config)
+    if wanted not in (None, mark):
+        raise ConfigError(f"--for-model must be the mark of the model, {mark}, got {wanted!r}")
+    return params

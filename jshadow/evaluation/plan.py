@@ -11,6 +11,7 @@ from typing import Any
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation.data import read_cases, whole_file
 from jshadow.evaluation.tasks import Case, Sample, ruler, sample_of
+from jshadow.evaluation.tasks.documents import document_case
 from jshadow.models.config import ModelConfig
 from jshadow.ops.buckets import round_up
 from jshadow.planner.machine import footprint
@@ -49,6 +50,8 @@ class EvalSettings:
             are those of single samples, except where rounding decides a near tie.
         cases: a file of the tasks' prompts. If it exists, they are read from it, and the packages that make them are
             not needed. Otherwise they are made and written to it (see `_write_case_file`).
+        documents: texts by name, on which policies are compared with full attention (`tasks.documents`).
+        questions: questions about each of these texts. Without any, passages of the texts are continued.
     """
 
     samples: int = 10
@@ -63,6 +66,8 @@ class EvalSettings:
     limit: int | None = None
     together: int = 1
     cases: str | os.PathLike[str] | None = None
+    documents: Mapping[str, str] | None = None
+    questions: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +299,7 @@ def plan_tasks(
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
     lists: list[tuple[str, Any]] = [("tasks", tasks), ("lengths", lengths), ("policies", policies)]
-    for name, values in lists[2 if settings.data and not tasks else 0 :]:
+    for name, values in lists[2 if (settings.data or settings.documents) and not tasks else 0 :]:
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
     measured, swept = _checked_policies(setup, policies, shares), _checked_sweeps(settings.sweeps or {})
@@ -303,7 +308,7 @@ def plan_tasks(
     plans = [plan for length in made for plan in _plans_at(setup, length, made[length], one_table)]
     if not one_table:
         plans.sort(key=lambda plan: tasks.index(plan.task))
-    plans += _data_plans(setup, settings)
+    plans += [*_data_plans(setup, settings), *_document_plans(setup, settings)]
     return [dataclasses.replace(plan, entries=_entries_of(setup, plan, measured, shares, swept)) for plan in plans]
 
 
@@ -391,6 +396,18 @@ def _data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
     return plans
 
 
+def _document_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
+    """Return one plan with all documents, so that they share their programs."""
+    config, tokenizer, questions = setup.params.config, setup.params.tokenizer, settings.questions
+    texts = (settings.documents or {}).items()
+    cases = tuple(document_case(tokenizer, name, text, questions, config.context) for name, text in texts)
+    if not cases:
+        return []
+    length = max(len(case.prompt) for case in cases)
+    capacity = min(length + max(case.growth for case in cases), config.context)
+    return [TaskPlan("documents", length, capacity, cases, ())]
+
+
 def _entries_of(
     setup: Setup,
     plan: TaskPlan,
@@ -405,7 +422,7 @@ def _entries_of(
         entries += [_at_share(setup, policy, share, plan) for share in shares for policy in others]
     else:
         entries = [Entry(setup.taught(policy)) for policy in policies]
-        has_control = not plan.cases[0].forced and not ruler.among([plan.task])
+        has_control = not plan.cases[0].compares and not ruler.among([plan.task])
         for policy in policies:
             if isinstance(policy, ShadowKV) and has_control and not swept:
                 policy.resolve(setup.params.config, plan.capacity)

@@ -181,6 +181,40 @@ class _Agreement:
         return records, jax.tree.map(np.asarray, state.counters)
 
 
+class _Probes:
+    """Compares policies with full attention on the tokens that follow each probe of a case."""
+
+    def __init__(self, params: Any, case: Case) -> None:
+        self.params, self.case = params, case
+        self.rows: list[list[int]] = []  # the tokens of each probe, and those that follow
+        self.full: list[np.ndarray] = []
+
+    def records(self, state: KVState) -> tuple[list[dict[str, Any]], Counters]:
+        """Return the record of the case, and the counters. The first call is full attention's.
+
+        The probes are the rows of one batch, which share the prompt. This consumes the state.
+        """
+        leads = [len(lead) for lead, _ in self.case.probes]
+        if not self.full:
+            self.rows = [[*lead, *(after or self._answer(lead, state))] for lead, after in self.case.probes]
+        tokens, lengths = padded_rows(self.rows, padded(max(map(len, self.rows))))
+        logits, state = decode.extend(self.params, tokens, lengths, state.share(len(leads)), logits="all")
+        rows = zip(np.asarray(logits), leads, self.rows, strict=True)
+        found = [one[lead - 1 : len(row)] for one, lead, row in rows]
+        self.full = self.full or found
+        pairs = list(zip(self.full, found, strict=True))
+        same, losses = [metrics.top1(*pair) for pair in pairs], [float(metrics.kl(*pair).mean()) for pair in pairs]
+        answers = [text_of(self.params.tokenizer, row[lead:]) for lead, row in zip(leads, self.rows, strict=True)]
+        record: dict[str, Any] = {"score": 100 * float(np.mean([one.mean() for one in same])), "hits": []}
+        record |= {"kl": float(np.mean(losses)), "outputs": answers}
+        record["probes"] = [[loss, bool(one.all())] for loss, one in zip(losses, same, strict=True)]
+        return [record], jax.tree.map(lambda counts: np.asarray(counts).sum(axis=0, keepdims=True), state.counters)
+
+    def _answer(self, lead: Sequence[int], state: KVState) -> list[int]:
+        logits, fork = _feed(self.params, lead, state.fork())
+        return _say(self.params, logits, fork, [self.case.samples[0].max_new_tokens])[0][0]
+
+
 def _figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
     """Return the entries of a record that come from the counters, which began with zeros."""
     figures = row_figures(Counters.zeros(len(counters.selected)), counters, row, params.config)
@@ -189,13 +223,13 @@ def _figures_of(params: Any, counters: Counters, row: int) -> dict[str, Any]:
 
 def _runs_together(case: Case) -> bool:
     """Return whether a case may be a row of a batch with others: it has one question at its end, or forced tokens."""
-    return not (case.questions or case.turns)
+    return not (case.questions or case.turns or case.probes)
 
 
 def run_cases(
     setup: Setup, plan: TaskPlan, indices: Sequence[int], policies: Sequence[Policy]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the records of each policy on some cases, in order. For agreement cases, full attention must come first.
+    """Yield the records of each policy on some cases, in order. Where cases compare, full attention must come first.
 
     Several cases are the rows of one batch: all have the same width, and one question or forced tokens. If they are
     fewer than the rows of `setup`, the last one is repeated, so that no other program is compiled.
@@ -203,11 +237,13 @@ def run_cases(
     params, cases = setup.params, [plan.cases[index] for index in indices]
     case, together = cases[0], _runs_together(cases[0])
     filled = cases + cases[-1:] * (setup.together - len(cases) if together else 0)
-    agreement = _Agreement(params, filled)
+    agreement, probes = _Agreement(params, filled), _Probes(params, case)
     for logits, state in _prefilled(setup, plan, filled, policies):
         records: list[dict[str, Any]]
         if case.forced:
             records, counters = agreement.records(logits, state)
+        elif case.probes:
+            records, counters = probes.records(state)
         elif case.questions:
             texts, counters = _answers_apart(params, case, state)
             records = [judged(case, texts) | {"apart": True}]
@@ -266,6 +302,7 @@ def sample_key(setup: Setup, model: str, plan: TaskPlan, index: int, policy: Pol
     tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
     parts: list[Any] = [model, plan.task, tokens, plan.capacity, setup.fetch, repr(policy)]
     parts += [case.questions] if case.questions else []
+    parts += [case.probes, "probes"] if case.probes else []
     if unusual := [(one.scorer, one.choices) for one in case.samples if one.scorer != "number"]:
         parts += [unusual]
     if plan.room is not None or plan.width(case) != len(case.prompt):
@@ -417,9 +454,9 @@ def _finish_group(evaluation: Evaluation, group: Sequence[_Wanted], store: Sampl
     """Run the policies that the samples of a group miss, and put their records into the store."""
     setup, plan, missing = evaluation.setup, group[0].plan, group[0].missing
     indices = [sample.place[1] for sample in group]
-    # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
+    # The logits of full attention are not stored, so it runs again if a policy is compared with them.
     first = next(iter(group[0].keys))
-    run = [first, *missing] if group[0].case.forced and first not in missing else missing
+    run = [first, *missing] if group[0].case.compares and first not in missing else missing
     for policy, records in zip(run, run_cases(setup, plan, indices, run), strict=True):
         for sample, record in zip(group, records, strict=True):
             if policy in missing:

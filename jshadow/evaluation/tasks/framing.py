@@ -53,6 +53,9 @@ class Case:
         planted: index in the prompt of the first token of each planted fact, if the task records it.
         instruction: the text before the context.
         questions: token ids of each independent question. Each is asked on a fork of the prompt.
+        probes: pairs of token ids that are fed after the prompt, each pair on a fork of it, and of token ids that
+            follow them. Only the logits of the latter are compared. If they are empty, they are what full attention
+            answers greedily.
         truncated: number of tokens that were removed from the middle of the context.
     """
 
@@ -64,6 +67,7 @@ class Case:
     instruction: str = ""
     questions: tuple[tuple[int, ...], ...] = ()
     truncated: int = 0
+    probes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def text(self) -> str:
@@ -71,12 +75,20 @@ class Case:
         return f"{self.instruction}{self.samples[0].context}\n\n{self.samples[0].question}"
 
     @property
+    def compares(self) -> bool:
+        """Whether a policy is compared with full attention on given tokens, instead of being asked for an answer."""
+        return bool(self.forced or self.probes)
+
+    @property
     def growth(self) -> int:
         """Number of tokens that a state needs in addition to the prompt.
 
-        With forced tokens, this is their number. With independent questions, it is the longest sum of a question and
+        With forced tokens, this is their number. With independent questions or probes, it is the longest sum of one and
         its answer. Otherwise it is the sum of all turns and answers.
         """
+        if self.probes:
+            most = max(sample.max_new_tokens for sample in self.samples)
+            return max(padded(len(lead) + (len(after) or most)) for lead, after in self.probes)
         if self.questions:
             pairs = zip(self.questions, self.samples, strict=True)
             return max(padded(len(question)) + sample.max_new_tokens for question, sample in pairs)

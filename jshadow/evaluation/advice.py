@@ -1,0 +1,187 @@
+"""Which policy suits a user's own documents: the cheapest of some that answers as full attention does.
+
+A policy "keeps" exp(-KL) of full attention, where KL is the mean Kullback-Leibler divergence of its predictions from
+those of full attention, in nats. It is the geometric mean of the shares that the tokens that full attention would draw
+keep of their probability. Half of the probes choose the setting, and the other half judge it.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation.plan import SERVED, EvalSettings, label
+from jshadow.evaluation.runner import Progress, SampleStore, check_model, finish_samples, plan_evaluation
+from jshadow.planner.machine import footprint
+from jshadow.policies import Full, Policy, ShadowKV, parse_policy
+
+TARGET = 0.99
+_BUDGETS = (256, 512, 1024, 2048)
+_DRAWS = 2000  # of the bootstrap
+_CONFIDENCE = 95  # percent of the interval
+
+
+def candidates(tokens: int) -> list[Policy]:
+    """Return the policies that are tried on documents of so many tokens, the longest of them.
+
+    They are ShadowKV's packed codes with several budgets, its paper's settings, SnapKV (Li et al. 2024, arXiv
+    2404.14469), and full attention with keys and values in 8 and 4 bits.
+    """
+    budgets = [budget for budget in _BUDGETS if 2 * budget <= tokens] or [_BUDGETS[0]]
+    packed = [ShadowKV.packed(small=small) for small in (True, False)]
+    tried: list[Policy] = [
+        dataclasses.replace(one, budget=budget) for one, budget in itertools.product(packed, budgets)
+    ]
+    tried += [ShadowKV(), parse_policy("snapkv", [f"max_capacity_prompt={max(32, tokens // 4)}"])]
+    return [*tried, *(parse_policy("quantized", [f"dtype={dtype}"]) for dtype in ("int4", "fp8"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """How much of full attention a policy keeps on some probes, with the 95 % interval of a bootstrap over the probes.
+
+    Attributes:
+        share: exp(-KL), from 0 to 1.
+        low, high: the ends of the interval.
+        same: number of probes on which it predicts all tokens that full attention does.
+        probes: number of probes.
+    """
+
+    share: float
+    low: float
+    high: float
+    same: int
+    probes: int
+
+    @classmethod
+    def of(cls, probes: Sequence[Sequence[float]]) -> "Kept":
+        """Return the figures of probes, each a KL in nats and whether all tokens are the same."""
+        losses = np.array([loss for loss, _ in probes])
+        rng = np.random.default_rng(0)
+        means = losses[rng.integers(0, len(losses), (_DRAWS, len(losses)))].mean(axis=1)
+        outside = (100 - _CONFIDENCE) / 2
+        low, high = np.percentile(means, [outside, 100 - outside])
+        share, least, most = (math.exp(-float(loss)) for loss in (losses.mean(), high, low))
+        return cls(share, least, most, sum(int(same) for _, same in probes), len(probes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A policy on all documents.
+
+    Attributes:
+        policy: the policy.
+        device_bytes, full_bytes: bytes of the longest document's state and of full attention's, in bfloat16 with
+            offloaded values.
+        chosen_by: what it keeps on the probes that choose a setting.
+        held_out: what it keeps on the others.
+        documents: what it keeps on all probes of each document, by name.
+    """
+
+    policy: Policy
+    device_bytes: int
+    full_bytes: int
+    chosen_by: Kept
+    held_out: Kept
+    documents: Mapping[str, Kept]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, with the policy in the syntax of `jshadow eval --policies`."""
+        return {**dataclasses.asdict(self), "policy": label(self.policy), "name": self.policy.name}
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What `advise` found.
+
+    Attributes:
+        target: the share of full attention that is wanted.
+        tokens: number of tokens of the longest document.
+        judged: all policies, from the fewest device bytes to the most.
+        best: the cheapest of them that keeps the target (`cheapest`).
+    """
+
+    target: float
+    tokens: int
+    judged: tuple[Judged, ...]
+    best: Judged
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        judged = [one.to_json() for one in self.judged]
+        best = self.judged.index(self.best)
+        return {"target": self.target, "tokens": self.tokens, "best": judged[best], "judged": judged}
+
+
+def advise(
+    params: Any,
+    documents: Mapping[str, str],
+    *,
+    questions: Sequence[str] = (),
+    target: float = TARGET,
+    policies: Sequence[Policy] | None = None,
+    fetch: str = "auto",
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Run full attention and other policies over documents, and choose the cheapest that keeps a share of the former.
+
+    Args:
+        params: the model's Params, with a tokenizer.
+        documents: texts by name, each of at least `tasks.documents.LEAST` tokens.
+        questions: questions about each document. None: passages of the documents are continued.
+        target: share of full attention to keep, in (0, 1].
+        policies: the policies. None: `candidates`.
+        fetch: "auto", "resident", "device_put" or "zero_copy".
+        out: directory for finished documents, which a later call reuses. None stores nothing.
+        progress: called with (number of documents done, number of documents).
+
+    Raises:
+        ConfigError: there is no document, the target is out of range, or `out` belongs to another model.
+        CapacityError: a document exceeds the model's context.
+    """
+    if isinstance(target, bool) or not 0 < target <= 1:
+        raise ConfigError(f"target must be above 0 and at most 1, got {target!r}")
+    if not documents:
+        raise ConfigError("documents must have at least one text, got none")
+    if len(questions) * len(documents) == 1:
+        raise ConfigError("questions must be at least 2 for one document: one half of them judges, got 1")
+    settings = EvalSettings(documents=documents, questions=tuple(questions), fetch=fetch)
+    tried = policies if policies is not None else [Full()]
+    [plan] = plan_evaluation(params, (), (), tried, settings).plans
+    if policies is None:
+        tried = candidates(plan.length)
+    evaluation = plan_evaluation(params, (), (), tried, settings)
+    check_model(out, evaluation.model)
+    places = [(0, index) for index in range(len(documents))]
+    records = finish_samples(evaluation, places, SampleStore(out), progress)
+    judged = []
+    for policy in records[0, 0]:
+        each = {name: records[place][policy]["probes"] for name, place in zip(documents, places, strict=True)}
+        chosen_by, held_out = (Kept.of(list(itertools.chain(*each.values()))[half::2]) for half in (0, 1))
+        sizes: dict[str, Any] = {
+            "capacity": plan.capacity,
+            "prompt": plan.length,
+            "dtype": SERVED,
+            "fetch": "device_put",
+        }
+        used = footprint(params.config, policy.resolve(params.config, plan.capacity), **sizes)
+        kept = {name: Kept.of(probes) for name, probes in each.items()}
+        judged.append(Judged(policy, used["device_bytes"], used["full_bytes"], chosen_by, held_out, kept))
+    judged.sort(key=lambda one: one.device_bytes)
+    return Advice(target, plan.length, tuple(judged), cheapest(judged, target))
+
+
+def cheapest(judged: Sequence[Judged], target: float) -> Judged:
+    """Return the first policy that keeps the target, even at the low end of its interval. Full attention always does.
+
+    Args:
+        judged: policies, from the fewest device bytes to the most. Full attention is one of them.
+        target: share of full attention to keep.
+    """
+    return next(one for one in judged if one.chosen_by.low >= target or isinstance(one.policy, Full))
