@@ -9,7 +9,7 @@ import yaml
 from conftest import REPO
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
-from jshadow.cache.host_memory import POOL_VARIABLE
+from jshadow.cache.system_memory import POOL_VARIABLE
 from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
 from jshadow.models.published import published_config
