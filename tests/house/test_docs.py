@@ -152,7 +152,7 @@ def test_python_blocks_compile_and_set_names_settings_that_exist():
         for number, body in enumerate(code_of(page)):
             compile(body, f"{page}, block {number + 1}", "exec")
         for name in re.findall(r"--set ([a-z_.]+)=", text) if page != "add_a_policy.md" else ():
-            assert name in known or name.startswith(("dense_first.", "pyramid.")), f"{page}: {name}"
+            assert name in known or name.startswith(("dense_first.", "pyramid.", "preset")), f"{page}: {name}"
 
 
 def test_the_tables_of_methods_models_and_tasks_are_the_library_s():
