@@ -49,6 +49,7 @@ _VARIABLES = ("JAX_", "XLA_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "HF_HOM
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _WALK_SECONDS = 5.0  # a cache on a slow disk is counted for so long
 _DRIVER_SECONDS = 20.0
+_CUDA13_DRIVER = 580  # the first branch of the Linux driver that runs CUDA 13
 
 Fault = tuple[str, str]  # what does not work, and what to do
 
@@ -263,7 +264,8 @@ def _gpu_faults(found: dict[str, Any]) -> Iterator[Fault]:
     asked = os.environ.get("JAX_PLATFORMS", "")
     if jax.get("backend") == "cpu" and "cpu" not in asked.split(","):
         if gpus and not plugins:
-            yield f"JAX does not use the {gpus[0]['name']}: no CUDA plugin is installed", f"run {_pip(['cuda13'])}"
+            what = f"JAX does not use the {gpus[0]['name']}: no CUDA plugin is installed"
+            yield what, f"run {_pip(['cuda13' if _version(gpus[0]['driver']) >= _CUDA13_DRIVER else 'cuda12'])}"
         elif plugins:
             why = jax.get("no_cuda", "no reason is known")
             do = "update the driver, or install the plugin again: " + _pip([plugins[0].split("-")[1]])
@@ -286,6 +288,12 @@ def _other_faults(found: dict[str, Any]) -> Iterator[Fault]:
     if POOL_VARIABLE in os.environ and pool > least:
         what = f"{POOL_VARIABLE} is {pool / GIB:.0f}, and the host has {_gib(least)}"
         yield what, f"set it to {int(0.8 * least / GIB)}"
+
+
+def _version(driver: str) -> int:
+    """Return the branch of a driver such as "580.159.04", or 0 if it has none."""
+    first = driver.partition(".")[0]
+    return int(first) if first.isdigit() else 0
 
 
 def _pip(extras: Sequence[str]) -> str:

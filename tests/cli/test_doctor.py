@@ -63,6 +63,7 @@ def test_a_whole_machine_has_no_fault(machine):
 
 BROKEN = {
     "a GPU and JAX for the CPU": ({"gpus": CARD}, "no CUDA plugin", "jshadow[cuda13]"),
+    "a GPU with an old driver": ({"gpus": [CARD[0] | {"driver": "535.10"}]}, "no CUDA plugin", "jshadow[cuda12]"),
     "a plugin without a driver": (
         {"packages": PLUGIN, "jax": CPU | {"no_cuda": "cuInit failed"}},
         "cuInit failed",
