@@ -24,8 +24,8 @@ from plots import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.data import whole_file
+from jshadow.evaluation.machine import machine
 from jshadow.evaluation.results import RESULTS_FILE, pooled
-from jshadow.evaluation.speed import machine
 
 Row = Mapping[str, Any]
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -236,7 +236,7 @@ def write_report(
         rows: the rows that `evaluate` returned, or the "results" of `jshadow eval --json`.
         path: file to create or to replace. It is written completely or not at all.
         command: the command line that produced the rows, as one string or as a list of arguments.
-        ran_on: the description of the machine, as `jshadow.evaluation.speed.machine` gives it. None: this machine.
+        ran_on: the description of the machine, as `jshadow.evaluation.machine.machine` gives it. None: this machine.
 
     Raises:
         ConfigError: there are no rows, a row lacks its task, length, policy or name, or the file cannot be written.

@@ -6,7 +6,6 @@ memory (`xla_gpu_host_bfc`). An environment variable sets the size of the pool w
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -15,14 +14,12 @@ from jax.sharding import Mesh
 from jshadow.cache.offload import host_bytes
 from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
+from jshadow.cache.system_memory import GIB, POOL_VARIABLE, available_memory, pool_gib
 from jshadow.errors import HostMemoryError
 
 Plans = Sequence[tuple[CacheSpec, ...]]  # the specs of all layers, one tuple for each state that is made
 
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-PREALLOCATE_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _POOL_ADVICE = f"{POOL_VARIABLE}, set before jax starts, is its size in GiB"
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,16 +151,6 @@ def _system_limit(taken: int) -> Limit | None:
     return Limit(free // Sharing.processes + spare, owner)
 
 
-def available_memory() -> int | None:
-    """Return the bytes that a program can still allocate, or None if the system does not report them."""
-    try:
-        with open("/proc/meminfo") as lines:
-            available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
 def _pool_limit(taken: int) -> Limit | None:
     """Return the limit of XLA's pool of pinned memory, or None if the backend is not a GPU."""
     if jax.default_backend() != "gpu":
@@ -171,18 +158,6 @@ def _pool_limit(taken: int) -> Limit | None:
     size = pool_gib() * GIB
     pool = f"XLA's pinned-host pool (xla_gpu_host_bfc) of {_amount(size)}, of which live arrays take {_amount(taken)}"
     return Limit(max(0, size - taken), f"left in {pool}; {_POOL_ADVICE}")
-
-
-def pool_gib() -> int:
-    """Return the maximum size of XLA's pool of pinned memory in GiB, from the environment variables.
-
-    The defaults are those of XLA: 16 if the pool is preallocated, else 64.
-    """
-    preallocated = os.environ.get(PREALLOCATE_VARIABLE, "").strip().lower() in ("1", "true")
-    try:
-        return int(os.environ.get(POOL_VARIABLE, ""))
-    except ValueError:
-        return 16 if preallocated else 64
 
 
 # Sizes that would fit

@@ -180,7 +180,7 @@ def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
 
 def tell_json(**results: Any) -> int:
     """Print the machine and some results as one JSON object, and return 0."""
-    from jshadow.evaluation.speed import machine
+    from jshadow.evaluation.machine import machine
 
     print(json.dumps({"machine": machine(), **results}))
     return 0

@@ -38,6 +38,17 @@ def default_folder() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "jshadow" / "xla"
 
 
+def cache_folder() -> str:
+    """Return the folder or the bucket of compiled programs. Raises RuntimeError if the user has no home folder."""
+    return os.environ.get(_FOLDER_VARIABLE, "") or str(default_folder())
+
+
+def check_writable(folder: str | Path) -> None:
+    """Write a file into a folder, and remove it. Raises OSError if that fails."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"x")
+
+
 @contextlib.contextmanager
 def compile_cache(args: Any) -> Iterator[None]:
     """Run a command with the cache that its options ask for. If the cache cannot be used, one line on stderr says so.
@@ -57,13 +68,11 @@ def compile_cache(args: Any) -> Iterator[None]:
 
 def _set_up() -> None:
     """Set JAX's variables, and make the folder. If it cannot be written, warn and turn the cache off."""
-    folder = os.environ.get(_FOLDER_VARIABLE, "")
     try:
-        folder = folder or str(default_folder())
+        folder = cache_folder()
         if "://" not in folder:  # JAX can also keep the cache in a bucket
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(b"x")
+            check_writable(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         _warn(str(error))
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

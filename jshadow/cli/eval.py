@@ -229,7 +229,7 @@ def _merge(args: Eval) -> int:
 def _tell(args: Eval, rows: list[dict[str, Any]]) -> int:
     """Write results.json if there is an --out, print the rows, and return 0."""
     from jshadow.evaluation import results
-    from jshadow.evaluation.speed import machine
+    from jshadow.evaluation.machine import machine
 
     if args.out is not None:
         results.write_results(rows, args.out, {"command": args.command_line, "machine": machine()})

@@ -18,6 +18,7 @@ from jshadow.cli.advise import Advise
 from jshadow.cli.chat import Chat
 from jshadow.cli.compile_cache import compile_cache
 from jshadow.cli.console import SlowProgress
+from jshadow.cli.doctor import Doctor, backend_advice
 from jshadow.cli.eval import Eval
 from jshadow.cli.fields import Command, add_command, command_of, option
 from jshadow.cli.generate import Generate
@@ -127,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add_command(commands, "calibrate", fit.Calibrate, "find OmniKV's filter layers")
     add_command(commands, "eval", Eval, "measure policies")
     add_command(commands, "advise", Advise, "choose a policy for your documents")
+    add_command(commands, "doctor", Doctor, "look at this machine")
     return top
 
 
@@ -138,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. 0: success. 1: `jshadow laws` found a broken law, `jshadow bench` could not measure a setting,
-        JAX cannot start the backend, or the reader of standard output closed the pipe. 2: a JshadowError. 130: an
-        interrupt.
+        `jshadow doctor` found a fault, JAX cannot start the backend, or the reader of standard output closed the pipe.
+        2: a JshadowError. 130: an interrupt.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the encoding of the terminal lacks
@@ -183,10 +185,5 @@ def _backend_problem() -> str | None:
     try:
         jax.devices()
     except Exception:
-        what = f"JAX cannot start the backend of JAX_PLATFORMS={asked!r}"
-        if {"cuda", "gpu"} & {part.strip() for part in asked.split(",")}:
-            return (
-                f"{what}: install it with pip install 'jshadow[cuda12]' (or 'jshadow[cuda13]'), or unset the variable"
-            )
-        return f"{what}: set the variable to a backend that is installed, or unset it"
+        return f"JAX cannot start the backend of JAX_PLATFORMS={asked!r}: {backend_advice(asked)}"
     return None

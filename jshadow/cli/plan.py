@@ -499,7 +499,7 @@ def _ratio_text(ratio: float | None) -> str:
 
 def _notes(plans: list["CapacityPlan"]) -> list[str]:
     """Return the assumptions behind the figures, one sentence each."""
-    from jshadow.cache.host_memory import POOL_VARIABLE, pool_gib
+    from jshadow.cache.system_memory import POOL_VARIABLE, pool_gib
     from jshadow.planner.prefill_time import PREFILL_SHARE
 
     first = plans[0]

@@ -6,15 +6,11 @@ A measurement compiles, warms up, and gives the median, the minimum and the maxi
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,31 +35,6 @@ from jshadow.policies import LayerCache, Policy
 from jshadow.policies.base import step_flops, why_dense
 from jshadow.policies.capabilities import attention_of
 from jshadow.weights.convert import config_of
-
-_PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
-
-
-def machine() -> dict[str, str]:
-    """Describe the hardware and the package versions. The result has no host name, user name or path."""
-    device, info = jax.devices()[0], Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    facts = {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "devices": str(len(jax.devices())),
-        "processor": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-    for package in _PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed as a package"
-    return facts
-
 
 # Timing
 

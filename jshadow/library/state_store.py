@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from jshadow.cache.host_memory import available_memory
 from jshadow.cache.state import KVState, is_deleted, same_arrays
+from jshadow.cache.system_memory import available_memory
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
 from jshadow.engine.placement import fetch_for
 from jshadow.engine.saved.state import ReadState, StateContent, place_state

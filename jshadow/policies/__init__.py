@@ -62,6 +62,8 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 for _name in sorted(POLICIES):
     POLICIES[_name] = POLICIES.pop(_name)
 
+_PRESET = "preset="
+
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     """Return the policy called `name`, with settings from the command line.
@@ -69,13 +71,18 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     A setting is `key=value`. A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform`
     chooses a record, and `keys.bits=2` sets one of its settings. The order of the settings does not matter. A setting
     `wrapper.key=value` puts the wrapper of that name around the policy. The first that is named is the innermost.
+    `preset=packed` replaces the default settings by those of `ShadowKV.packed()`; see `ShadowKV.preset`.
 
     Raises:
-        ConfigError: there is no such policy, key or record. The message names the nearest keys.
+        ConfigError: there is no such policy, key, record or preset. The message names the nearest keys.
     """
     policy_class = find_policy(name)
-    values = parse_settings(name, settings)
-    policy: Policy = with_settings(policy_class(), values.pop("", {}))
+    presets = [setting.removeprefix(_PRESET) for setting in settings if setting.startswith(_PRESET)]
+    if presets and not hasattr(policy_class, "preset"):
+        raise ConfigError(f"--set preset must be left out for {name}, which has none, got {presets[0]!r}")
+    usual: Policy = policy_class.preset(presets[-1]) if presets else policy_class()  # type: ignore[attr-defined]
+    values = parse_settings(name, [setting for setting in settings if not setting.startswith(_PRESET)])
+    policy = with_settings(usual, values.pop("", {}))
     for wrapper, options in values.items():
         policy = WRAPPERS[wrapper](**{"inner": policy, **options})
     return policy

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from jshadow.cache.host_memory import available_memory, least_limit
+from jshadow.cache.host_memory import least_limit
 from jshadow.cache.spec import CacheSpec, local_spec
+from jshadow.cache.system_memory import available_memory
 from jshadow.engine.placement import fetch_for, shards_of
 from jshadow.engine.rows import RowParts, RowSettings, row_of
 from jshadow.engine.types import Fitted

@@ -13,10 +13,11 @@ from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, setting
 from small_state import small
 
 from jshadow import load_state, save_state
-from jshadow.cache import host_memory, offload
-from jshadow.cache.host_memory import GIB, POOL_VARIABLE, PREALLOCATE_VARIABLE, Pool, check_host_memory, pinned_bytes
+from jshadow.cache import host_memory, offload, system_memory
+from jshadow.cache.host_memory import Pool, check_host_memory, pinned_bytes
 from jshadow.cache.offload import place
 from jshadow.cache.records import HostTier
+from jshadow.cache.system_memory import GIB, POOL_VARIABLE, PREALLOCATE_VARIABLE
 from jshadow.engine import decode
 from jshadow.errors import HostMemoryError
 from jshadow.planner.bytes import cache_specs
@@ -57,12 +58,30 @@ def on_gpu(monkeypatch, *, available: int, taken: int = 0) -> None:
 
 
 def test_a_system_tells_what_is_free_or_nothing(monkeypatch):
-    free, [total] = host_memory.available_memory(), re.findall(r"MemTotal: *(\d+)", Path("/proc/meminfo").read_text())
+    free, [total] = system_memory.available_memory(), re.findall(r"MemTotal: *(\d+)", Path("/proc/meminfo").read_text())
     assert free is not None
-    assert 2**20 < free <= int(total) * 1024
-    monkeypatch.setattr(host_memory, "open", Mock(side_effect=FileNotFoundError), raising=False)
-    assert host_memory.available_memory() is None
+    assert 2**20 < free <= int(total) * 1024 == system_memory.total_memory()
+    monkeypatch.setattr(system_memory, "open", Mock(side_effect=FileNotFoundError), raising=False)
+    assert system_memory.available_memory() is None
     check_host_memory([huge(10**6)])
+
+
+def test_a_container_s_limit_is_the_least_of_its_groups(tmp_path):
+    """Version 2 has one tree, and version 1 one for each kind. A group without a limit says "max", or a huge number."""
+    own = tmp_path / "own"
+    assert system_memory.group_limit(tmp_path, own) is None
+    own.write_text("0::/pods/one\n")
+    inner = tmp_path / "pods" / "one"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    assert system_memory.group_limit(tmp_path, own) is None
+    (inner.parent / "memory.max").write_text(f"{3 * GIB}\n")
+    assert system_memory.group_limit(tmp_path, own) == 3 * GIB
+    own.write_text("5:cpu:/pods/one\n4:memory:/job\n")
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    for folder, limit in (("", 2**63 - 4096), ("job", 2 * GIB)):
+        (tmp_path / "memory" / folder / "memory.limit_in_bytes").write_text(str(limit))
+    assert system_memory.group_limit(tmp_path, own) == 2 * GIB
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "shadowkv_reference", "shadowkv_plus", "probe"])

@@ -137,7 +137,7 @@ def test_every_command_has_help_and_json_and_there_is_a_version(capsys):
         return capsys.readouterr().out
 
     found = dict(commands(parser()))
-    assert len(found) == 18
+    assert len(found) == 20
     for path, command in found.items():
         assert "--json" in command.format_usage(), path
         assert f"usage: jshadow {' '.join(path)}" in told(*path, "--help")

@@ -20,7 +20,7 @@ from jshadow.policies.capabilities import Learns
 STARTS = """
 import sys
 from jshadow.cli import main
-commands = "generate chat convert policies laws plan fit eval bench calibrate".split()
+commands = "generate chat convert policies laws plan fit eval bench calibrate doctor".split()
 for arguments in (["--help"], ["--version"], ["--print-completion", "bash"], ["--print-completion", "zsh"],
                   *([name, "--help"] for name in commands)):
     try:

@@ -2,20 +2,24 @@
 
 import argparse
 import ast
+import json
 import re
+import shlex
 
 import pytest
 import yaml
 from conftest import REPO
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
-from jshadow.cache.host_memory import POOL_VARIABLE
+from jshadow.cache.system_memory import POOL_VARIABLE
+from jshadow.cli.fields import command_of
 from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
-from jshadow.models.published import published_config
-from jshadow.models.registry import FAMILIES
+from jshadow.models.published import published_config, published_names
+from jshadow.models.registry import FAMILIES, family_of
+from jshadow.planner.gpu_specs import GIB, GPUS
 from jshadow.planner.machine import footprint
-from jshadow.policies import POLICIES, parse_policy
+from jshadow.policies import POLICIES, ShadowKV, parse_policy
 from jshadow.policies.settings import setting_types
 
 DOCS = REPO / "docs"
@@ -69,13 +73,13 @@ OPTIONS = options_below(parser())
 COMMANDS = {words[0] for words in OPTIONS if words}
 
 
-def command_lines(text: str) -> list[str]:
-    """Every `jshadow ...` of a page's code, with continued lines joined and comments left out."""
+def command_lines(text: str, *, inline: bool = True) -> list[str]:
+    """Every `jshadow ...` of a page's code, also in sentences, with continued lines joined and comments left out."""
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash")]
     lines = [re.sub(r"\s+# .*", "", line) for body in blocks for line in body.replace("\\\n", " ").splitlines()]
     lines = [line.removeprefix("$ ").strip() for line in lines]
-    inline = re.findall(r"`(jshadow [^`]*)`", without_code(text))
-    return [line for line in [*lines, *inline] if line.startswith("jshadow ")]
+    lines += re.findall(r"`(jshadow [^`]*)`", without_code(text)) if inline else []
+    return [line for line in lines if line.startswith("jshadow ")]
 
 
 def test_the_navigation_has_every_page_once():
@@ -94,7 +98,7 @@ def test_links_lead_to_pages_and_headings():
 
 def test_pages_on_github_are_short_and_wait_for_no_figure():
     lines = {page: len(text.splitlines()) for page, text in GITHUB.items()}
-    assert lines["README.md"] <= 150
+    assert lines["README.md"] <= 130
     assert lines["BENCHMARKS.md"] <= 50
     assert BENCHMARKS
     assert max(lines[page] for page in BENCHMARKS) <= 300
@@ -116,9 +120,86 @@ def test_commands_and_their_options_exist():
             known = OPTIONS.get(words) or OPTIONS.get(words[:1]) or OPTIONS[()]
             wrong += [f"{option} in {line}" for option in OPTION.findall(line) if option not in known]
         if "/" not in page:  # benchmarks/ names other programs too
-            found = re.findall(r"`(--[a-z][a-z_-]*)", without_code(text))
+            words = without_code(text)
+            if page == "coming_from.md":  # of each row of a table, what jshadow has stands last
+                words = re.sub(r"^\|.*\| (.*) \|$", r"\1", words, flags=re.MULTILINE)
+            found = re.findall(r"`(--[a-z][a-z_-]*)", words)
             wrong += [f"{option} in {page}" for option in found if option not in every]
     assert not wrong
+
+
+FIRST = ("README.md", "getting_started.md", "on_a_gpu.md", "coming_from.md")  # what a new user reads
+
+
+def test_the_first_commands_parse():
+    """A dry run: every option has a value of its type. Placeholders of models and files are values too."""
+    lines = [line for page in FIRST for line in command_lines(PAGES.get(page) or GITHUB[page], inline=False)]
+    assert len(lines) >= 10
+    for line in lines:
+        command = command_of(parser().parse_args(shlex.split(line)[1:]))
+        parse_policy(getattr(command, "policy", None) or "shadowkv", getattr(command, "set", ()))
+
+
+@pytest.mark.slow
+def test_the_first_plans_run(capsys):
+    lines = {line for page in FIRST for line in command_lines(PAGES.get(page) or GITHUB[page]) if " plan " in line}
+    assert len(lines) >= 4
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0
+    assert "tokens/s, predicted" in capsys.readouterr().out
+
+
+def rows_of_tables(page: str) -> list[list[str]]:
+    """The rows of a page's tables whose first cell is a GPU or a published model, each with its heading before it."""
+    heading, rows = "", list[list[str]]()
+    for line in PAGES[page].splitlines():
+        heading = line.removeprefix("### ") if line.startswith("### ") else heading
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and cells[0].strip("`").split("`")[0] in {*GPUS, *published_names()}:
+            rows.append([heading, *cells])
+    return rows
+
+
+@pytest.mark.slow
+def test_the_bytes_of_a_request_are_the_planner_s():
+    """The first table of on_a_gpu.md, in GB: device bytes, and host bytes after a plus sign."""
+    rows = [row[1:] for row in rows_of_tables("on_a_gpu.md") if row[1] in published_names()]
+    assert len(rows) == 8
+    kinds = [("full", [], "resident"), ("quantized", ["dtype=fp8"], "resident")]
+    kinds += [("shadowkv", [f"preset={name}"], "device_put") for name in ("packed", "packed_small")]
+    for name, tokens, *cells in rows:
+        hf, prompt = published_config(name), int(tokens.replace(",", ""))
+        config = family_of(hf).config_from_hf(hf)
+        for cell, (policy, settings, fetch) in zip(cells, kinds, strict=True):
+            sizes = {"capacity": prompt + 64, "prompt": prompt, "fetch": fetch}
+            used = footprint(config, parse_policy(policy, settings), **sizes)
+            figures = [f"{used[place] / 1e9:.2f}" for place in ("device_bytes", "host_bytes") if used[place]]
+            assert cell == " + ".join(figures), (name, tokens, policy)
+
+
+@pytest.mark.slow
+def test_what_fits_on_a_card_is_the_planner_s(capsys):
+    """Every third row of the other tables of on_a_gpu.md, by the two commands of that page."""
+    rows = [row for row in rows_of_tables("on_a_gpu.md") if row[1] not in published_names()]
+    assert len(rows) == 24
+    for model, card, weights, tokens, *cells in rows[::3]:
+        gpu, size = re.fullmatch(r"`(\S+)` \((\d+) GB\)", card).groups()
+        assert 0 < int(size) - GPUS[gpu].memory_bytes / GIB < 4
+        words = ["plan", model, "--context", tokens.replace(",", ""), "--gpu", gpu, "--host-gib", "64", "--json"]
+        words += [] if weights == "bfloat16" else ["--quantize", weights]
+        found = []
+        for more in ([], ["--policy", "quantized", "--set", "dtype=fp8"]):
+            assert main([*words, *more]) == 0
+            found += json.loads(capsys.readouterr().out)["plans"]
+        plans = [
+            found[0]["full"],
+            found[1]["chosen"],
+            *(found[0]["beside"][name] for name in ("packed", "packed_small")),
+        ]
+        speeds = [one["step"] and f"{one['step']['tokens_per_second']:,.0f}" for one in plans]
+        rows_that_fit = [one["largest_batch"] if one["prefill_batch"] else 0 for one in plans]
+        fits = [f"{count} ({speed})" if count else "–" for count, speed in zip(rows_that_fit, speeds, strict=True)]
+        assert cells == fits, (model, card, tokens)
 
 
 def test_the_reference_has_every_command_and_every_option():
@@ -152,7 +233,7 @@ def test_python_blocks_compile_and_set_names_settings_that_exist():
         for number, body in enumerate(code_of(page)):
             compile(body, f"{page}, block {number + 1}", "exec")
         for name in re.findall(r"--set ([a-z_.]+)=", text) if page != "add_a_policy.md" else ():
-            assert name in known or name.startswith(("dense_first.", "pyramid.")), f"{page}: {name}"
+            assert name in known or name.startswith(("dense_first.", "pyramid.", "preset")), f"{page}: {name}"
 
 
 def test_the_tables_of_methods_models_and_tasks_are_the_library_s():
@@ -193,14 +274,36 @@ def test_packed_bytes_are_the_planner_s():
 
 
 def test_the_bytes_of_smollm2_are_the_planner_s():
-    """The tables of README.md and of planning.md."""
+    """The table of planning.md."""
     for length in (2048, 4096, 8192):
         used = footprint(SMOLLM2, PAPERS_SHARE, capacity=length + 64, prompt=length, fetch="device_put")
         figures = [f"{used['device_bytes']:,}", f"{used['full_bytes']:,}"]
-        ratio = f"{used['full_bytes'] / used['device_bytes']:.2f} "
-        assert all(f"| {figure} " in PAGES["planning.md"] for figure in (*figures, ratio.strip()))
-        if length == 4096:
-            assert all(figure in GITHUB["README.md"] for figure in (*figures, f"{ratio}times fewer"))
+        ratio = f"{used['full_bytes'] / used['device_bytes']:.2f}"
+        assert all(f"| {figure} " in PAGES["planning.md"] for figure in (*figures, ratio))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages():
+    """Its three numbers, and those for and against, stand on the pages that have their commands."""
+    readme = " ".join(GITHUB["README.md"].split())
+    packed = footprint(LLAMA_31_8B, ShadowKV.packed(), capacity=131072, prompt=131008, fetch="device_put")
+    full, device, host = (packed[name] / 1e9 for name in ("full_bytes", "device_bytes", "host_bytes"))
+    assert f"| {full:.2f} GB | **{device:.2f} GB**, and {host:.2f} GB on the host |" in readme
+    speeds = PAGES["benchmarks/gpu.md"], PAGES["benchmarks/ruler.md"], PAGES["on_a_gpu.md"]
+    for page, row, figures in (
+        (speeds[0], "| full attention | 3 | – | 138.5", "138 tokens/s, 3 requests"),
+        (speeds[0], "| `packed()`, zero-copy | 22 | 0 % | 594.3", "**594 to 751 tokens/s**, 22 requests"),
+        (speeds[0], "| the same | 22 | 60 % | 750.8", "751"),
+        (speeds[0], "| the same | 17 | 60 % | 1,238.1", "1,238 tokens/s, 17 requests"),
+        (speeds[0], "| full attention | 1.18 s | 140.0", "140 with full attention"),
+        (speeds[0], "| 1.35 s | 149.2", "149 with `packed(small=True)`"),
+        (speeds[0], "| 1.34 s | 137.4", "137 tokens/s"),
+        (speeds[1], "| **50.1** | **35.2** | **44.5** | **48.2** |", "50.1 % | **48.2 %**"),
+        (speeds[1], "| **43.9** | **23.6** | **34.3** | **36.4** |", "36.4 % of 43.9 %"),
+        (speeds[2], "| 131,008 | 3 (149) | 6 (294) | 12 (1,181) |", "294 tokens/s"),
+        (speeds[2], "| 12 (1,181) |", "1,181 for `packed()`"),
+    ):
+        assert row in page, row
+        assert figures in readme, figures
 
 
 @pytest.mark.slow

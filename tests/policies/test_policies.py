@@ -231,6 +231,19 @@ def test_there_and_back(name):
     assert hash(policy) == hash(dataclasses.replace(policy))
 
 
+def test_presets_have_names_on_the_command_line():
+    """Other settings change them, in any order. A policy without presets refuses the key."""
+    assert parse_policy("shadowkv", ["preset=packed"]) == ShadowKV.packed()
+    small = parse_policy("shadowkv_plus", ["budget=64", "preset=packed_small", "keys.bits=3"])
+    usual = ShadowKVPlus.packed(small=True)
+    assert small == dataclasses.replace(usual, budget=64, keys=dataclasses.replace(usual.keys, bits=3))
+    assert parse_policy("shadowkv", ["preset=reference"]) == ShadowKV.reference()
+    with pytest.raises(ConfigError, match=r"shadowkv\.preset must be one of .*packed_small.*, got 'small'"):
+        parse_policy("shadowkv", ["preset=small"])
+    with pytest.raises(ConfigError, match="--set preset must be left out for quest"):
+        parse_policy("quest", ["preset=packed"])
+
+
 def test_dotted_names_and_records_keep_what_is_not_replaced():
     policy = ShadowKV(rank=None, keys=TransformCode(bits=2), landmarks=Landmarks(tokens=2), values=Values("int8"))
     settings = {"keys": "transform", "keys.bits": 2, "landmarks.tokens": 2, "values.dtype": "int8"}

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu.runner import NotHere
+from jshadow.cache.system_memory import POOL_VARIABLE, available_memory
 
 GIB = 2**30
 HOST_MARGIN = 20 * GIB  # host memory that is left for the program itself, the compiler and the page tables
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "jax-gpu"
 ENOUGH = 100 * GIB  # with this much available memory, growth is not probed
@@ -54,12 +54,8 @@ while done + step <= limit and time.monotonic() < end:
 
 
 def available_bytes() -> int:
-    """Return MemAvailable of the system in bytes, or 0 if it is unknown."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 0
+    """Return the bytes that a program can still allocate, or 0 if it is unknown."""
+    return available_memory() or 0
 
 
 def grown_bytes(limit: int = ENOUGH, seconds: float = PROBE_SECONDS) -> int:

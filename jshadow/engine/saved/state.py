@@ -26,6 +26,7 @@ from jshadow.cache.records import HostArray, LayerState
 from jshadow.cache.rows import layer_shapes, layer_splits
 from jshadow.cache.spec import CacheSpec, Shards, local_spec, whole_shape
 from jshadow.cache.state import KVState
+from jshadow.cache.system_memory import available_memory
 from jshadow.engine.checks import check_ids, check_state
 from jshadow.engine.placement import check_shards, shards_of
 from jshadow.engine.saved.file import (
@@ -336,7 +337,7 @@ def spare_bytes(expected: KVState) -> int:
 
     It is half of what the state's host rows leave free. Several processes may share a host, so each takes its share.
     """
-    free, shards = host_memory.available_memory(), expected.specs[0].shards
+    free, shards = available_memory(), expected.specs[0].shards
     devices = 1 if shards is None else len(shards.mesh.local_devices)
     rows = devices * offload.host_bytes(expected.specs)
     return 0 if free is None else max(0, free - rows) // (2 * jax.process_count())

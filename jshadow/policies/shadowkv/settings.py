@@ -430,6 +430,17 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return cls(keys=keys, landmarks=landmarks, values=Values("int4"), choice=Choice(outlier_rule="both"))
 
     @classmethod
+    def preset(cls, name: str) -> Self:
+        """Return the settings that have a name on the command line: paper, reference, packed or packed_small.
+
+        Raises:
+            ConfigError: there is no such name.
+        """
+        known = {"paper": cls.paper, "reference": cls.reference, "packed": cls.packed}
+        check_choice(cls.name, "preset", name, (*known, "packed_small"))
+        return cls.packed(small=True) if name == "packed_small" else known[name]()
+
+    @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
         """Return settings that equal full attention for up to num_tokens: full rank, and a budget of all tokens."""
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
