@@ -10,7 +10,7 @@ from jshadow.cli.compile_cache import CacheOptions
 from jshadow.cli.console import SlowProgress, console, print_table, read_text
 from jshadow.cli.eval import split_policies
 from jshadow.cli.fields import Command, option
-from jshadow.cli.options import FETCH_HELP, MODEL_HELP, WeightOptions, load_model, model_mark
+from jshadow.cli.options import MODEL_HELP, WeightOptions, load_model, model_mark
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import GPUS, gpu_named
 
@@ -39,7 +39,6 @@ class Advise(WeightOptions, CacheOptions, Command):
     target: float = option("share of full attention to keep, above 0 and at most 1", 0.99)
     policies: str | None = option("NAME or NAME:key=value:..., comma list (default: a dozen settings)")
     gpu: str | None = option(f"also predict the speed on one of {', '.join(GPUS)}")
-    fetch: str = option(FETCH_HELP, "auto")
     out: str | None = option(
         f"directory for {SETTINGS_FILE} (for --settings of generate, chat and serve), {PAGE_FILE}, and the result of "
         "each document, which a later call reuses",
@@ -48,7 +47,6 @@ class Advise(WeightOptions, CacheOptions, Command):
 
     def run(self) -> int:
         """Return 0 when the policy is chosen."""
-        from jshadow.cache.offload import check_fetch
         from jshadow.evaluation.advice import advise
         from jshadow.policies import parse_policy, split_policy
 
@@ -57,7 +55,6 @@ class Advise(WeightOptions, CacheOptions, Command):
         if not 0 < self.target <= 1:
             raise ConfigError(f"--target must be above 0 and at most 1, got {self.target!r}")
         gpu = None if self.gpu is None else gpu_named(self.gpu)
-        check_fetch(self.fetch)
         documents = {path: read_text(path, "--file") for path in self.file}
         text = "" if self.questions is None else read_text(self.questions, "--questions")
         policies = None
@@ -71,7 +68,6 @@ class Advise(WeightOptions, CacheOptions, Command):
                 questions=[line.strip() for line in text.splitlines() if line.strip()],
                 target=self.target,
                 policies=policies,
-                fetch=self.fetch,
                 out=self.out,
                 progress=progress,
             )

@@ -125,7 +125,6 @@ def advise(
     questions: Sequence[str] = (),
     target: float = TARGET,
     policies: Sequence[Policy] | None = None,
-    fetch: str = "auto",
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Advice:
@@ -137,7 +136,6 @@ def advise(
         questions: questions about each document. None: passages of the documents are continued.
         target: share of full attention to keep, in (0, 1].
         policies: the policies. None: `candidates`.
-        fetch: "auto", "resident", "device_put" or "zero_copy".
         out: directory for finished documents, which a later call reuses. None stores nothing.
         progress: called with (number of documents done, number of documents).
 
@@ -151,7 +149,7 @@ def advise(
         raise ConfigError("documents must have at least one text, got none")
     if len(questions) * len(documents) == 1:
         raise ConfigError("questions must be at least 2 for one document: one half of them judges, got 1")
-    settings = EvalSettings(documents=documents, questions=tuple(questions), fetch=fetch)
+    settings = EvalSettings(documents=documents, questions=tuple(questions))
     tried = policies if policies is not None else [Full()]
     [plan] = plan_evaluation(params, (), (), tried, settings).plans
     if policies is None:

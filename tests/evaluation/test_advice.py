@@ -109,7 +109,7 @@ def test_candidates_differ_in_budget_and_are_smaller_than_the_document():
 def test_the_records_are_those_of_each_probe_alone(params, tmp_path):
     """Beside the divergence of the logits of single forks. A second call reads what the first one stored."""
     policy, documents = StreamingLLM(sinks=4, window=64), {"a": TEXT, "b": TEXT[::-1][:700]}
-    found = advise(params, documents, policies=[policy], fetch="resident", out=tmp_path, target=1.0)
+    found = advise(params, documents, policies=[policy], out=tmp_path, target=1.0)
     assert [one.policy for one in found.judged] == [policy, Full()]
     streaming, full = found.judged
     assert (found.best, full.held_out) == (full, Kept(1.0, 1.0, 1.0, 16, 16))
@@ -134,7 +134,7 @@ def test_the_records_are_those_of_each_probe_alone(params, tmp_path):
     halves = [-np.log(one.share) for one in (streaming.chosen_by, streaming.held_out)]
     np.testing.assert_allclose(halves, [everything[::2].mean(), everything[1::2].mean()], rtol=1e-3)
     assert streaming.chosen_by.share < 1
-    again = advise(params, documents, policies=[policy], fetch="resident", out=tmp_path, progress=None)
+    again = advise(params, documents, policies=[policy], out=tmp_path, progress=None)
     assert again.judged == found.judged
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
 
