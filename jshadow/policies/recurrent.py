@@ -67,7 +67,7 @@ class RecurrentState(LayerCache):
     sizes: Recurrent
 
     name = "recurrent"
-    takes_sinks = True
+    takes_sinks = is_recurrent = True
 
     @property
     def reads(self) -> HookInputs:

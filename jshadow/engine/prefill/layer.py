@@ -51,7 +51,6 @@ from jshadow.policies.prefill_attention import (
     PrefillPiece,
     SecondPass,
 )
-from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.tokenizer import encode
 
 # Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
@@ -344,13 +343,13 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
     """Return the prompt without the arrays that the policy of `spec` does not read. Another policy may read them."""
     reads = spec.policy.reads
     tail = prompt.q_tail[:, -reads.last_queries :] if prompt.q_tail is not None and reads.last_queries else None
-    everything = reads.all_queries
+    everything, own = reads.all_queries, isinstance(spec.policy, OwnPrefill) or spec.policy.is_recurrent
     return prompt.replace(
         q_tail=tail,
         q_post=prompt.q_post if everything else None,
         lse=prompt.lse if everything else None,
         second_pass=prompt.second_pass if reads.second_pass else None,
-        extra=prompt.extra if isinstance(spec.policy, OwnPrefill | RecurrentState) else None,
+        extra=prompt.extra if own else None,
     )
 
 
