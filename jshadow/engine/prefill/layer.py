@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
-from jshadow.cache.recurrence import Recurrence, RecurrentTokens, read_tokens
+from jshadow.cache.recurrence import Held, RecurrentTokens, read_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.step import compress_on_devices
 from jshadow.errors import PromptError
@@ -444,7 +444,7 @@ def requests_of(
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("work", "prompt"))
 def read_request(
-    given: Given, work: SecondWork, prompt: PromptKV, index: Array, held: Recurrence | None = None, *, plan: LayerPlan
+    given: Given, work: SecondWork, prompt: PromptKV, index: Array, held: Held | None = None, *, plan: LayerPlan
 ) -> tuple[SecondWork, PromptKV]:
     """Apply the block to the request for chunk number `index`, and score the tokens of the chunk.
 
