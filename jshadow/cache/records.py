@@ -87,7 +87,7 @@ class StepKV(struct.PyTreeNode):
     learned: Any = None
     sinks: Array | None = None
     gates: tuple[Array, Array] | None = None
-    taps: tuple[Array, Array, Array] | None = None
+    taps: tuple[Array, ...] | None = None
     skip: Array | None = None
 
 

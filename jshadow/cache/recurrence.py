@@ -1,8 +1,8 @@
 """What a recurrent layer of a hybrid model holds of each row, and how tokens are read into it.
 
 The state follows the gated delta rule, or without its correction the rule of Mamba-2: see `jshadow/ops/delta_rule.py`.
-`models/recurrent.py` has the weights of the layer. B rows, T new tokens, n_k, n_v heads of keys and values, d_k, d_v
-their widths.
+A short convolution has no state. `models/recurrent.py` has the weights of the layer. B rows, T new tokens, n_k, n_v
+heads of keys and values, d_k, d_v their widths.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.cache.records import StepKV
 from jshadow.models.config import Recurrent
 from jshadow.models.transformer import Heads
 from jshadow.ops.convolution import convolve, ring_inputs, ring_write
@@ -21,7 +22,7 @@ RECENT = 16  # newest tokens that a row can give back
 
 
 class Recurrence(NamedTuple):
-    """What a recurrent layer holds of each row.
+    """What a recurrent layer with a state holds of each row.
 
     Attributes:
         state: the state of each value head after the first `folded` tokens, float32 [B, n_v, d_k, d_v].
@@ -37,15 +38,31 @@ class Recurrence(NamedTuple):
     inputs: tuple[Array, Array, Array]
 
 
-def empty(batch: int, sizes: Recurrent, dtype: Any) -> Recurrence:
+class NewestInputs(NamedTuple):
+    """What a layer that is a short convolution holds of each row.
+
+    Attributes:
+        inputs: the newest inputs of the convolution, in the model's dtype, [B, R, n_v, d_v]. The input at position p is
+            in slot p % R.
+    """
+
+    inputs: Array
+
+
+Held = Recurrence | NewestInputs
+
+
+def empty(batch: int, sizes: Recurrent, dtype: Any) -> Held:
     """Return the record of a layer that has read no tokens."""
     keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
 
     def zeros(*shape: int, dtype: Any = jnp.float32) -> Array:
         return jnp.zeros((batch, *shape), dtype)
 
-    recent = Recent(zeros(RECENT, *keys), zeros(RECENT, *values), zeros(RECENT, sizes.value_heads))
     slots = RECENT + sizes.taps - 1
+    if not sizes.has_state:
+        return NewestInputs(zeros(slots, *values, dtype=dtype))
+    recent = Recent(zeros(RECENT, *keys), zeros(RECENT, *values), zeros(RECENT, sizes.value_heads))
     q, k, v = (zeros(slots, *shape, dtype=dtype) for shape in (keys, keys, values))
     state = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim)
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
@@ -61,44 +78,52 @@ class RecurrentTokens(struct.PyTreeNode):
     """The projections of T new tokens; see `models.transformer.Heads`.
 
     Attributes:
-        heads: the inputs of the convolution.
-        gates: the logarithm of the decay, and the strength of the update.
-        taps: the kernels of the convolution.
-        skip: the factor of a value that is added to the output, or None.
+        heads, gates, taps, skip: the projections, as in Heads.
         lengths: number of tokens of each row before these, int32 [B].
         valid: which tokens are real, bool [B, T]. In each row, they come first.
         sizes: heads, widths and kind of the layer.
     """
 
     heads: tuple[Array, Array, Array]
-    gates: tuple[Array, Array]
-    taps: tuple[Array, Array, Array]
+    gates: tuple[Array, Array] | None
+    taps: tuple[Array, ...]
     skip: Array | None
     lengths: Array
     valid: Array
     sizes: Recurrent = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, heads: Heads, sizes: Recurrent, lengths: Array, valid: Array) -> "RecurrentTokens":
+    def of(cls, heads: Heads | StepKV, sizes: Recurrent, lengths: Array, valid: Array) -> "RecurrentTokens":
         """Return the tokens whose projections are `heads`."""
-        assert heads.gates is not None
         assert heads.taps is not None
         return cls((heads.q_pre, heads.k_pre, heads.v), heads.gates, heads.taps, heads.skip, lengths, valid, sizes)
 
 
 def _convolved(held: Recurrence, new: RecurrentTokens) -> tuple[Tokens, tuple[Array, Array, Array]]:
     """Return the new tokens after the convolution, and the inputs of the convolution that are held after them."""
-    parts, inputs, count = [], [], new.sizes.taps
-    for x, ring, taps in zip(new.heads, held.inputs, new.taps, strict=True):
-        flat, rows, kernel = (one.reshape(*one.shape[:-2], -1) for one in (x, ring, taps))
-        bias = kernel[count] if new.sizes.tap_biases else None
-        out = convolve(flat, ring_inputs(rows, new.lengths, count), kernel[:count], bias)
-        parts.append(jax.nn.silu(out).reshape(x.shape))
-        inputs.append(ring_write(rows, flat, new.lengths, new.valid).reshape(ring.shape))
-    q, k, v = (part.astype(jnp.float32) for part in parts)
+    assert new.gates is not None
+    each = (_through(new, *one) for one in zip(new.heads, held.inputs, new.taps, strict=True))
+    parts, inputs = zip(*each, strict=True)
+    q, k, v = (jax.nn.silu(part).astype(jnp.float32) for part in parts)
     if new.sizes.corrects:
         q, k = normalized(q) * q.shape[-1] ** -0.5, normalized(k)
-    return Tokens(q, k, v, *new.gates), (inputs[0], inputs[1], inputs[2])
+    return Tokens(q, k, v, *new.gates), inputs
+
+
+def _through(new: RecurrentTokens, x: Array, ring: Array, taps: Array) -> tuple[Array, Array]:
+    """Return the convolution of inputs x [B, T, n, d], and the ring of the newest inputs [B, R, n, d] after them."""
+    count = new.sizes.taps
+    flat, rows, kernel = (one.reshape(*one.shape[:-2], -1) for one in (x, ring, taps))
+    bias = kernel[count] if new.sizes.tap_biases else None
+    out = convolve(flat, ring_inputs(rows, new.lengths, count), kernel[:count], bias)
+    return out.reshape(x.shape), ring_write(rows, flat, new.lengths, new.valid).reshape(ring.shape)
+
+
+def _between_gates(held: NewestInputs, new: RecurrentTokens) -> tuple[Array, NewestInputs]:
+    """Return the outputs [B, T, n_v, d_v] of a short convolution, in the model's dtype, and what it holds then."""
+    q, k, v = new.heads
+    out, inputs = _through(new, k * v, held.inputs, new.taps[0])
+    return q * out, NewestInputs(inputs)
 
 
 def _skipped(out: Array, tokens: Tokens, new: RecurrentTokens) -> Array:
@@ -106,11 +131,13 @@ def _skipped(out: Array, tokens: Tokens, new: RecurrentTokens) -> Array:
     return out if new.skip is None else out + new.skip.astype(jnp.float32)[:, None] * tokens.v
 
 
-def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
-    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], float32.
+def read_tokens(held: Held, new: RecurrentTokens) -> tuple[Array, Held]:
+    """Read any number of tokens into the state. Return the outputs [B, T, n_v, d_v], with a state in float32.
 
     A row without a token keeps all its arrays with the same bits.
     """
+    if isinstance(held, NewestInputs):
+        return _between_gates(held, new)
     tokens, inputs = _convolved(held, new)
     reads, counts = new.valid.any(axis=1), new.valid.sum(axis=1, dtype=jnp.int32)
     state = folded_all(held.state, held.recent, held.folded, jnp.where(reads, new.lengths, held.folded))
@@ -119,8 +146,10 @@ def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurren
     return _skipped(out, tokens, new), Recurrence(state, held.recent, folded, inputs)
 
 
-def step_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
-    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32."""
+def step_tokens(held: Held, new: RecurrentTokens) -> tuple[Array, Held]:
+    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v] as `read_tokens`."""
+    if isinstance(held, NewestInputs):
+        return _between_gates(held, new)
     tokens, inputs = _convolved(held, new)
     before, corrects = (held.state, held.recent, held.folded), new.sizes.corrects
     out, state, recent, folded = step(*before, new.lengths, tokens, new.valid, corrects=corrects)

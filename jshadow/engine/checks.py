@@ -19,7 +19,6 @@ from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatc
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
-from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.params import Params
 
 ROOM, USER = "_known_room", "_user"  # keys in the `__dict__` of a state
@@ -214,11 +213,8 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
         spec.num_layers,
         tuple((spec.q_heads * tp, spec.kv_heads * tp, spec.head_dim) for spec in state.specs),
         spec.model_dim,
-        tuple(
-            AttentionKind(spec.rope, spec.sliding_window, isinstance(spec.policy, RecurrentState))
-            for spec in state.specs
-        ),
-        next((spec.policy.sizes for spec in state.specs if isinstance(spec.policy, RecurrentState)), None),
+        tuple(AttentionKind(spec.rope, spec.sliding_window, spec.policy.is_recurrent) for spec in state.specs),
+        next((spec.policy.sizes for spec in state.specs if spec.policy.is_recurrent), None),
     )
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")

@@ -13,7 +13,6 @@ from jax import Array
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
 from jshadow.cache.state import Counters, KVState
 from jshadow.models.config import ModelConfig
-from jshadow.policies.recurrent import RecurrentState
 from jshadow.policies.settings import policy_settings
 
 _COMPILE_EVENTS = (
@@ -171,8 +170,8 @@ def _parts_of_rows(state: KVState) -> list[dict[str, Array]]:
     A recurrent layer does not.
     """
     layers = zip(state.specs, state.layers, strict=True)
-    parts = (spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in layers)
-    return [part for part in parts if RecurrentState.name not in part]
+    attending = ((spec, layer) for spec, layer in layers if not spec.policy.is_recurrent)
+    return [spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in attending]
 
 
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:

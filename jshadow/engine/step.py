@@ -37,7 +37,6 @@ from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.planner.pieces import block_tokens, split_of, turn_piece
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, SplitsTurns, Streams, capability
-from jshadow.policies.recurrent import RecurrentState
 
 
 @dataclasses.dataclass
@@ -334,7 +333,7 @@ def compress_on_devices(
     given: dict[str, Any] = {name: split for name, split in by_name.items() if getattr(prompt, name) is not None}
     inputs = PromptKV(**given)
     where = layer_splits(spec)
-    if prompt.extra is not None and spec.policy.name == RecurrentState.name:
+    if prompt.extra is not None and spec.policy.is_recurrent:
         inputs = inputs.replace(extra=where.live.recurrent)
     wrote: Any = shards.spec("data", "tp")
     has_rows = where.host.prompt is not None

@@ -66,8 +66,9 @@ class Recurrent:
         key_dim, value_dim: widths of a head.
         taps: number of tokens that the convolution before the state sees, including a token itself.
         kind: "delta": gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, section 3). "mamba2": Mamba-2 (Dao and Gu
-            2024, arXiv 2405.21060, section 7).
-        tap_biases: whether the convolution has biases.
+            2024, arXiv 2405.21060, section 7). "convolution": a short convolution between two gates (LFM2, arXiv
+            2511.23404). Keys gate the values before it, and queries after it, so all have the same heads.
+        tap_biases: whether the convolution has biases. With "convolution", the projections then have biases too.
     """
 
     layers: tuple[int, ...]
@@ -91,6 +92,11 @@ class Recurrent:
     def corrects(self) -> bool:
         """Whether a token replaces what a state holds for its key (the delta rule), instead of adding to it."""
         return self.kind == "delta"
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the layer has a state beside the newest inputs of its convolution."""
+        return self.kind != "convolution"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,9 +440,9 @@ class ModelConfig:
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             norm_eps=hf["rms_norm_eps"],
-            tie_embeddings=_flag(hf, "tie_word_embeddings"),
-            attention_bias=_flag(hf, "attention_bias"),
-            mlp_bias=_flag(hf, "mlp_bias"),
+            tie_embeddings=flag_of(hf, "tie_word_embeddings"),
+            attention_bias=flag_of(hf, "attention_bias"),
+            mlp_bias=flag_of(hf, "mlp_bias"),
             eos_ids=token_ids(hf.get("eos_token_id")),
         )
         rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
@@ -480,7 +486,7 @@ def activation_of(hf: Mapping[str, Any], key: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _flag(hf: Mapping[str, Any], key: str) -> bool:
+def flag_of(hf: Mapping[str, Any], key: str) -> bool:
     """Read a boolean key of config.json. A missing or null key is False."""
     value = hf.get(key)
     if value is not None and not isinstance(value, bool):

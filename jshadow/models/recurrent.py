@@ -1,8 +1,10 @@
-"""The weights around the recurrent state of a layer: gated DeltaNet (arXiv 2412.06464, section 3) and Mamba-2 (arXiv
-2405.21060, section 7).
+"""The weights of a recurrent layer: gated DeltaNet (arXiv 2412.06464, section 3) and Mamba-2 (arXiv 2405.21060, section
+7), and the short convolution of LFM2 (arXiv 2511.23404).
 
 Queries, keys and values pass a short convolution, and then the state (`jshadow/ops/delta_rule.py`). In Mamba-2, they
 are called C, B and x. The caller computes both, as it computes attention. The output is normed and gated.
+
+A layer of LFM2 has no state. The caller computes C * convolution(B * x).
 """
 
 import flax.linen as nn
@@ -102,3 +104,41 @@ class RecurrentMixer(nn.Module):
         square = jnp.mean(groups * groups, axis=-1, keepdims=True)
         normed = (groups / jnp.sqrt(square + self.config.norm_eps)).reshape(rows.shape).astype(dtype)
         return self.norm_scale.astype(dtype) * normed
+
+
+class ConvolutionMixer(nn.Module):
+    """The projections and the kernel of a short convolution between two gates, with the methods of RecurrentMixer."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        """Declare the parts."""
+        r = recurrent_of(self.config)
+        width, biased = r.value_heads * r.value_dim, r.tap_biases
+        self.q, self.k, self.v = (Linear(width, biased, shares_input=True) for _ in range(3))
+        self.o = Linear(self.config.model_dim, biased)
+        self.v_taps = self.param("v_taps", nn.initializers.lecun_normal(), (r.taps, width))
+        if biased:
+            self.v_biases = self.param("v_biases", nn.initializers.zeros, (width,))
+
+    def heads(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return the gate behind the convolution, that before it, and the values for x [B, T, D]: [B, T, n, d] each."""
+        r = recurrent_of(self.config)
+        q, k, v = (part(x).reshape(*x.shape[:-1], r.value_heads, r.value_dim) for part in (self.q, self.k, self.v))
+        return q, k, v
+
+    def gates(self, x: Array) -> None:
+        """Return None: nothing decays."""
+
+    def taps(self) -> tuple[Array]:
+        """Return the kernel of the convolution, [taps, n, d]. If the convolution has biases, they are one more row."""
+        r, kernel = recurrent_of(self.config), self.v_taps
+        kernel = jnp.concatenate([kernel, self.v_biases[None]]) if r.tap_biases else kernel
+        return (kernel.reshape(len(kernel), r.value_heads, r.value_dim),)
+
+    def skipped(self) -> None:
+        """Return None: no value passes the convolution by."""
+
+    def output(self, heads: Array, x: Array) -> Array:
+        """Project what the caller computed [B, T, n, d] to [B, T, D]."""
+        return self.o(heads.reshape(*x.shape[:-1], -1))

@@ -16,6 +16,7 @@ from jshadow.models.gpt_oss import GPT_OSS
 from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.granite_hybrid import GRANITE_HYBRID
 from jshadow.models.iquest import IQUEST_CODER
+from jshadow.models.lfm import LFM2, LFM2_MOE
 from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
 from jshadow.models.mistral import MINISTRAL3, MISTRAL
@@ -34,6 +35,7 @@ _FAMILIES = (
     *(GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
     *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT, GRANITE_HYBRID),
+    *(LFM2, LFM2_MOE),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import ModelConfig, recurrent_of
 from jshadow.models.experts import ExpertMLP
 from jshadow.models.layers import MLP, Attention, Norm
-from jshadow.models.recurrent import RecurrentMixer
+from jshadow.models.recurrent import ConvolutionMixer, RecurrentMixer
 
 
 class Heads(NamedTuple):
@@ -31,9 +31,10 @@ class Heads(NamedTuple):
         sinks: the logit of each query head's attention sink [h_q], or None.
         gates: in a recurrent layer, the logarithm of the decay and the strength of the update of each value head,
             float32 [B, T, n_v] each. Then q_pre, k_pre and v are the inputs of the convolution, [B, T, n_k, d_k] twice
-            and [B, T, n_v, d_v].
-        taps: in a recurrent layer, the kernels of the convolution over q_pre, k_pre and v, [taps, heads, width] each.
-            If it has biases, they are one more row.
+            and [B, T, n_v, d_v]. A short convolution has no gates here: its input is k_pre * v, and q_pre is a factor
+            of its output.
+        taps: in a recurrent layer, the kernels of the convolution over q_pre, k_pre and v, [taps, heads, width] each,
+            or that of a short convolution alone. If it has biases, they are one more row.
         skip: in Mamba-2, the factor of each head with which its value, after the convolution, is added to what the
             state gives, [n_v].
     """
@@ -44,7 +45,7 @@ class Heads(NamedTuple):
     x_in: Array
     sinks: Array | None = None
     gates: tuple[Array, Array] | None = None
-    taps: tuple[Array, Array, Array] | None = None
+    taps: tuple[Array, ...] | None = None
     skip: Array | None = None
 
 
@@ -64,7 +65,7 @@ class Block(nn.Module):
         """Declare the parts."""
         c = self.config
         if c.mixer == "recurrent":
-            self.recurrent = RecurrentMixer(c)
+            self.recurrent = (RecurrentMixer if recurrent_of(c).has_state else ConvolutionMixer)(c)
         else:
             self.attention = Attention(c)
         self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)

@@ -219,7 +219,7 @@ def prefill_parts(
     if config.recurrent:  # its layers are read in pieces
         ways, sparse = {False}, max(sparse, scan(size))
     for layer, spec in enumerate(state.specs):
-        if isinstance(spec.policy, RecurrentState):
+        if spec.policy.is_recurrent:
             continue
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries

@@ -14,7 +14,8 @@ def projection_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the projections of one layer before its attention or its recurrent state."""
     if config.mixer == "recurrent":
         r = recurrent_of(config)
-        columns = 2 * config.key_columns + r.value_heads * (2 * r.value_dim + 2)
+        gates = r.value_heads * (r.value_dim + 2) if r.has_state else 0
+        columns = 2 * config.key_columns + r.value_heads * r.value_dim + gates
     else:
         columns = config.query_columns * (1 + config.output_gate) + 2 * config.key_columns
     return 2 * tokens * config.model_dim * columns
@@ -31,7 +32,8 @@ def attention_operations(config: ModelConfig, window: int | None, first: int, to
     """Return the operations of exact causal attention of one layer, for `tokens` queries from position `first` on.
 
     In a recurrent layer they are those of the chunks (Gated DeltaNet, arXiv 2412.06464, section 3.3): each token reads
-    the state twice and is added to it, and its query and key meet the keys and updates of its chunk.
+    the state twice and is added to it, and its query and key meet the keys and updates of its chunk. A short
+    convolution has one product for each of its taps.
 
     Args:
         config: the layer's config (`ModelConfig.at`).
@@ -41,6 +43,8 @@ def attention_operations(config: ModelConfig, window: int | None, first: int, to
     """
     if config.mixer == "recurrent":
         r = recurrent_of(config)
+        if not r.has_state:
+            return 2 * tokens * r.taps * r.value_heads * r.value_dim
         chunk = CHUNK * (2 * r.key_heads * r.key_dim + 2 * r.value_heads * r.value_dim)
         return 2 * tokens * (3 * r.value_heads * r.key_dim * r.value_dim + chunk)
     last = first + tokens

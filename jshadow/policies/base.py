@@ -130,6 +130,7 @@ class LayerCache(abc.ABC):
         query_rows: number of query rows T in a decode step of the layer.
         takes_sinks: whether `attend` gives the attention sinks of `StepKV` their part of the softmax. If not, models
             with sinks are refused.
+        is_recurrent: whether the layer does not attend, but has a recurrent state.
     """
 
     name: ClassVar[str] = ""
@@ -137,6 +138,7 @@ class LayerCache(abc.ABC):
     splits_heads: ClassVar[bool] = True
     query_rows: ClassVar[int] = 1
     takes_sinks: ClassVar[bool] = False
+    is_recurrent: ClassVar[bool] = False
 
     @property
     def reads(self) -> HookInputs:

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
-from jshadow.cache.recurrence import RECENT, Recurrence, RecurrentTokens, empty, read_tokens, step_tokens
+from jshadow.cache.recurrence import RECENT, Held, RecurrentTokens, empty, read_tokens, step_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import AttentionKind, ModelConfig, Recurrent, recurrent_of
 from jshadow.ops.buckets import round_up
@@ -24,7 +24,7 @@ from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 class OneRecurrence(struct.PyTreeNode):
     """The live record of a recurrent layer. Reports name its bytes "recurrent"."""
 
-    recurrent: Recurrence
+    recurrent: Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class RecurrentPrefill(PrefillAttention):
 
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
-    ) -> Recurrence:
+    ) -> Held:
         return empty(len(prompt.lengths), recurrent_of(config), prompt.v.dtype)
 
     def attend(
-        self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Recurrence
-    ) -> tuple[Array, Recurrence]:
+        self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Held
+    ) -> tuple[Array, Held]:
         heads = piece.heads
         assert heads is not None
         valid = piece.first + jnp.arange(heads.v.shape[1], dtype=jnp.int32) < prompt.lengths[:, None]
@@ -51,6 +51,8 @@ class RecurrentPrefill(PrefillAttention):
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
         """Count twice what the convolution gives and the state reads and gives, and some states."""
         r = recurrent_of(config)
+        if not r.has_state:
+            return 4 * batch * 2 * size * r.value_heads * r.value_dim
         token = 2 * r.key_heads * r.key_dim + 2 * r.value_heads * (r.key_dim + r.value_dim)
         state = r.value_heads * (r.key_dim * r.value_dim + CHUNK * CHUNK)
         return 4 * batch * (2 * round_up(size, CHUNK) * token + 8 * state)
@@ -60,6 +62,8 @@ class RecurrentPrefill(PrefillAttention):
 class RecurrentState(LayerCache):
     """Keep the state of each value head, and the newest tokens apart from it, so that a row can give them back.
 
+    A short convolution has no state, and keeps its newest inputs alone. So it gives back tokens of a prompt too.
+
     Attributes:
         sizes: heads and widths of the layer. A device of a mesh has some of the heads, as its CacheSpec tells.
     """
@@ -67,7 +71,7 @@ class RecurrentState(LayerCache):
     sizes: Recurrent
 
     name = "recurrent"
-    takes_sinks = True
+    takes_sinks = is_recurrent = True
 
     @property
     def reads(self) -> HookInputs:
@@ -92,16 +96,16 @@ class RecurrentState(LayerCache):
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
         """Read the new tokens into the state. More than RECENT of them cannot be given back."""
-        assert step.gates is not None
-        assert step.taps is not None
-        heads = (step.q_pre, step.k_pre, step.v)
-        new = RecurrentTokens(heads, step.gates, step.taps, step.skip, step.lengths, step.valid, self.sizes)
+        new = RecurrentTokens.of(step, self.sizes, step.lengths, step.valid)
         read = step_tokens if step.valid.shape[1] <= RECENT else read_tokens
         out, after = read(state.live.recurrent, new)
         return out.astype(spec.dtype), state.replace(live=OneRecurrence(after))
 
     def earliest(self, spec: CacheSpec, state: LayerState, reached: Array) -> Array | None:
-        return jnp.maximum(jnp.maximum(state.live.recurrent.folded, reached - RECENT), 1)
+        kept = reached - RECENT
+        if self.sizes.has_state:
+            kept = jnp.maximum(kept, state.live.recurrent.folded)
+        return jnp.maximum(kept, 1)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         return {"recurrent": jnp.zeros(lengths.shape, jnp.float32)}
@@ -111,8 +115,10 @@ class RecurrentState(LayerCache):
 
     def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
         """A step also writes the state."""
-        size = 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim
-        return StepCosts(0, {"recurrent": (size, 0)}, {}, {})
+        return StepCosts(0, {"recurrent": (self._state_bytes(spec), 0)}, {}, {})
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        return 2 * 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim
+        return 2 * self._state_bytes(spec)
+
+    def _state_bytes(self, spec: CacheSpec) -> int:
+        return 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim * self.sizes.has_state

@@ -10,7 +10,7 @@ import pytest
 import saved_cases
 from few import quick
 from forced_devices import FLAGS, FOUR
-from mesh_cases import HYBRID, MESHES, POLICIES, model
+from mesh_cases import CONVOLUTIONS, HYBRID, MESHES, POLICIES, model
 from saved_cases import TOKENS
 from sealed import parts_of
 from several_processes import SUPPORT, ended, reported, start_all
@@ -52,24 +52,31 @@ def test_attention_sinks_are_split_like_query_heads(name):
     assert FOUR.call(mesh_cases.sinks_apart, name, "data2_tp2") < 1e-4
 
 
-HYBRIDS = [("shadowkv", "tp2"), ("full", "tp4"), ("quest", "data2"), ("shadowkv", "data2_tp2")]
+HYBRIDS = [
+    *[
+        (HYBRID, *case)
+        for case in (("shadowkv", "tp2"), ("full", "tp4"), ("quest", "data2"), ("shadowkv", "data2_tp2"))
+    ],
+    *[(CONVOLUTIONS, "full", "tp4"), (CONVOLUTIONS, "shadowkv", "data2_tp2")],
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), HYBRIDS)
-def test_recurrent_layers_are_split_by_head(name, mesh):
-    seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "split", "device_put", HYBRID)
+@pytest.mark.parametrize(("config", "name", "mesh"), HYBRIDS)
+def test_recurrent_layers_are_split_by_head(config, name, mesh):
+    seen = FOUR.call(mesh_cases.compare_steps, name, mesh, "split", "device_put", config)
     assert seen["logits"] < 1e-4
     assert (seen["tokens"], seen["chosen"], seen["counters"]) == (True, True, [])
 
 
 @pytest.mark.slow
-def test_states_of_a_hybrid_are_moved_saved_and_rewound_on_a_mesh(tmp_path):
+@pytest.mark.parametrize("config", [HYBRID, CONVOLUTIONS], ids=["hybrid", "convolutions"])
+def test_states_of_a_hybrid_are_moved_saved_and_rewound_on_a_mesh(tmp_path, config):
     """Speculation gives back all proposals of this model, whose text does not repeat itself."""
     case = "shadowkv", "data2_tp2"
-    assert max(FOUR.call(mesh_cases.compare_flow, *case, "device_put", HYBRID)) < 1e-4
-    assert FOUR.call(mesh_cases.speculated, *case, HYBRID)[:2] == [True] * 2
-    found = FOUR.call(saved_cases.one_case, str(tmp_path), *case, "device_put", True, HYBRID)
+    assert max(FOUR.call(mesh_cases.compare_flow, *case, "device_put", config)) < 1e-4
+    assert FOUR.call(mesh_cases.speculated, *case, config)[:2] == [True] * 2
+    found = FOUR.call(saved_cases.one_case, str(tmp_path), *case, "device_put", True, config)
     assert found == {"one device": "none", "itself": "none", "others": [], "logits": True, "compiled": 0}
 
 

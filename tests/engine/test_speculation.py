@@ -38,6 +38,7 @@ NEW, WARM = 24, 0.8
 OTHER = init_params(dataclasses.replace(TINY, num_layers=1), seed=9)
 SLIDING = dataclasses.replace(TINY, sliding_window=12, sliding_layers=(1,))
 HYBRID = dataclasses.replace(family_config("qwen3_5"), vocab_size=TINY.vocab_size)
+CONVOLUTIONS = dataclasses.replace(family_config("lfm2"), vocab_size=TINY.vocab_size)
 LOOKUP = PromptLookup(tokens=4, ngram=1)
 SELF = SelfDraft(tokens=4, policy=Quest(budget=8, unit=4, recent=3, dense_layers=1))
 COMPRESSED = CompressedDraft(tokens=4, policy=setting("shadowkv", "restricted"))
@@ -400,6 +401,7 @@ CASES += [
     ("shadowkv", PromptLookup(tokens=15, ngram=1), HYBRID),
     ("full", dataclasses.replace(SELF, policy=dataclasses.replace(SELF.policy, dense_layers=0)), HYBRID),
     ("offloaded", COMPRESSED, HYBRID),
+    ("shadowkv", PromptLookup(tokens=15, ngram=1), CONVOLUTIONS),
     ("quest", DraftModel(init_params(HYBRID), tokens=5), HYBRID),
 ]
 # These can go back only before they evict or quantize a token after the prompt.

@@ -35,7 +35,7 @@ SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
 FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
 # Sliding layers of `full` are those of `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next")
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next", "lfm2_moe")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH]
 CASES += [("gemma3", Full()), ("gemma4", FROM_VALUES), (HYBRID, Full())]
 SPARSE = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
@@ -83,6 +83,7 @@ def test_every_family_is_lossless(name):
 EVERYWHERE = [("gemma4", name) for name in POLICY_CASES]
 EVERYWHERE += [(HYBRID, name) for name in POLICY_CASES]
 EVERYWHERE += [("ministral3", name) for name in ("streaming_llm", "infllm", "infinigen", "shadowkv")]
+EVERYWHERE += [("lfm2_moe", name) for name in ("full", "quest", "kvzip", "infinigen", "shadowkv_plus")]
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ PUBLISHED = {
     "qwen3.6-27b": (26.9e9, 2 * 16 * 4 * 256, 262_144),
     "qwen3.6-35b-a3b": (34.66e9, 2 * 10 * 2 * 256, 262_144),
     "qwen3-next-80b-a3b": (79.67e9, 2 * 12 * 2 * 256, 262_144),
+    "lfm2-8b-a1b": (8.34e9, 2 * 6 * 8 * 64, 128_000),
 }
 # Models with sliding windows: the elements of keys and values of a token in these layers, and the window.
 WINDOWED = {
@@ -68,10 +69,17 @@ WINDOWED = {
 }
 # Hybrid models: recurrent layers, and the numbers of their key heads and value heads, which are 128 wide.
 HYBRID = {"qwen3.6-27b": (48, 16, 48), "qwen3.6-35b-a3b": (30, 16, 32), "qwen3-next-80b-a3b": (36, 16, 32)}
+CONVOLUTIONS = {"lfm2-8b-a1b": (18, 2048)}  # layers and columns of short convolutions
 
 
 def recurrent_by_hand(name):
-    """The bytes of the recurrent layers of a row: float32 states and 16 newest tokens, 19 inputs of convolutions."""
+    """The bytes of the recurrent layers of a row: float32 states and 16 newest tokens, 19 inputs of convolutions.
+
+    A short convolution of 3 taps has 18 inputs alone.
+    """
+    if name in CONVOLUTIONS:
+        layers, columns = CONVOLUTIONS[name]
+        return layers * 2 * 18 * columns
     layers, keys, values = HYBRID.get(name, (0, 0, 0))
     newest = 16 * (128 * (keys + values) + values)
     return layers * (4 * (values * 128 * 128 + newest + 1) + 2 * 19 * 128 * (2 * keys + values))
@@ -201,6 +209,14 @@ REFUSED = [
     ("granitemoehybrid", MAMBA | {"mamba_proj_bias": True}, "mamba_proj_bias must be false"),
     ("granitemoehybrid", MAMBA | {"time_step_limit": [0.1, 1.0]}, "time_step_limit must be [0.0, inf]"),
     ("granitemoehybrid", MAMBA | {"mamba_n_heads": 0}, "mamba_n_heads must be an integer of at least 1"),
+    ("lfm2", {"layer_types": 3 * ["conv"]}, "recurrent.layers must leave a layer that attends, got all 3"),
+    ("lfm2", {"layer_types": ["conv", "short_conv", "full_attention"]}, "layer_types must be 3 times 'full_attention'"),
+    ("lfm2", {"full_attn_idxs": [3]}, "full_attn_idxs must be numbers in [0, 3), got [3]"),
+    ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs must be numbers in [0, 3), got 1"),
+    ("lfm2", {"full_attn_idxs": [1], "conv_L_cache": 0}, "recurrent.taps must be an integer of at least 1, got 0"),
+    ("lfm2", {"full_attn_idxs": [1], "conv_bias": "no"}, "conv_bias must be true or false, got 'no'"),
+    ("lfm2", {"tie_embedding": 1}, "tie_embedding must be true or false, got 1"),
+    ("lfm2", {"block_multiple_of": 0}, "block_multiple_of must be an integer of at least 1, got 0"),
     ("nemotron_h", {}, "model_type must be one of"),
 ]
 
@@ -234,6 +250,23 @@ def test_a_hybrid_family_without_recurrent_layers(tmp_path, model_type):
     assert (config.recurrent, config.experts, config.ffn_dim) == (None, None, 80)
     save(init_params(config), tmp_path / "m")
     assert load(tmp_path / "m").config == config
+
+
+def test_the_width_and_the_head_of_lfm2():
+    """The width follows the config class of transformers. Published files have other names of two keys."""
+    layers = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}
+    sizes = {"block_ff_dim": 12288, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = read("lfm2", **layers, **sizes, tie_embedding=True, tie_word_embeddings=False)
+    assert (config.ffn_dim, config.tie_embeddings) == (8192, True)
+    assert config.recurrent.layers == (0, 1, 3, 4, 6, 7, 9, 11, 13, 15)
+    assert (config.recurrent.value_heads, config.recurrent.value_dim) == (8, 256)
+    assert read("lfm2").recurrent is None
+    for changes, width in (
+        ({"block_auto_adjust_ff_dim": False}, 80),
+        ({"block_ffn_dim_multiplier": None}, 53),
+        ({"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 10}, 70),
+    ):
+        assert read("lfm2", **changes).ffn_dim == width
 
 
 def test_a_device_of_a_mesh_has_some_heads_of_a_recurrent_layer():

@@ -19,7 +19,14 @@ from jshadow.planner.gpu import Planner, capacity_plan, checked
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
 from jshadow.planner.machine import footprint, prefill_peak
 from jshadow.planner.pieces import rows_at_once
-from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE, attention_operations, layer_operations
+from jshadow.planner.prefill_time import (
+    LAUNCH_SECONDS,
+    PREFILL_SHARE,
+    attention_operations,
+    layer_operations,
+    projection_operations,
+    rest_operations,
+)
 from jshadow.policies import H2O, POLICIES, Full, ShadowKV
 from jshadow.policies.shadowkv.costs import SECTOR, beside
 
@@ -199,6 +206,10 @@ def test_operations_of_a_recurrent_layer_follow_the_tokens():
     state, chunk = 3 * 6 * 8 * 12, 64 * (2 * 2 * 8 + 2 * 6 * 12)
     for first, tokens in ((0, 1), (5, 1000), (100_000, 1000)):
         assert attention_operations(config, None, first, tokens) == 2 * tokens * (state + chunk)
+    short = family_config("lfm2").at(0)  # 3 taps over 48 columns
+    assert attention_operations(short, None, 100, 1000) == 2 * 1000 * 3 * 48
+    conv = {"q": 48 * 48, "k": 48 * 48, "v": 48 * 48, "o": 48 * 48}
+    assert projection_operations(short, 10) + rest_operations(short, 10) == 2 * 10 * (sum(conv.values()) + 3 * 48 * 72)
 
 
 def test_a_layer_counts_its_weights_once_a_token():

@@ -31,27 +31,45 @@ from jshadow.weights.params import Params, init_params
 
 ROWS, ROUNDS, LONG = 48, 14, 40
 SIZES = Recurrent(layers=(0,), key_heads=2, value_heads=4, key_dim=4, value_dim=6)
-CONFIG = dataclasses.replace(TINY, num_layers=2, recurrent=SIZES)
-SPEC, _ = cache_specs(CONFIG, Full(), ROWS, 512, 1, "float32", "resident")
+CONVOLUTION = Recurrent(layers=(0,), key_heads=2, value_heads=2, key_dim=4, value_dim=4, taps=3, kind="convolution")
 RNG = np.random.default_rng(7)
-HEADS = {"q": (2, 4), "k": (2, 4), "v": (4, 6)}
-TAPS = {name: RNG.standard_normal((SIZES.taps, *shape)).astype(np.float32) for name, shape in HEADS.items()}
+
+
+class Case:
+    """A recurrent layer: its sizes, its spec, the shapes of its inputs by name, and its kernels."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+        config = dataclasses.replace(TINY, num_layers=2, recurrent=sizes)
+        self.spec, _ = cache_specs(config, Full(), ROWS, 512, 1, "float32", "resident")
+        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+        self.heads = {"q": keys, "k": keys, "v": values}
+        inputs = self.heads if sizes.has_state else {"v": values}
+        self.taps = {
+            name: RNG.standard_normal((sizes.taps, *shape)).astype(np.float32) for name, shape in inputs.items()
+        }
 
 
 class Row:
     """A row's inputs, and its state after each of them, float64."""
 
-    def __init__(self):
-        self.inputs = {name: [np.zeros(shape)] * (SIZES.taps - 1) for name, shape in HEADS.items()}
+    def __init__(self, case):
+        self.case = case
+        self.inputs = {name: [np.zeros(case.heads[name])] * (case.sizes.taps - 1) for name in case.taps}
         self.states = [np.zeros((4, 4, 6))]
+
+    def convolved(self, name, x):
+        """The convolution of an input and those before it."""
+        inputs, taps = self.inputs[name], self.case.taps[name]
+        inputs.append(x.astype(np.float64))
+        return sum(tap * one for tap, one in zip(taps, inputs[-len(taps) :], strict=True))
 
     def feed(self, token):
         """The output of a token."""
-        parts = {}
-        for name, inputs in self.inputs.items():
-            inputs.append(token[name].astype(np.float64))
-            total = sum(tap * x for tap, x in zip(TAPS[name], inputs[-SIZES.taps :], strict=True))
-            parts[name] = total / (1 + np.exp(-total))
+        if not self.case.sizes.has_state:
+            return token["q"] * self.convolved("v", token["k"] * token["v"])
+        mixed = {name: self.convolved(name, token[name]) for name in self.case.heads}
+        parts = {name: total / (1 + np.exp(-total)) for name, total in mixed.items()}
         q, k = (np.repeat(x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6), 2, 0) for x in (parts["q"], parts["k"]))
         state = np.exp(token["decay"].astype(np.float64))[:, None, None] * self.states[-1]
         added = token["beta"][:, None] * (parts["v"] - np.einsum("hke,hk->he", state, k))
@@ -59,47 +77,54 @@ class Row:
         return np.einsum("hke,hk->he", self.states[-1], q / 2)
 
     def give_back(self, count):
-        for values in (*self.inputs.values(), self.states):
+        states = [self.states] if self.case.sizes.has_state else []
+        for values in (*self.inputs.values(), *states):
             del values[len(values) - count :]
 
 
-def tokens_of(count):
+def tokens_of(case, count):
     """Random projections of so many tokens in each row. Some decays are strong."""
-    tokens = {name: RNG.standard_normal((ROWS, count, *shape)).astype(np.float32) for name, shape in HEADS.items()}
+    tokens = {name: RNG.standard_normal((ROWS, count, *shape)).astype(np.float32) for name, shape in case.heads.items()}
     rates = RNG.choice([0.01, 0.3, 20.0], (ROWS, count, 4))
     tokens["decay"] = (-rates * RNG.random((ROWS, count, 4))).astype(np.float32)
     return tokens | {"beta": RNG.random((ROWS, count, 4)).astype(np.float32)}
 
 
-@jax.jit
-def attend(state, tokens, counts):
+@functools.partial(jax.jit, static_argnums=0)
+def attend(case, state, tokens, counts):
     """The outputs of a turn, and the state after it."""
     valid = jnp.arange(tokens["q"].shape[1]) < counts[:, None]
-    gates, none = (tokens["decay"], tokens["beta"]), jnp.zeros(0)
+    gates, none = (tokens["decay"], tokens["beta"]) if case.sizes.has_state else None, jnp.zeros(0)
     q, k, v = tokens["q"], tokens["k"], tokens["v"]
-    step = StepKV(q, q, k, k, v, none, valid, state.lengths, none, none, none, gates=gates, taps=tuple(TAPS.values()))
-    out, layer = SPEC.policy.attend(SPEC, state.layers[0], step, None)
+    step = StepKV(q, q, k, k, v, none, valid, state.lengths, none, none, none, gates=gates)
+    step = step.replace(taps=tuple(case.taps.values()))
+    out, layer = case.spec.policy.attend(case.spec, state.layers[0], step, None)
     return out, state.replace(layers=(layer,), lengths=state.lengths + counts)
 
 
-def test_tokens_given_back_leave_nothing():
-    """Rounds of a short or a long turn and a rewind, in rows of different lengths. A long turn cannot be given back."""
-    zeros = np.zeros(ROWS, np.int32)
-    layers = jax.tree.map(np.asarray, (jax.jit(SPEC.policy.init, static_argnums=0)(SPEC),))
+@pytest.mark.parametrize("sizes", [SIZES, CONVOLUTION], ids=lambda sizes: sizes.kind)
+def test_tokens_given_back_leave_nothing(sizes):
+    """Rounds of a short or a long turn and a rewind, in rows of different lengths.
+
+    A state cannot give back a long turn. A short convolution gives back the end of it.
+    """
+    zeros, case = np.zeros(ROWS, np.int32), Case(sizes)
+    layers = jax.tree.map(np.asarray, (jax.jit(case.spec.policy.init, static_argnums=0)(case.spec),))
     counters = Counters(*[zeros] * len(dataclasses.fields(Counters)))
-    state = KVState(layers, None, zeros, zeros, counters, None, (SPEC,), Full())
-    rows, folded, given = [Row() for _ in range(ROWS)], np.zeros(ROWS, int), []
+    state = KVState(layers, None, zeros, zeros, counters, None, (case.spec,), Full())
+    rows, folded, given = [Row(case) for _ in range(ROWS)], np.zeros(ROWS, int), []
     for number in range(ROUNDS):
         size = LONG if number in (0, 5) else RECENT
         most = np.where(RNG.random(ROWS) < 0.5, size, 6)
-        counts, tokens = RNG.integers(0, most + 1).astype(np.int32), tokens_of(size)
+        counts, tokens = RNG.integers(0, most + 1).astype(np.int32), tokens_of(case, size)
         before, start = jax.tree.map(np.array, state.layers), np.asarray(state.lengths)
-        outs, state = jax.tree.map(np.asarray, attend(state, tokens, counts))
+        outs, state = jax.tree.map(np.asarray, attend(case, state, tokens, counts))
         for index, row in enumerate(rows):
             want = [row.feed({name: x[index, at] for name, x in tokens.items()}) for at in range(counts[index])]
-            np.testing.assert_allclose(outs[index, : counts[index]], np.reshape(want, (-1, 4, 6)), atol=1e-4)
+            got = outs[index, : counts[index]]
+            np.testing.assert_allclose(got, np.reshape(want, got.shape), atol=1e-4)
         held = start + counts
-        after = held if size > RECENT else np.maximum(folded, held - RECENT)
+        after = held if size > RECENT and sizes.has_state else np.maximum(folded, held - RECENT)
         folded = np.where(counts > 0, after, folded)
         for old, new in zip(*map(jax.tree.leaves, (before, state.layers)), strict=True):
             np.testing.assert_array_equal(new[counts == 0], old[counts == 0])
@@ -116,37 +141,55 @@ def test_tokens_given_back_leave_nothing():
     assert set(given) == set(range(RECENT + 1))
 
 
-# A tiny hybrid: two recurrent layers, and one that attends
+# Tiny hybrids: two recurrent layers, and one that attends
 
-HYBRID = family_config("qwen3_5")
+HYBRID, LFM2 = family_config("qwen3_5"), family_config("lfm2")
 PROMPT = RNG.integers(0, HYBRID.vocab_size, (3, 50)).astype(np.int32)
 STEPS = RNG.integers(0, HYBRID.vocab_size, (3, 50)).astype(np.int32)
 LENGTHS = np.array([50, 27, 5])
-MODES = [("full", "resident"), ("shadowkv", "device_put"), ("shadowkv", "zero_copy")]
+MODES = [
+    *[(HYBRID, "full", "resident"), (HYBRID, "shadowkv", "device_put"), (HYBRID, "shadowkv", "zero_copy")],
+    (LFM2, "shadowkv", "device_put"),
+]
+# Tokens that rows can give back after their prompts, a turn of [5, 3, 0], and one of [40, 3, 0]. Where recurrent layers
+# are short convolutions, tokens of a prompt that attention holds like later ones can be given back too.
+GIVEN = [
+    *[(HYBRID, name, ([0] * 3, [5, 3, 0], [0] * 3)) for name in ("full", "shadowkv")],
+    (LFM2, "full", ([16, 16, 4],) * 3),
+    (LFM2, "shadowkv", ([10, 11, 4], [15, 14, 4], [16, 14, 4])),
+]
 
-params = functools.cache(functools.partial(init_params, HYBRID, seed=1))
+
+@functools.cache
+def params(config=HYBRID):
+    return init_params(config, seed=1)
 
 
-def prefilled(name, fetch="resident"):
-    return decode.prefill(params(), PROMPT, LENGTHS, setting(name, "restricted"), capacity=112, fetch=fetch)[1]
+def model_of(state):
+    """The model of a state."""
+    return params(HYBRID if state.specs[0].policy.sizes.has_state else LFM2)
+
+
+def prefilled(name, fetch="resident", config=HYBRID):
+    return decode.prefill(params(config), PROMPT, LENGTHS, setting(name, "restricted"), capacity=112, fetch=fetch)[1]
 
 
 def run(state, first, count, rows=(0, 1, 2)):
     """The logits of steps that feed these columns of STEPS, and the state after them."""
     logits = []
     for column in range(first, first + count):
-        out, state = decode.decode_step(params(), STEPS[list(rows), column], state)
+        out, state = decode.decode_step(model_of(state), STEPS[list(rows), column], state)
         logits.append(np.asarray(out))
     return np.stack(logits), state
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "shadowkv"])
-def test_rewinds_of_a_hybrid_equal_a_state_that_never_saw_the_tokens(name):
-    """All rewinds from several lengths. A prompt and a long turn cannot be given back, and a turn of five can."""
-    start = prefilled(name)
-    for counts, given in (([0] * 3, [0] * 3), ([5, 3, 0], [5, 3, 0]), ([40, 3, 0], [0] * 3)):
-        _, state = decode.extend(params(), STEPS[:, : max(1, *counts)], counts, start.fork())
+@pytest.mark.parametrize(("config", "name", "each"), GIVEN)
+def test_rewinds_of_a_hybrid_equal_a_state_that_never_saw_the_tokens(config, name, each):
+    """All rewinds from several lengths."""
+    start = prefilled(name, config=config)
+    for counts, given in zip(([0] * 3, [5, 3, 0], [40, 3, 0]), each, strict=True):
+        _, state = decode.extend(params(config), STEPS[:, : max(1, *counts)], counts, start.fork())
         held = np.asarray(state.lengths)
         np.testing.assert_array_equal(held - np.minimum(state.earliest(state.reached()), held), given)
     state, states, logits = start.fork(), [start], []
@@ -160,23 +203,31 @@ def test_rewinds_of_a_hybrid_equal_a_state_that_never_saw_the_tokens(name):
             wrong = states[fed].fork().rewind(held - back)
             got, _ = run(wrong, fed - back, min(3, 40 - fed + back))
             np.testing.assert_allclose(got, logits[fed - back : fed - back + len(got)], atol=1e-4)
+        most = min(RECENT, fed + each[0][0])
         with pytest.raises(StateMismatch, match=r"lengths of row 0 must lie in \["):
-            states[fed].rewind(np.asarray(states[fed].lengths) - min(fed, RECENT) - 1)
+            states[fed].rewind(np.asarray(states[fed].lengths) - most - 1)
     # rows that give back different numbers of tokens, and other tokens than before
     wrong = states[20].fork().rewind(np.asarray(states[20].lengths) - [16, 0, 7])
     alone = [states[20 - back].take([row]) for row, back in enumerate((16, 0, 7))]
     got, _ = run(wrong, 40, 3)
     for row, one in enumerate(alone):
         np.testing.assert_allclose(got[:, row], run(one, 40, 3, [row])[0][:, 0], atol=1e-4)
+    if name == "full" and any(each[0]):  # tokens of the prompts, which a step reads again as the prefill did
+        cut = start.fork().rewind(LENGTHS - each[0])
+        again = np.stack(
+            [np.resize(row[held - back : held], 16) for row, held, back in zip(PROMPT, LENGTHS, each[0], strict=True)]
+        )
+        _, state = decode.extend(params(config), again, each[0], cut)
+        np.testing.assert_allclose(run(state, 0, 3)[0], logits[:3], atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "fetch"), MODES)
-def test_states_of_a_hybrid_move_whole(tmp_path, name, fetch):
+@pytest.mark.parametrize(("config", "name", "fetch"), MODES)
+def test_states_of_a_hybrid_move_whole(tmp_path, config, name, fetch):
     """Forked, taken, inserted, shared, resized, saved and loaded: the same bits as without it."""
-    state = prefilled(name, fetch)
+    state, its = prefilled(name, fetch, config), params(config)
     for column in range(3):  # rows of different ages
-        _, state = decode.decode_step(params(), STEPS[:, column], state, active=[True, column != 1, column == 2])
+        _, state = decode.decode_step(its, STEPS[:, column], state, active=[True, column != 1, column == 2])
     want, after = run(state.fork(), 5, 3)
     others = [2, 0, 1]
     np.testing.assert_array_equal(run(state.take(others), 5, 3, others)[0], want[:, others])
@@ -184,16 +235,16 @@ def test_states_of_a_hybrid_move_whole(tmp_path, name, fetch):
         pool = state.take([0, 0, 2]).insert(1, state.take([1]), consume=consume)
         np.testing.assert_array_equal(run(pool, 5, 3)[0], want)
     np.testing.assert_array_equal(run(state.with_room(20), 5, 3)[0], want)
-    save_state(tmp_path / "state", state, params())
-    loaded = load_state(tmp_path / "state", params())
+    save_state(tmp_path / "state", state, its)
+    loaded = load_state(tmp_path / "state", its)
     assert difference(loaded, state) == "none"
     got, again = run(loaded, 5, 3)
     np.testing.assert_array_equal(got, want)
     assert difference(again, after, stepped=True) == "none"
 
     shared, tokens = state.take([1]).share(3), STEPS[[1, 1, 1], 5:11]
-    apart = [decode.extend(params(), tokens[:1], [count], state.take([1])) for count in (6, 3, 1)]
-    logits, shared = decode.extend(params(), tokens, [6, 3, 1], shared)
+    apart = [decode.extend(its, tokens[:1], [count], state.take([1])) for count in (6, 3, 1)]
+    logits, shared = decode.extend(its, tokens, [6, 3, 1], shared)
     for row, (one, _) in enumerate(apart):
         np.testing.assert_allclose(logits[row], one[0], atol=1e-4)
     back = shared.rewind(np.asarray(shared.lengths) - [3, 0, 0])
@@ -203,15 +254,15 @@ def test_states_of_a_hybrid_move_whole(tmp_path, name, fetch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "fetch"), MODES[:2])
-def test_a_paused_prefill_of_a_hybrid_is_a_whole_one(name, fetch):
+@pytest.mark.parametrize(("config", "name", "fetch"), [*MODES[:2], MODES[-1]])
+def test_a_paused_prefill_of_a_hybrid_is_a_whole_one(config, name, fetch):
     policy, sizes = setting(name, "restricted"), {"capacity": 112, "fetch": fetch, "prefill_chunk": 16}
-    logits, state = decode.prefill(params(), PROMPT, LENGTHS, policy, **sizes)
-    partial = begin_prefill(params(), PROMPT, LENGTHS, policy, **sizes)
+    logits, state = decode.prefill(params(config), PROMPT, LENGTHS, policy, **sizes)
+    partial = begin_prefill(params(config), PROMPT, LENGTHS, policy, **sizes)
     for _ in range(7):
         assert not partial.done
-        partial = advance_prefill(params(), partial)
-    out, paused = finish_prefill(params(), partial)
+        partial = advance_prefill(params(config), partial)
+    out, paused = finish_prefill(params(config), partial)
     np.testing.assert_array_equal(out, logits)
     assert equal(paused, state)
 

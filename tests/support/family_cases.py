@@ -28,6 +28,7 @@ ONE_OF_EACH = (
     "cohere2",
     "gemma4",
     "qwen3_5",
+    "lfm2",
 )
 
 # A recurrent layer first, layers that attend with one between them, and neighbors.

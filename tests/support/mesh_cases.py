@@ -31,6 +31,15 @@ HYBRID = dataclasses.replace(
     vocab_size=96,
     recurrent=dataclasses.replace(recurrent_of(_TINY_HYBRID), key_heads=4, value_heads=8),
 )
+_TINY_LFM2 = family_config("lfm2")
+_FOUR_HEADS = {"key_heads": 4, "value_heads": 4, "key_dim": 12, "value_dim": 12}
+CONVOLUTIONS = dataclasses.replace(
+    _TINY_LFM2,
+    q_heads=8,
+    kv_heads=4,
+    vocab_size=96,
+    recurrent=dataclasses.replace(recurrent_of(_TINY_LFM2), **_FOUR_HEADS),
+)
 SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2, budget=16)
 POLICIES: dict[str, Policy] = {
     "full": policies.Full(),

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
-from jshadow.cache.recurrence import Recurrence, RecurrentTokens, read_tokens
+from jshadow.cache.recurrence import Held, RecurrentTokens, read_tokens
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.step import compress_on_devices
 from jshadow.errors import PromptError
@@ -51,7 +51,6 @@ from jshadow.policies.prefill_attention import (
     PrefillPiece,
     SecondPass,
 )
-from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.tokenizer import encode
 
 # Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
@@ -344,13 +343,13 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
     """Return the prompt without the arrays that the policy of `spec` does not read. Another policy may read them."""
     reads = spec.policy.reads
     tail = prompt.q_tail[:, -reads.last_queries :] if prompt.q_tail is not None and reads.last_queries else None
-    everything = reads.all_queries
+    everything, own = reads.all_queries, isinstance(spec.policy, OwnPrefill) or spec.policy.is_recurrent
     return prompt.replace(
         q_tail=tail,
         q_post=prompt.q_post if everything else None,
         lse=prompt.lse if everything else None,
         second_pass=prompt.second_pass if reads.second_pass else None,
-        extra=prompt.extra if isinstance(spec.policy, OwnPrefill | RecurrentState) else None,
+        extra=prompt.extra if own else None,
     )
 
 
@@ -445,7 +444,7 @@ def requests_of(
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("work", "prompt"))
 def read_request(
-    given: Given, work: SecondWork, prompt: PromptKV, index: Array, held: Recurrence | None = None, *, plan: LayerPlan
+    given: Given, work: SecondWork, prompt: PromptKV, index: Array, held: Held | None = None, *, plan: LayerPlan
 ) -> tuple[SecondWork, PromptKV]:
     """Apply the block to the request for chunk number `index`, and score the tokens of the chunk.
 

@@ -24,7 +24,6 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
 from jshadow.planner.machine import abstract_state
 from jshadow.policies import POLICIES, Policy
-from jshadow.policies.recurrent import RecurrentState
 from jshadow.weights.params import Params
 
 _MOST_TOKENS = 64
@@ -263,7 +262,7 @@ def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequenc
             f"policy must be able to give tokens back to speculate, as {', '.join(_rewinding(config))} are, got "
             f"{state.policy.name}"
         )
-    if drafter.tokens >= RECENT and any(isinstance(spec.policy, RecurrentState) for spec in state.specs):
+    if drafter.tokens >= RECENT and config.recurrent is not None:
         raise ConfigError(
             f"speculate.tokens must be at most {RECENT - 1}, because a recurrent layer can give back tokens of a turn "
             f"of at most {RECENT} tokens, the newest one included, got {drafter.tokens}"
