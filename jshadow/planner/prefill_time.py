@@ -24,7 +24,7 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
     recurrent = config.mixer == "recurrent"
     columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if recurrent else config.query_columns
-    return 2 * tokens * config.model_dim * (columns + 3 * config.active_width)
+    return 2 * tokens * config.model_dim * (columns + (2 + config.gated) * config.active_width)
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:
