@@ -69,7 +69,6 @@ class Recurrent:
         kind: "delta": gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, section 3). "mamba2": Mamba-2 (Dao and Gu
             2024, arXiv 2405.21060, section 7).
         tap_biases: whether the convolution has biases.
-        least_step: for "mamba2", the smallest time step.
     """
 
     layers: tuple[int, ...]
@@ -80,7 +79,6 @@ class Recurrent:
     taps: int = 4
     kind: str = "delta"
     tap_biases: bool = False
-    least_step: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
@@ -89,8 +87,6 @@ class Recurrent:
             raise ConfigError(
                 f"config.recurrent.value_heads must be a multiple of key_heads={self.key_heads}, got {self.value_heads}"
             )
-        if not (self.least_step >= 0 and math.isfinite(self.least_step)):
-            raise ConfigError(f"config.recurrent.least_step must be at least 0 and finite, got {self.least_step!r}")
 
     @property
     def corrects(self) -> bool:
@@ -116,6 +112,8 @@ class Experts:
         groups: number of groups of experts.
         chosen_groups: number of groups whose experts a token may choose.
         shared_width: width of the MLP that every token uses beside its experts, or 0.
+        latent_width: width of what the experts take and give, where a projection before them and one behind them change
+            it. 0: that of the residual stream.
         shared_gate: whether the output of this MLP is multiplied by the sigmoid of a product of the token.
         own_norms: whether the experts and the router norm the residual stream on their own, the outputs of the experts
             and of the shared MLP are normed before they are added, and the shares of each expert have a weight as
@@ -135,6 +133,7 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_width: int = 0
+    latent_width: int = 0
     shared_gate: bool = False
     own_norms: bool = False
     biases: bool = False

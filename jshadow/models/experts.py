@@ -35,7 +35,12 @@ class ExpertMLP(nn.Module):
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, experts.count)  # the number of no expert
         rows = norm(name="experts_norm")(rows) if experts.own_norms else rows
-        out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
+        if experts.latent_width:
+            rows = Linear(experts.latent_width, c.mlp_bias, name="latent_in")(rows)
+        out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype)
+        if experts.latent_width:
+            out = Linear(c.model_dim, c.mlp_bias, name="latent_out")(out)
+        out = out.reshape(x.shape)
         if experts.shared_width:
             shared = MLP(c, experts.shared_width, name="shared")(x)
             if experts.shared_gate:
@@ -132,7 +137,7 @@ class _Experts(nn.Module):
         c, e = self.config, experts_of(self.config)
         gate = _Stack(e.count, e.width, e.biases, name="gate")(x.shape[-1]) if c.gated else None
         up = _Stack(e.count, e.width, e.biases, name="up")(x.shape[-1])
-        down = _Stack(e.count, c.model_dim, e.biases, name="down")(e.width)
+        down = _Stack(e.count, x.shape[-1], e.biases, name="down")(e.width)
         stacks = _Stacks(gate, up, down)
         if not up.stack.alone:  # the compiler cannot split the kernel of the grouped products
             return _looped(c, stacks, x, ids, shares)

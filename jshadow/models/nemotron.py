@@ -3,6 +3,9 @@ and MLPs or experts without a gate. No layer has RoPE.
 
 In a checkpoint, each layer is one part with a norm and a residual connection: Mamba-2, attention, an MLP or experts. A
 block here is Mamba-2 or attention, with the MLP or the experts that follow. Where none follow, it has no MLP.
+
+As in the published code, time steps have no limits. transformers 5.23 instead holds them at `time_step_min` or more
+while it reads a prompt (https://github.com/huggingface/transformers/pull/48989).
 """
 
 import dataclasses
@@ -12,6 +15,7 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.models.config import Experts, ModelConfig, Recurrent, check_positive
 from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.granite_hybrid import mamba_rules, refuse_limits
 from jshadow.ops.rope import RopeConfig
 
 _NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -26,38 +30,26 @@ _FIXED = {  # the only values that transformers computes with
     "mamba_proj_bias": False,
     "attention_bias": False,
     "sliding_window": None,
-    "moe_latent_size": None,
 }
-_NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # of the time step, as files spell them
 _LAYER = r"backbone\.layers\.(\d+)\."
 
 
-def _rule(name: str, path: str, transform: str = "copy", *parts: str, stacked: bool = False) -> Rule:
-    return Rule(_LAYER + name, "layer_{0}/" + path, transform, parts or ("",), stacked=stacked)
+def _rule(name: str, path: str, transform: str = "copy", stacked: bool = False) -> Rule:
+    return Rule(_LAYER + name, "layer_{0}/" + path, transform, stacked=stacked)
 
 
 def _linear(name: str, path: str) -> Rule:
     return _rule(rf"mixer\.{name}\.weight", f"{path}/kernel", "transpose")
 
 
-_MAMBA = (  # the convolution and the projections have x, B and C, which are values, keys and queries
-    _rule(r"mixer\.in_proj\.weight", "recurrent/{1}/kernel", "transpose", "gate", "v", "k", "q", "decay"),
-    _rule(r"mixer\.conv1d\.weight", "recurrent/{1}_taps", "taps", "v", "k", "q"),
-    _rule(r"mixer\.conv1d\.bias", "recurrent/{1}_biases", "copy", "v", "k", "q"),
-    _rule(r"mixer\.A_log", "recurrent/a_log"),
-    _rule(r"mixer\.dt_bias", "recurrent/dt_bias"),
-    _rule(r"mixer\.D", "recurrent/skip"),
-    _rule(r"mixer\.norm\.weight", "recurrent/norm_scale"),
-    _linear("out_proj", "recurrent/o"),
-)
-_MLP = tuple(  # alone, and beside experts
+_MLP = tuple(
     rule
-    for theirs, ours in ((r"", "mlp"), (r"shared_experts\.", "mlp/shared"))
-    for name in ("up", "down")
-    for rule in (
-        _linear(rf"{theirs}{name}_proj", f"{ours}/{name}"),
-        _rule(rf"mixer\.{theirs}{name}_proj\.bias", f"{ours}/{name}/bias"),
+    for theirs, ours in (
+        *((f"{name}_proj", name) for name in ("up", "down")),
+        *((rf"shared_experts\.{name}_proj", f"shared/{name}") for name in ("up", "down")),
+        *(("fc1_latent_proj", "latent_in"), ("fc2_latent_proj", "latent_out")),
     )
+    for rule in (_linear(theirs, f"mlp/{ours}"), _rule(rf"mixer\.{theirs}\.bias", f"mlp/{ours}/bias"))
 )
 _EXPERTS = (
     _linear("gate", "mlp/router"),
@@ -80,7 +72,7 @@ _RULES = (
     _rule(r"norm\.weight", "attention_norm/scale"),
     _rule(r"norm\.weight", "mlp_norm/scale"),
     *(_linear(f"{name}_proj", f"attention/{name}") for name in "qkvo"),
-    *(*_MAMBA, *_MLP, *_EXPERTS),
+    *(*mamba_rules(rf"{_LAYER}mixer\."), *_MLP, *_EXPERTS),
 )
 _RENAMED = tuple(  # by transformers, in memory
     dataclasses.replace(rule, pattern=rule.pattern.replace("backbone", "model")) for rule in _RULES
@@ -91,7 +83,7 @@ def _pattern(hf: Mapping[str, Any]) -> str:
     """Return a letter for each layer of the checkpoint: M for Mamba-2, * for attention, - for an MLP, E for experts."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     key = next((key for key in keys if hf.get(key) is not None), keys[0])
-    kinds, told = hf.get(key, _USUAL), f"config.json {key} must"
+    kinds, told = _USUAL if hf.get(key) is None else hf[key], f"config.json {key} must"
     if not isinstance(kinds, list | str) or not 1 <= len(kinds) <= _MOST_LAYERS:
         raise ConfigError(f"{told} name from 1 to {_MOST_LAYERS} layers, got {kinds!r:.200}")
     known = _NAMES if isinstance(kinds, str) else _LETTERS
@@ -117,7 +109,6 @@ def _recurrent(hf: Mapping[str, Any], layers: tuple[int, ...]) -> Recurrent:
         taps=hf["conv_kernel"],
         kind="mamba2",
         tap_biases=bool(hf["use_conv_bias"]),
-        least_step=float(hf["time_step_min"]),
     )
 
 
@@ -135,6 +126,7 @@ def _experts(hf: Mapping[str, Any], layers: tuple[int, ...]) -> Experts:
         groups=hf["n_group"],
         chosen_groups=hf["topk_group"],
         shared_width=hf["moe_shared_expert_intermediate_size"],
+        latent_width=hf.get("moe_latent_size") or 0,
     )
 
 
@@ -142,8 +134,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, only in _FIXED.items():
         if (hf.get(key) or None) != (only or None):
             raise ConfigError(f"config.json {key} must be {only!r}, got {hf[key]!r}")
-    if hf.get("time_step_limit") is not None and list(hf["time_step_limit"]) not in _NO_LIMITS:
-        raise ConfigError(f"config.json time_step_limit must be {_NO_LIMITS[0]}, got {hf['time_step_limit']!r}")
+    refuse_limits(hf)
     pattern = _pattern(hf)
     mixers = [layer for layer, kind in enumerate(pattern) if kind in _MIXERS]
     after = [pattern[layer + 1 : layer + 2] for layer in mixers]
@@ -155,7 +146,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     experts = blocks([kind == "E" for kind in after])
     shared = hf["moe_shared_expert_intermediate_size"]
     if experts:
-        check_positive("config.json", moe_shared_expert_intermediate_size=shared)
+        latent = {"moe_latent_size": hf["moe_latent_size"]} if hf.get("moe_latent_size") is not None else {}
+        check_positive("config.json", moe_shared_expert_intermediate_size=shared, **latent)
     return {
         "num_layers": len(mixers),
         "ffn_dim": hf["intermediate_size"] if "-" in pattern or not experts else shared,
@@ -189,7 +181,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "mamba_head_dim": r.value_dim,
             "conv_kernel": r.taps,
             "use_conv_bias": r.tap_biases,
-            "time_step_min": r.least_step,
         }
     if experts is not None:
         fields |= {
@@ -197,6 +188,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "num_experts_per_tok": experts.chosen,
             "moe_intermediate_size": experts.width,
             "moe_shared_expert_intermediate_size": experts.shared_width,
+            "moe_latent_size": experts.latent_width or None,
             "n_group": experts.groups,
             "topk_group": experts.chosen_groups,
             "norm_topk_prob": experts.normalized,
@@ -208,7 +200,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 NEMOTRON_H = ModelFamily(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
-    models="Nemotron Nano 2 (9B, 12B), Nemotron 3 Nano 30B-A3B",
+    models="Nemotron Nano 2 (9B, 12B), Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
     rules=_RULES + _RENAMED,
     differs="most layers are Mamba-2; MLPs and experts without a gate, and not in every block; no RoPE",
     defaults={
@@ -230,7 +222,6 @@ NEMOTRON_H = ModelFamily(
         "mamba_head_dim": 64,
         "conv_kernel": 4,
         "use_conv_bias": True,
-        "time_step_min": 0.001,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,

@@ -65,8 +65,7 @@ class RecurrentMixer(nn.Module):
         """
         a_log, dt_bias = self.a_log.astype(jnp.float32), self.dt_bias.astype(jnp.float32)
         time_step = jax.nn.softplus(self.decay(x).astype(jnp.float32) + dt_bias)
-        if not (r := recurrent_of(self.config)).corrects:
-            time_step = jnp.maximum(time_step, r.least_step) if r.least_step else time_step
+        if not recurrent_of(self.config).corrects:
             return -jnp.exp(a_log) * time_step, time_step
         return -jnp.exp(a_log) * time_step, jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
 

@@ -24,7 +24,17 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
     recurrent = config.mixer == "recurrent"
     columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if recurrent else config.query_columns
-    return 2 * tokens * config.model_dim * (columns + (2 + config.gated) * config.active_width)
+    return 2 * tokens * (config.model_dim * columns + _mlp_weights(config))
+
+
+def _mlp_weights(config: ModelConfig) -> int:
+    """Return the number of weights of a layer's MLPs that a token is multiplied by, without those of a router."""
+    products, experts = 2 + config.gated, config.experts
+    weights = products * config.model_dim * config.active_width
+    if experts is None or not experts.latent_width or not config.has_mlp:
+        return weights
+    less = config.model_dim - experts.latent_width
+    return weights - products * less * experts.chosen * experts.width + 2 * config.model_dim * experts.latent_width
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:

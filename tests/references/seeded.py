@@ -65,7 +65,13 @@ NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 12,
     "ssm_state_size": 16,
-    "time_step_min": 0.6,  # a softplus of small numbers is about 0.7, so it is often less
+}
+EXPERTS_OF_NEMOTRON = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "routed_scaling_factor": 2.5,
 }
 EXPERTS_OF_HYBRID = {
     "num_experts": 5,
@@ -344,15 +350,17 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h_moe": (
         "nemotron_h",
         NEMOTRON
+        | EXPERTS_OF_NEMOTRON
         | {
             "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 20,
-            "moe_shared_expert_intermediate_size": 28,
-            "routed_scaling_factor": 2.5,
             "use_conv_bias": False,
         },
+    ),
+    "nemotron_h_latent": (
+        "nemotron_h",
+        NEMOTRON
+        | EXPERTS_OF_NEMOTRON
+        | {"hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24, "n_group": 3, "topk_group": 2, "mlp_bias": True},
     ),
     "iquest": ("iquestcoder", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
