@@ -29,12 +29,11 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
 
 def _mlp_weights(config: ModelConfig) -> int:
     """Return the number of weights of a layer's MLPs that a token is multiplied by, without those of a router."""
-    products, experts = 2 + config.gated, config.experts
-    weights = products * config.model_dim * config.active_width
+    products, experts, wide = 2 + config.gated, config.experts, config.model_dim
     if experts is None or not experts.latent_width or not config.has_mlp:
-        return weights
-    less = config.model_dim - experts.latent_width
-    return weights - products * less * experts.chosen * experts.width + 2 * config.model_dim * experts.latent_width
+        return products * wide * config.active_width
+    latent = experts.latent_width
+    return products * (latent * experts.chosen * experts.width + wide * experts.shared_width) + 2 * wide * latent
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:

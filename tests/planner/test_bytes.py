@@ -19,7 +19,13 @@ from jshadow.planner.gpu import Planner, capacity_plan, checked
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
 from jshadow.planner.machine import footprint, prefill_peak
 from jshadow.planner.pieces import rows_at_once
-from jshadow.planner.prefill_time import LAUNCH_SECONDS, PREFILL_SHARE, attention_operations, layer_operations
+from jshadow.planner.prefill_time import (
+    LAUNCH_SECONDS,
+    PREFILL_SHARE,
+    attention_operations,
+    layer_operations,
+    rest_operations,
+)
 from jshadow.policies import H2O, POLICIES, Full, ShadowKV
 from jshadow.policies.shadowkv.costs import SECTOR, beside
 
@@ -211,6 +217,18 @@ def test_a_layer_counts_its_weights_once_a_token():
     plan = capacity_plan(sliding, Full(), GPUS["l4"], Workload(150, fetch="resident"))
     rest = (TINY.num_layers - 1) * layer_operations(TINY, None, 150)
     assert plan.chosen.prefill.flops == layer_operations(TINY, 8, 150) + rest, "sliding layers take less"
+
+
+def test_what_follows_attention_counts_the_weights_that_a_token_meets():
+    """Of an MLP without a gate, of a layer without an MLP, and of 2 of 6 experts in a latent width."""
+    moe = family_config("nemotron_h_moe")
+    latent = dataclasses.replace(moe, experts=dataclasses.replace(moe.experts, latent_width=24))
+    for config, layer in ((family_config("nemotron_h"), 3), (family_config("nemotron_h"), 4), (latent, 0)):
+        weights = abstract_weights(config)[f"layer_{layer}"]
+        mixer, mlp = weights.get("attention", weights.get("recurrent")), dict(weights.get("mlp", {}))
+        parts = [mixer["o"], mlp.pop("experts", {}), *(part for name, part in mlp.items() if name != "router")]
+        sizes = [sum(leaf.size for leaf in jax.tree.leaves(part) if leaf.ndim > 1) for part in parts]
+        assert rest_operations(config.at(layer), 10) == 2 * 10 * (sum(sizes) - sizes[1] * 4 // 6), layer
 
 
 def test_the_plan_of_a_prefill():
