@@ -7,7 +7,7 @@ and share compiled programs.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
@@ -16,6 +16,7 @@ from jshadow.ops.rope import RopeConfig as RopeConfig
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _CLAMPED = "swiglu_clamped"  # has settings of its own, so no key of config.json names it alone
+_UNGATED = "relu2"
 
 
 _POSITIVE = (
@@ -106,7 +107,7 @@ class Experts:
     Attributes:
         count: number of experts of a layer.
         chosen: number of experts that a token uses.
-        width: width of an expert's gated MLP.
+        width: width of an expert's MLP.
         layers: indices of the layers with experts. All other layers have a plain MLP.
         router: what turns the router's products into the experts' shares: "softmax" over all experts, "sigmoid", or
             "softmax_of_chosen".
@@ -117,6 +118,8 @@ class Experts:
         groups: number of groups of experts.
         chosen_groups: number of groups whose experts a token may choose.
         shared_width: width of the MLP that every token uses beside its experts, or 0.
+        latent_width: width of what the experts take and give, where a projection before them and one behind them change
+            it. 0: that of the residual stream.
         shared_gate: whether the output of this MLP is multiplied by the sigmoid of a product of the token.
         own_norms: whether the experts and the router norm the residual stream on their own, the outputs of the experts
             and of the shared MLP are normed before they are added, and the shares of each expert have a weight as
@@ -136,6 +139,7 @@ class Experts:
     groups: int = 1
     chosen_groups: int = 1
     shared_width: int = 0
+    latent_width: int = 0
     shared_gate: bool = False
     own_norms: bool = False
     biases: bool = False
@@ -184,7 +188,7 @@ class ModelConfig:
         vocab_size: number of token ids.
         num_layers: number of transformer blocks.
         model_dim: width of the residual stream.
-        ffn_dim: width of the gated MLP.
+        ffn_dim: width of the MLP.
         q_heads: number of query heads.
         kv_heads: number of key and value heads. q_heads is a multiple of it. If the sliding layers have other heads,
             this and head_dim are those of the layers that see all tokens.
@@ -206,8 +210,9 @@ class ModelConfig:
         post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
         norm: the kind of the norms, one of NORMS.
         parallel: whether attention and MLP have the same normalized input (GPT-J), instead of one after the other.
-        activation: activation of the gated MLP: "silu", "gelu_tanh", or "swiglu_clamped", which is
-            g * sigmoid(swiglu_alpha * g) * (u + 1) of a gate g and an up u that are clamped (gpt-oss).
+        activation: activation of the MLP: "silu", "gelu_tanh", or "swiglu_clamped", which is
+            g * sigmoid(swiglu_alpha * g) * (u + 1) of a gate g and an up u that are clamped (gpt-oss). With "relu2",
+            which is max(0, u)^2, the MLP has no gate (Nemotron-H).
         swiglu_alpha: for "swiglu_clamped", the factor inside the sigmoid.
         swiglu_limit: for "swiglu_clamped". The gate is at most this number. Up is at most this far from 0.
         embedding_scale: factor of the embeddings.
@@ -221,11 +226,13 @@ class ModelConfig:
         sliding_heads: number and width of the KV heads of the sliding layers. None means those of the other layers.
         sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
         unrotated_layers: indices of the layers without RoPE.
+        layers_without_mlp: indices of the layers that have no MLP.
         experts: the experts of some or all layers, or None.
         sinks: whether each query head has an attention sink, a learned logit (`jshadow/ops/attention.py`).
         output_gate: whether the output of attention is multiplied by the sigmoid of a projection of its input.
         recurrent: the recurrent layers of a hybrid model, or None.
         mixer: "attention", or "recurrent" in the config of a recurrent layer (`at`).
+        has_mlp: whether there are MLPs. It is false in the config of a layer without one (`at`).
     """
 
     model_type: str
@@ -264,6 +271,7 @@ class ModelConfig:
     sliding_heads: tuple[int, int] | None = None
     sliding_rope: RopeConfig | None = None
     unrotated_layers: tuple[int, ...] = ()
+    layers_without_mlp: tuple[int, ...] = ()
     experts: Experts | None = None
     sinks: bool = False
     swiglu_alpha: float = 1.702
@@ -271,6 +279,7 @@ class ModelConfig:
     output_gate: bool = False
     recurrent: Recurrent | None = None
     mixer: str = "attention"
+    has_mlp: bool = True
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
@@ -296,7 +305,7 @@ class ModelConfig:
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
-        activations = sorted([*ACTIVATIONS.values(), _CLAMPED])
+        activations = sorted([*ACTIVATIONS.values(), _CLAMPED, _UNGATED])
         if self.activation not in activations:
             raise ConfigError(f"config.activation must be one of {activations}, got {self.activation!r}")
         for name in _POSITIVE:
@@ -305,7 +314,8 @@ class ModelConfig:
                 raise ConfigError(f"config.{name} must be above 0 and finite, got {value!r}")
         if self.sliding_window is not None:
             check_positive("config", sliding_window=self.sliding_window)
-        layers = {"sliding_layers": self.sliding_layers, "unrotated_layers": self.unrotated_layers}
+        names = ("sliding_layers", "unrotated_layers", "layers_without_mlp")
+        layers = {name: getattr(self, name) for name in names}
         layers["experts.layers"] = () if self.experts is None else self.experts.layers
         layers["recurrent.layers"] = () if self.recurrent is None else self.recurrent.layers
         if self.recurrent is not None and len(set(self.recurrent.layers)) == self.num_layers:
@@ -327,9 +337,21 @@ class ModelConfig:
 
     def at(self, layer: int) -> "ModelConfig":
         """Return the config whose heads and widths are those of one layer. It is this one if all layers are alike."""
+        return self._layers[layer]
+
+    @functools.cached_property
+    def _layers(self) -> Sequence["ModelConfig"]:
+        """The results of `at`."""
+        if self.layers_without_mlp:
+            whole = dataclasses.replace(self, layers_without_mlp=())
+            bare = {kind: dataclasses.replace(kind, has_mlp=False) for kind in whole.kinds}
+            kinds = map(whole.at, range(self.num_layers))
+            return [bare[kind] if layer in self.layers_without_mlp else kind for layer, kind in enumerate(kinds)]
         if self._is_hybrid:
-            return self.kinds[layer not in recurrent_of(self).layers]
-        return self.kinds[layer not in self.sliding_layers] if self.sliding_heads else self
+            return [self.kinds[layer not in recurrent_of(self).layers] for layer in range(self.num_layers)]
+        if self.sliding_heads:
+            return [self.kinds[layer not in self.sliding_layers] for layer in range(self.num_layers)]
+        return [self] * self.num_layers
 
     @property
     def _is_hybrid(self) -> bool:
@@ -338,7 +360,10 @@ class ModelConfig:
 
     @functools.cached_property
     def kinds(self) -> tuple["ModelConfig", ...]:
-        """The different results of `at`: this config, or those of the recurrent or sliding layers and of the others."""
+        """The different results of `at`: this config, or those of the recurrent or sliding layers and of the others.
+
+        Layers without an MLP are not told apart.
+        """
         if self._is_hybrid:
             r = recurrent_of(self)
             recurrent = dataclasses.replace(
@@ -377,12 +402,20 @@ class ModelConfig:
         return max(kind.key_columns for kind in self.kinds if kind.mixer == "attention")
 
     @property
+    def gated(self) -> bool:
+        """Whether MLPs and experts have a gate."""
+        return self.activation != _UNGATED
+
+    @property
     def active_width(self) -> int:
         """Width of the MLPs that a token uses in a layer. If layers differ, it is that of the widest."""
         experts = self.experts
+        if not self.has_mlp:
+            return 0
         if experts is None:
             return self.ffn_dim
-        return max(experts.active_width, self.ffn_dim if len(experts.layers) < self.num_layers else 0)
+        plain = self.num_layers - len(experts.layers) - len(self.layers_without_mlp)
+        return max(experts.active_width, self.ffn_dim if plain else 0)
 
     @property
     def attention_scale(self) -> float:

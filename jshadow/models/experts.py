@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.layers import MLP, Linear, Norm, gated, projection
+from jshadow.models.layers import MLP, Linear, Norm, activated, projection
 from jshadow.ops.projections import Tiles, Weights, grouped_product, product
 
 _MOST_TILE = 64  # rows that one product of an expert takes on a CPU
@@ -17,7 +17,7 @@ _LEAST_HEIGHT, _MOST_HEIGHT = 16, 128  # rows of a tile on a GPU
 
 
 class ExpertMLP(nn.Module):
-    """The weighted sum of the chosen experts' gated MLPs, and of a shared MLP if the model has one."""
+    """The weighted sum of the chosen experts' MLPs, and of a shared MLP if the model has one."""
 
     config: ModelConfig
 
@@ -35,7 +35,12 @@ class ExpertMLP(nn.Module):
         if valid is not None:
             ids = jnp.where(valid.reshape(-1, 1), ids, experts.count)  # the number of no expert
         rows = norm(name="experts_norm")(rows) if experts.own_norms else rows
-        out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype).reshape(x.shape)
+        if experts.latent_width:
+            rows = Linear(experts.latent_width, c.mlp_bias, name="latent_in")(rows)
+        out = _Experts(c, name="experts")(rows, ids, shares).astype(x.dtype)
+        if experts.latent_width:
+            out = Linear(c.model_dim, c.mlp_bias, name="latent_out")(out)
+        out = out.reshape(x.shape)
         if experts.shared_width:
             shared = MLP(c, experts.shared_width, name="shared")(x)
             if experts.shared_gate:
@@ -130,10 +135,11 @@ class _Experts(nn.Module):
     def __call__(self, x: Array, ids: Array, shares: Array) -> Array:
         """Return the sum of the chosen experts' outputs, float32 [N, D], for rows x [N, D]."""
         c, e = self.config, experts_of(self.config)
-        gate, up = (_Stack(e.count, e.width, e.biases, name=name)(x.shape[-1]) for name in ("gate", "up"))
-        down = _Stack(e.count, c.model_dim, e.biases, name="down")(e.width)
+        gate = _Stack(e.count, e.width, e.biases, name="gate")(x.shape[-1]) if c.gated else None
+        up = _Stack(e.count, e.width, e.biases, name="up")(x.shape[-1])
+        down = _Stack(e.count, x.shape[-1], e.biases, name="down")(e.width)
         stacks = _Stacks(gate, up, down)
-        if not gate.stack.alone:  # the compiler cannot split the kernel of the grouped products
+        if not up.stack.alone:  # the compiler cannot split the kernel of the grouped products
             return _looped(c, stacks, x, ids, shares)
         grouped, looped = (functools.partial(way, c) for way in (_grouped, _looped))
         return lax.platform_dependent(stacks, x, ids, shares, cuda=grouped, default=looped)
@@ -142,7 +148,7 @@ class _Experts(nn.Module):
 def _looped(c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Array) -> Array:
     """Compute one tile after another. So a step reads the weights of the chosen experts alone."""
     gate, up, down = stacks
-    count = len(gate.stack.kernel)
+    count = len(up.stack.kernel)
     size = min(_MOST_TILE, 1 << max(0, (ids.size // count).bit_length()))
     tiles, chosen = expert_tiles(ids.reshape(-1), count, size), ids.shape[-1]
     shares = shares.reshape(-1)
@@ -153,7 +159,7 @@ def _looped(c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Arr
         pairs = tiles.order[jnp.minimum(places, ids.size - 1)]
         rows = jnp.where(places < tiles.end[tile], pairs // chosen, len(x))  # a row that is left out
         taken = x[jnp.minimum(rows, len(x) - 1)]
-        inner = gated(c, gate(taken, expert), up(taken, expert))
+        inner = activated(c, gate(taken, expert) if gate else None, up(taken, expert))
         made = down(inner, expert).astype(jnp.float32) * shares[pairs][:, None]
         return out.at[rows].add(made, mode="drop")
 
@@ -163,9 +169,12 @@ def _looped(c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Arr
 def _grouped(
     c: ModelConfig, stacks: "_Stacks", x: Array, ids: Array, shares: Array, implementation: str = "auto"
 ) -> Array:
-    """Compute all tiles at once, by three grouped products. The tiles of one row are its experts, without sorting."""
+    """Compute all tiles at once, by a grouped product for each projection.
+
+    The tiles of one row are its experts, without sorting.
+    """
     gate, up, down = stacks
-    count, chosen, pairs = len(gate.stack.kernel), ids.shape[-1], ids.reshape(-1)
+    count, chosen, pairs = len(up.stack.kernel), ids.shape[-1], ids.reshape(-1)
     if len(x) == 1:
         order = first = jnp.arange(chosen, dtype=jnp.int32)
         height, tiles = 1, Tiles(jnp.minimum(pairs, count - 1), first, first + (pairs < count))
@@ -177,7 +186,7 @@ def _grouped(
     owners = jnp.minimum(pairs[order], count - 1)
     options = (owners, tiles, height, implementation)
     taken = x[order // chosen]
-    inner = gated(c, gate.grouped(taken, *options), up.grouped(taken, *options))
+    inner = activated(c, gate.grouped(taken, *options) if gate else None, up.grouped(taken, *options))
     out = down.grouped(inner, *options)[jnp.argsort(order)].reshape(*ids.shape, -1)
     out = jnp.where((ids < count)[..., None], out.astype(jnp.float32), 0)  # rows in no tile have any value
     return (out * shares[..., None]).sum(axis=1)
@@ -221,6 +230,6 @@ class _Product(NamedTuple):
 
 
 class _Stacks(NamedTuple):
-    gate: _Product
+    gate: _Product | None
     up: _Product
     down: _Product

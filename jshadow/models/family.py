@@ -73,6 +73,7 @@ class ModelFamily:
         read: turns `config.json` into the fields of ModelConfig that Llama does not set.
         write: turns a ModelConfig into the keys of `config.json` beyond Llama's.
         attention_keys: keys of `config.json` about attention that `read` reads. Unknown ones are refused.
+        layers_apart: whether the MLP of a block is a layer of its own in a checkpoint, with a number and a norm.
         partial_rotary: whether RoPE may rotate only a part of each head.
         published_code: classes that checkpoints name in `auto_map` although transformers has the model built in. A
             checkpoint that names only these is accepted, and the classes are never run.
@@ -87,6 +88,7 @@ class ModelFamily:
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
     write: Callable[[ModelConfig], dict[str, Any]] = nothing
     attention_keys: tuple[str, ...] = ()
+    layers_apart: bool = False
     partial_rotary: bool = False
     published_code: tuple[str, ...] = ()
 

@@ -17,20 +17,32 @@ _NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # of
 _LAYER = r"model\.layers\.(\d+)\."
 
 
-def _mamba(name: str, path: str, transform: str, *parts: str) -> Rule:
-    return Rule(rf"{_LAYER}mamba\.{name}", f"layer_{{0}}/recurrent/{path}", transform, parts or ("",))
+def mamba_rules(prefix: str) -> tuple[Rule, ...]:
+    """Return the weight table of Mamba-2. `prefix` is what the names of its tensors begin with, as in `Rule.pattern`.
+
+    The convolution and the projections have x, B and C, which are values, keys and queries.
+    """
+    table: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+        (r"in_proj\.weight", "{1}/kernel", "transpose", ("gate", "v", "k", "q", "decay")),
+        (r"conv1d\.weight", "{1}_taps", "taps", ("v", "k", "q")),
+        (r"conv1d\.bias", "{1}_biases", "copy", ("v", "k", "q")),
+        ("A_log", "a_log", "copy", ("",)),
+        ("dt_bias", "dt_bias", "copy", ("",)),
+        ("D", "skip", "copy", ("",)),
+        (r"norm\.weight", "norm_scale", "copy", ("",)),
+        (r"out_proj\.weight", "o/kernel", "transpose", ("",)),
+    )
+    return tuple(
+        Rule(prefix + name, f"layer_{{0}}/recurrent/{path}", transform, parts) for name, path, transform, parts in table
+    )
 
 
-_MAMBA = (  # the convolution and the projections have x, B and C, which are values, keys and queries
-    _mamba(r"in_proj\.weight", "{1}/kernel", "transpose", "gate", "v", "k", "q", "decay"),
-    _mamba(r"conv1d\.weight", "{1}_taps", "taps", "v", "k", "q"),
-    _mamba(r"conv1d\.bias", "{1}_biases", "copy", "v", "k", "q"),
-    _mamba("A_log", "a_log", "copy"),
-    _mamba("dt_bias", "dt_bias", "copy"),
-    _mamba("D", "skip", "copy"),
-    _mamba(r"norm\.weight", "norm_scale", "copy"),
-    _mamba(r"out_proj\.weight", "o/kernel", "transpose"),
-)
+def refuse_limits(hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a config.json limits the time steps of Mamba-2."""
+    if hf.get("time_step_limit") not in _NO_LIMITS:
+        raise ConfigError(f"config.json time_step_limit must be {_NO_LIMITS[0]}, got {hf['time_step_limit']!r}")
+
+
 _SHARED = tuple(  # alone in a model without experts, and beside them
     Rule(rf"{_LAYER}shared_mlp\.{name}\.weight", f"layer_{{0}}/{mlp}/{path}/kernel", "transpose", parts)
     for mlp in ("mlp", "mlp/shared")
@@ -47,8 +59,7 @@ def _recurrent(hf: Mapping[str, Any]) -> Recurrent | None:
         return None
     if hf.get("mamba_proj_bias"):
         raise ConfigError(f"config.json mamba_proj_bias must be false, got {hf['mamba_proj_bias']!r}")
-    if hf.get("time_step_limit") not in _NO_LIMITS:
-        raise ConfigError(f"config.json time_step_limit must be {_NO_LIMITS[0]}, got {hf['time_step_limit']!r}")
+    refuse_limits(hf)
     check_positive("config.json", mamba_n_heads=hf["mamba_n_heads"], mamba_expand=hf["mamba_expand"])
     width = hf["mamba_expand"] * hf["hidden_size"] // hf["mamba_n_heads"]
     return Recurrent(
@@ -102,7 +113,7 @@ GRANITE_HYBRID = ModelFamily(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     models="Granite 4.0 (H-Micro, H-Tiny, H-Small, 1B)",
-    rules=GRANITE_MOE.rules + _MAMBA + _SHARED,
+    rules=GRANITE_MOE.rules + mamba_rules(rf"{_LAYER}mamba\.") + _SHARED,
     differs="as `granite`; most layers are Mamba-2; experts in some models; RoPE in some",
     defaults={
         **GRANITE_MOE.defaults,

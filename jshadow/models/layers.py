@@ -124,8 +124,10 @@ class Linear(nn.Module):
         return out
 
 
-def gated(config: ModelConfig, gate: Array, up: Array) -> Array:
-    """Return the inner numbers of a gated MLP [..., F] from its products gate and up [..., F]."""
+def activated(config: ModelConfig, gate: Array | None, up: Array) -> Array:
+    """Return the inner numbers of an MLP [..., F] from its products gate and up [..., F]. gate may be None."""
+    if gate is None:  # Primer (arXiv 2109.08668, section 3)
+        return jnp.square(jax.nn.relu(up))
     if config.activation == "swiglu_clamped":  # gpt-oss: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", 2.2
         gate = jnp.minimum(gate, config.swiglu_limit)
         up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
@@ -135,7 +137,7 @@ def gated(config: ModelConfig, gate: Array, up: Array) -> Array:
 
 
 class MLP(nn.Module):
-    """The gated MLP: down(activation(gate(x)) * up(x))."""
+    """The MLP: down(activation(gate(x)) * up(x)), or down(max(0, up(x))^2) without a gate."""
 
     config: ModelConfig
     width: int | None = None  # None: that of the config
@@ -144,9 +146,9 @@ class MLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Apply the MLP to x [..., D]. The result has the same shape."""
         bias, width = self.config.mlp_bias, self.width or self.config.ffn_dim
-        gate = Linear(width, bias, True, name="gate")(x)
+        gate = Linear(width, bias, True, name="gate")(x) if self.config.gated else None
         up = Linear(width, bias, True, name="up")(x)
-        return Linear(self.config.model_dim, bias, name="down")(gated(self.config, gate, up))
+        return Linear(self.config.model_dim, bias, name="down")(activated(self.config, gate, up))
 
 
 class Attention(nn.Module):

@@ -16,7 +16,9 @@ from jshadow.errors import ConfigError
 from jshadow.ops.projections import KINDS, group_of, record_of
 
 CHOICES = (None, *KINDS)
-_PROJECTIONS = re.compile(r"layer_\d+/(attention|recurrent|mlp(/experts|/shared)?)/(q|k|v|o|gate|up|down)/kernel")
+_PROJECTIONS = re.compile(
+    r"layer_\d+/(attention|recurrent|mlp(/experts|/shared)?)/(q|k|v|o|gate|up|down|latent_in|latent_out)/kernel"
+)
 BLOCK = 2**22  # how many numbers are converted to float32 at once
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

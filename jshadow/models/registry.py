@@ -21,6 +21,7 @@ from jshadow.models.llama import LLAMA
 from jshadow.models.minimax import MINIMAX_M2
 from jshadow.models.mistral import MINISTRAL3, MISTRAL
 from jshadow.models.mixtral import MIXTRAL
+from jshadow.models.nemotron import NEMOTRON_H
 from jshadow.models.olmo import OLMO2, OLMO3
 from jshadow.models.phi import PHI3
 from jshadow.models.qwen import QWEN2, QWEN3
@@ -34,7 +35,7 @@ _FAMILIES = (
     *(MINISTRAL3, SEED_OSS, GRANITE, OLMO2, OLMO3, EXAONE4, COHERE2, ERNIE45, CWM, IQUEST_CODER),
     *(GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT),
     *(MIXTRAL, QWEN3_MOE, GLM4_MOE, MINIMAX_M2, GRANITE_MOE, ERNIE45_MOE, GPT_OSS),
-    *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT, GRANITE_HYBRID),
+    *(QWEN3_NEXT, QWEN35_TEXT, QWEN35_MOE_TEXT, GRANITE_HYBRID, NEMOTRON_H),
     *(LFM2, LFM2_MOE),
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}

@@ -53,7 +53,7 @@ _Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class Block(nn.Module):
-    """Attention or a recurrent layer, and an MLP.
+    """Attention or a recurrent layer, and in most layers an MLP.
 
     Each has a norm before it or after it, or both, and a residual connection.
     """
@@ -68,13 +68,15 @@ class Block(nn.Module):
             self.recurrent = (RecurrentMixer if recurrent_of(c).has_state else ConvolutionMixer)(c)
         else:
             self.attention = Attention(c)
-        self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
+        if c.has_mlp:
+            self.mlp = ExpertMLP(c) if self.has_experts else MLP(c)
         if c.pre_norms:
             self.attention_norm = Norm(c.norm, c.norm_eps)
-        if c.pre_norms and not c.parallel:
+        if c.pre_norms and c.has_mlp and not c.parallel:
             self.mlp_norm = Norm(c.norm, c.norm_eps)
         if c.post_norms:
             self.attention_post_norm = Norm(c.norm, c.norm_eps)
+        if c.post_norms and c.has_mlp:
             self.mlp_post_norm = Norm(c.norm, c.norm_eps)
         if c.layer_scale:
             self.scale = self.param("scale", nn.initializers.ones, (1,))
@@ -97,12 +99,18 @@ class Block(nn.Module):
             out, aux = cache(heads)
             out = (self.recurrent if c.mixer == "recurrent" else self.attention).output(out.astype(x.dtype), x_in)
             x = x + self._scaled(self.attention_post_norm(out) if c.post_norms else out)
-        with jax.named_scope("mlp"):
-            if not c.parallel:
-                x_in = self.mlp_norm(x) if c.pre_norms else x
-            out = self.mlp(x_in, x, valid) if isinstance(self.mlp, ExpertMLP) else self.mlp(x_in)
-            x = x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out)
-            return x * self.scale.astype(x.dtype) if c.layer_scale else x, aux
+        if c.has_mlp:
+            with jax.named_scope("mlp"):
+                x = self._add_mlp(x, x_in, valid)
+        return x * self.scale.astype(x.dtype) if c.layer_scale else x, aux
+
+    def _add_mlp(self, x: Array, x_in: Array, valid: Array | None) -> Array:
+        """Add the MLP of x to it. x_in is the input of attention, which a parallel block shares."""
+        c = self.config
+        if not c.parallel:
+            x_in = self.mlp_norm(x) if c.pre_norms else x
+        out = self.mlp(x_in, x, valid) if isinstance(self.mlp, ExpertMLP) else self.mlp(x_in)
+        return x + self._scaled(self.mlp_post_norm(out) if c.post_norms else out)
 
     def _scaled(self, out: Array) -> Array:
         return out if self.config.residual_scale == 1 else out * jnp.asarray(self.config.residual_scale, out.dtype)
@@ -170,7 +178,7 @@ def apply_block(
 ) -> tuple[Array, Any]:
     """Apply block `layer` to x [B, T, D]. The other arguments and the results are those of `Block`."""
     own = weights[f"layer_{layer}"]
-    return Block(config.at(layer), "experts" in own["mlp"]).apply({"params": own}, x, cache, valid)
+    return Block(config.at(layer), "experts" in own.get("mlp", {})).apply({"params": own}, x, cache, valid)
 
 
 def sinks_of(layer: dict) -> Array | None:

@@ -25,7 +25,16 @@ def rest_operations(config: ModelConfig, tokens: int) -> int:
     """Return the operations of the output projection and the MLP of one layer."""
     recurrent = config.mixer == "recurrent"
     columns = recurrent_of(config).value_heads * recurrent_of(config).value_dim if recurrent else config.query_columns
-    return 2 * tokens * config.model_dim * (columns + 3 * config.active_width)
+    return 2 * tokens * (config.model_dim * columns + _mlp_weights(config))
+
+
+def _mlp_weights(config: ModelConfig) -> int:
+    """Return the number of weights of a layer's MLPs that a token is multiplied by, without those of a router."""
+    products, experts, wide = 2 + config.gated, config.experts, config.model_dim
+    if experts is None or not experts.latent_width or not config.has_mlp:
+        return products * wide * config.active_width
+    latent = experts.latent_width
+    return products * (latent * experts.chosen * experts.width + wide * experts.shared_width) + 2 * wide * latent
 
 
 def attention_operations(config: ModelConfig, window: int | None, first: int, tokens: int) -> int:

@@ -35,9 +35,11 @@ SHADOWKV = ShadowKV(rank=8, budget=16, **SMALL)
 FROM_VALUES = dataclasses.replace(SHADOWKV, rank=None, keys=FromValues())
 # Windows and two kinds of rotation, layers without rotation, experts, and heads that differ from layer to layer.
 # Sliding layers of `full` are those of `shadowkv`.
-FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next", "lfm2_moe")
+FEW = ("gemma3", "smollm3", "phi3_partial_longrope", "qwen3_moe_mixed", "gemma4", "qwen3_5", "qwen3_next")
+FEW += ("lfm2_moe", "nemotron_h")
 CASES = [(name, SHADOWKV) for name in ONE_OF_EACH]
 CASES += [("gemma3", Full()), ("gemma4", FROM_VALUES), (HYBRID, Full())]
+CASES += [("nemotron_h", SHADOWKV), ("nemotron_h_moe", SHADOWKV)]
 SPARSE = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 QUEST = Quest(budget=16, recent=8, unit=4)
 
@@ -82,6 +84,7 @@ def test_every_family_is_lossless(name):
 # where queries grow. All policies, where layers that attend have recurrent layers before, between and after them.
 EVERYWHERE = [("gemma4", name) for name in POLICY_CASES]
 EVERYWHERE += [(HYBRID, name) for name in POLICY_CASES]
+EVERYWHERE += [("nemotron_h", name) for name in ("shadowkv", "infinigen", "omnikv", "specache")]  # no MLP behind all
 EVERYWHERE += [("ministral3", name) for name in ("streaming_llm", "infllm", "infinigen", "shadowkv")]
 EVERYWHERE += [("lfm2_moe", name) for name in ("full", "quest", "kvzip", "infinigen", "shadowkv_plus")]
 

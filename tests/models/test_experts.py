@@ -35,15 +35,18 @@ CASES = {
     ),
     "softmax of the chosen": Experts(**SIZES, router="softmax_of_chosen"),
     "biases": Experts(**SIZES, router="softmax_of_chosen", biases=True),
+    "no gate": Experts(**SIZES, router="sigmoid", corrected=True, shared_width=28, latent_width=32),
 }
 ALPHA, LIMIT = 1.3, 0.8  # of the clamped SwiGLU, which the case with biases has
 
 
-QUICK = [(name, rows) for name in list(CASES)[:3] for rows in (1, 150)] + [("biases", 150)]
+QUICK = [(name, rows) for name in list(CASES)[:3] for rows in (1, 150)] + [("biases", 150), ("no gate", 150)]
 
 
 def config_of(experts):
     clamped = dict(activation="swiglu_clamped", swiglu_alpha=ALPHA, swiglu_limit=LIMIT) if experts.biases else {}
+    if experts.latent_width:
+        return dataclasses.replace(family_config("nemotron_h_latent"), mlp_bias=False, experts=experts)
     return dataclasses.replace(family_config("qwen3_moe"), experts=experts, **clamped)
 
 
@@ -70,6 +73,8 @@ def shares_of(experts, weights, x):
 
 
 def mlp(weights, x):
+    if "gate" not in weights:
+        return np.maximum(x @ weights["up"]["kernel"], 0) ** 2 @ weights["down"]["kernel"]
     if "bias" in weights["gate"]:
         gate, up = (x @ weights[name]["kernel"] + weights[name]["bias"] for name in ("gate", "up"))
         gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
@@ -81,11 +86,13 @@ def mlp(weights, x):
 
 def expected(experts, weights, x):
     shares = shares_of(experts, weights, x)
-    out = mlp(weights["shared"], x) if experts.shared_width else np.zeros_like(x)
+    shared = mlp(weights["shared"], x) if experts.shared_width else 0
+    taken = x @ weights["latent_in"]["kernel"] if experts.latent_width else x
+    out = np.zeros_like(taken)
     for expert in range(experts.count):
         own = {name: {key: leaf[expert] for key, leaf in part.items()} for name, part in weights["experts"].items()}
-        out += shares[:, expert, None] * mlp(own, x)
-    return out
+        out += shares[:, expert, None] * mlp(own, taken)
+    return shared + (out @ weights["latent_out"]["kernel"] if experts.latent_width else out)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -176,19 +183,28 @@ def test_a_step_reads_the_chosen_experts_alone():
         assert users_of(traced.jaxpr, shape) == {"dynamic_slice", "masked_load"}
 
 
-@pytest.mark.parametrize(("rows", "kind"), quick([(1, "int4"), (40, None)], itertools.product((1, 40), (None, *KINDS))))
-def test_grouped_products_are_those_of_the_loop(rows, kind):
-    """As on a GPU, by the interpreter. One row needs no sorting. The last row is padding. Experts have biases."""
-    config = config_of(CASES["biases"])
-    weights, rng = layer_of(CASES["biases"])["experts"], np.random.default_rng(rows)
+GROUPED = list(itertools.product(("biases", "no gate"), (1, 40), (None, *KINDS)))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "kind"), quick([("biases", 1, "int4"), ("biases", 40, None), ("no gate", 1, None)], GROUPED)
+)
+def test_grouped_products_are_those_of_the_loop(name, rows, kind):
+    """As on a GPU, by the interpreter. One row needs no sorting. The last row is padding."""
+    config = config_of(CASES[name])
+    weights, rng = layer_of(CASES[name])["experts"], np.random.default_rng(rows)
     records = {name: {"kernel": np.asarray(part["kernel"])} for name, part in weights.items()}
     if kind is not None:
         records = {name: quantize_kernel(kind, part["kernel"]) for name, part in records.items()}
-    names = ("gate", "up", "down")
-    stacks = _Stacks(*(_Product(Weights.of(records[name]), jnp.asarray(weights[name]["bias"])) for name in names))
+    products = {
+        name: _Product(Weights.of(records[name]), jnp.asarray(part["bias"]) if "bias" in part else None)
+        for name, part in weights.items()
+    }
+    stacks = _Stacks(products.get("gate"), products["up"], products["down"])
     ids = np.argsort(rng.random((rows, 6)))[:, :3].astype(np.int32)
     ids[1:][-1:] = 6
-    given = (stacks, rng.standard_normal((rows, 48), np.float32), ids, rng.random((rows, 3), np.float32))
+    width = weights["up"]["kernel"].shape[1]
+    given = (stacks, rng.standard_normal((rows, width), np.float32), ids, rng.random((rows, 3), np.float32))
     looped = jax.jit(functools.partial(_looped, config))(*given)
     grouped = jax.jit(functools.partial(_grouped, config, implementation="interpret"))(*given)
     np.testing.assert_allclose(grouped, looped, atol=2e-5)
@@ -208,7 +224,7 @@ def test_a_plan_counts_what_a_step_reads():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), quick([("int8", "biases")], itertools.product(KINDS, ["sigmoid in groups", "biases"]))
+    ("kind", "name"), quick([("int8", "biases")], itertools.product(KINDS, ["sigmoid in groups", "biases", "no gate"]))
 )
 def test_quantized_experts(kind, name):
     """The products are those of the dequantized weights. Biases stay as they are."""

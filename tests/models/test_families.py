@@ -59,6 +59,8 @@ PUBLISHED = {
     "qwen3.6-35b-a3b": (34.66e9, 2 * 10 * 2 * 256, 262_144),
     "qwen3-next-80b-a3b": (79.67e9, 2 * 12 * 2 * 256, 262_144),
     "lfm2-8b-a1b": (8.34e9, 2 * 6 * 8 * 64, 128_000),
+    "nemotron-nano-9b-v2": (8_888_227_328, 2 * 4 * 8 * 128, 131_072),
+    "nemotron-3-nano-30b-a3b": (31.6e9, 2 * 6 * 2 * 128, 262_144),
 }
 # Models with sliding windows: the elements of keys and values of a token in these layers, and the window.
 WINDOWED = {
@@ -67,8 +69,14 @@ WINDOWED = {
     "gemma-4-31b": (2 * 50 * 16 * 256, 1024),
     "command-r7b": (2 * 24 * 8 * 128, 4096),
 }
-# Hybrid models: recurrent layers, and the numbers of their key heads and value heads, which are 128 wide.
-HYBRID = {"qwen3.6-27b": (48, 16, 48), "qwen3.6-35b-a3b": (30, 16, 32), "qwen3-next-80b-a3b": (36, 16, 32)}
+# Hybrid models: recurrent layers, their key heads, which are 128 wide, their value heads, and the width of these.
+HYBRID = {
+    "qwen3.6-27b": (48, 16, 48, 128),
+    "qwen3.6-35b-a3b": (30, 16, 32, 128),
+    "qwen3-next-80b-a3b": (36, 16, 32, 128),
+    "nemotron-nano-9b-v2": (27, 8, 128, 80),
+    "nemotron-3-nano-30b-a3b": (23, 8, 64, 64),
+}
 CONVOLUTIONS = {"lfm2-8b-a1b": (18, 2048)}  # layers and columns of short convolutions
 
 
@@ -80,9 +88,9 @@ def recurrent_by_hand(name):
     if name in CONVOLUTIONS:
         layers, columns = CONVOLUTIONS[name]
         return layers * 2 * 18 * columns
-    layers, keys, values = HYBRID.get(name, (0, 0, 0))
-    newest = 16 * (128 * (keys + values) + values)
-    return layers * (4 * (values * 128 * 128 + newest + 1) + 2 * 19 * 128 * (2 * keys + values))
+    layers, keys, values, width = HYBRID.get(name, (0, 0, 0, 0))
+    newest = 16 * (128 * keys + width * values + values)
+    return layers * (4 * (values * 128 * width + newest + 1) + 2 * 19 * (2 * 128 * keys + width * values))
 
 
 @functools.cache
@@ -217,7 +225,17 @@ REFUSED = [
     ("lfm2", {"full_attn_idxs": [1], "conv_bias": "no"}, "conv_bias must be true or false, got 'no'"),
     ("lfm2", {"tie_embedding": 1}, "tie_embedding must be true or false, got 1"),
     ("lfm2", {"block_multiple_of": 0}, "block_multiple_of must be an integer of at least 1, got 0"),
-    ("nemotron_h", {}, "model_type must be one of"),
+    ("nemotron_h", {"hybrid_override_pattern": "-M*"}, "must have Mamba-2 (M) or attention (*) before each MLP (-)"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp"]}, "(E), got E before layer 2 (-)"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M|*E"}, "must have layers of ['M', '*', '-', 'E'], got ['|']"),
+    ("nemotron_h", {"layer_types": ["mamba", "sliding_attention"]}, "got ['sliding_attention']"),
+    ("nemotron_h", {"hybrid_override_pattern": ""}, "must name from 1 to 65536 layers, got ''"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "recurrent.layers must leave a layer that attends, got all 2"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
+    ("nemotron_h", {"use_bias": True}, "use_bias must be False, got True"),
+    ("nemotron_h", {"sliding_window": 16}, "sliding_window must be None, got 16"),
+    ("nemotron_h", {"time_step_limit": [0.001, 0.1]}, "time_step_limit must be [0.0, inf]"),
+    ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size must be an integer of at least 1, got 0"),
 ]
 
 

@@ -196,7 +196,9 @@ def plain_of(params):
 QUICK = [("int8", "llama"), ("int4", "llama")]
 SLOW = [("int8", name) for name in ("qwen2", "phi3", "glm4", "gemma3", "smollm3")]
 SLOW += [("fp8", "llama"), ("fp8", "qwen3_moe"), ("int4", "qwen3_moe")]
-SLOW += [(kind, "qwen3_5") for kind in KINDS]
+SLOW += [(kind, "qwen3_5") for kind in KINDS] + [("int4", "nemotron_h")]
+# Projections of a hybrid model. Nemotron has 5 in each of 4 recurrent layers, 4 in 2 that attend, and 2 in 3 MLPs.
+PROJECTIONS = {"qwen3_5": 3 * 8, "nemotron_h": 4 * 5 + 2 * 4 + 3 * 2}
 
 
 @pytest.mark.parametrize(("kind", "name"), quick(QUICK, QUICK + SLOW))
@@ -211,7 +213,7 @@ def test_a_quantized_model(tmp_path, kind, name):
     kinds = {path: leaf.dtype for path, leaf in traverse_util.flatten_dict(params.weights, sep="/").items()}
     codes = [path for path, dtype in kinds.items() if dtype in KINDS.values() and not path.endswith("_zero")]
     is_hybrid = plain.config.recurrent is not None
-    assert len(codes) == (8 if is_hybrid else 7) * plain.config.num_layers
+    assert len(codes) == PROJECTIONS.get(name, 7 * plain.config.num_layers)
     assert all(path.endswith("kernel") and path.split("/")[1] in ("attention", "recurrent", "mlp") for path in codes)
     for path in codes:  # keys and values of attention stay in int8
         keeps = kind == "int4" and path.endswith(("attention/k/kernel", "attention/v/kernel"))

@@ -224,6 +224,18 @@ def test_a_layer_counts_its_weights_once_a_token():
     assert plan.chosen.prefill.flops == layer_operations(TINY, 8, 150) + rest, "sliding layers take less"
 
 
+def test_what_follows_attention_counts_the_weights_that_a_token_meets():
+    """Of an MLP without a gate, of a layer without an MLP, and of 2 of 6 experts in a latent width."""
+    moe = family_config("nemotron_h_moe")
+    latent = dataclasses.replace(moe, experts=dataclasses.replace(moe.experts, latent_width=24))
+    for config, layer in ((family_config("nemotron_h"), 3), (family_config("nemotron_h"), 4), (latent, 0)):
+        weights = abstract_weights(config)[f"layer_{layer}"]
+        mixer, mlp = weights.get("attention", weights.get("recurrent")), dict(weights.get("mlp", {}))
+        parts = [mixer["o"], mlp.pop("experts", {}), *(part for name, part in mlp.items() if name != "router")]
+        sizes = [sum(leaf.size for leaf in jax.tree.leaves(part) if leaf.ndim > 1) for part in parts]
+        assert rest_operations(config.at(layer), 10) == 2 * 10 * (sum(sizes) - sizes[1] * 4 // 6), layer
+
+
 def test_the_plan_of_a_prefill():
     plan = capacity_plan(llama(), ShadowKV(), GPUS["h200"], Workload(122_880, fetch="resident"))
     time, full = plan.chosen.prefill, plan.full.prefill

@@ -58,6 +58,21 @@ MAMBA: dict[str, Any] = {
     "logits_scaling": 2.0,
     "tie_word_embeddings": True,
 }
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+}
+EXPERTS_OF_NEMOTRON = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "routed_scaling_factor": 2.5,
+}
 EXPERTS_OF_HYBRID = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -347,6 +362,22 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "nemotron_h": ("nemotron_h", NEMOTRON | {"hybrid_override_pattern": "M-MM*-*M-", "mlp_bias": True}),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        NEMOTRON
+        | EXPERTS_OF_NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+            "use_conv_bias": False,
+        },
+    ),
+    "nemotron_h_latent": (
+        "nemotron_h",
+        NEMOTRON
+        | EXPERTS_OF_NEMOTRON
+        | {"hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24, "n_group": 3, "topk_group": 2, "mlp_bias": True},
+    ),
     "iquest": ("iquestcoder", {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True}),
@@ -493,8 +524,10 @@ def described() -> dict[str, Any]:
 def tensors(case: str, told: dict[str, Any]) -> dict[str, np.ndarray]:
     """All tensors of a case. `told` is its entry in `described`."""
     shapes: dict[str, list[int]] = {}
+    config = told["config.json"]
+    count = len(config["layers_block_type"]) if "layers_block_type" in config else config["num_hidden_layers"]
     for name, shape in told["tensors"].items():
-        layers = told["config.json"]["num_hidden_layers"] if "*" in name else 1
+        layers = count if "*" in name else 1
         shapes |= {name.replace("*", str(layer)): shape for layer in range(layers)}
     return {name: tensor(case, name, tuple(shape)) for name, shape in shapes.items()}
 

@@ -271,7 +271,7 @@ def test_shards_and_harmless_extras_give_the_same_model(tmp_path):
     assert_same(load(directory, "float32"), params)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "nemotron_h"])
 @pytest.mark.parametrize("place", ["row", "last", "dtype"])
 def test_another_head_than_the_embedding_is_used_in_spite_of_the_config(tmp_path, caplog, name, place):
     """The logits are those of the head in the file, and a warning says so. A conversion keeps the head."""
@@ -489,6 +489,34 @@ def test_the_text_model_inside_a_model_of_texts_and_images(tmp_path, case, prefi
     again = load(tmp_path / "text", dtype="float32")
     assert again.config == first.config
     jax.tree.map(np.testing.assert_array_equal, first.weights, again.weights)
+
+
+def test_parts_that_a_checkpoint_counts_as_layers(tmp_path):
+    """Nemotron's, in the names of its files and in those of transformers, with experts apart or in one tensor."""
+    params = init_params(family_config("nemotron_h_moe"), seed=5)  # M and E, M, * and E
+    for block, name, more in ((0, "mlp_norm", 1), (1, "attention_norm", 2), (2, "mlp_norm", 3)):
+        params.weights[f"layer_{block}"][name]["scale"] += more
+    save(params, tmp_path / "m")
+    stored, layer = load_file(tmp_path / "m" / "model.safetensors"), "backbone.layers."
+    parts = {"norm.weight", "mixer.gate.weight", "mixer.shared_experts.up_proj.weight", "mixer.q_proj.weight"}
+    found = {part: [number for number in range(5) if f"{layer}{number}.{part}" in stored] for part in parts}
+    assert sorted(found.values()) == [[0, 1, 2, 3, 4], [1, 4], [1, 4], [3]]
+    assert [stored[f"{layer}{number}.norm.weight"].max() for number in range(5)] == [1, 2, 3, 1, 4]
+
+    def rename(held):
+        for number in (1, 4):
+            for name in ("up_proj", "down_proj"):
+                own = f"{layer}{number}.mixer.experts."
+                held[own + name] = np.stack([held.pop(f"{own}{expert}.{name}.weight") for expert in range(6)])
+        held |= {name.replace("backbone", "model"): held.pop(name) for name in list(held)}
+        held |= {f"mtp.layers.0.{part}": np.ones(3, np.float32) for part in ("norm.weight", "mixer.q_proj.weight")}
+
+    edit_tensors(tmp_path / "m", rename)
+    assert_same(load(tmp_path / "m", "float32"), params)
+    assert_same(converted(tmp_path / "m", tmp_path), params)
+    edit_tensors(tmp_path / "m", lambda held: held.pop("model.layers.4.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.4\.norm\.weight: missing"):
+        load(tmp_path / "m")
 
 
 def test_a_text_config_that_is_no_object_is_refused(tmp_path):

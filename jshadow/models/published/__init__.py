@@ -1,6 +1,6 @@
 """The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10), and of
-some later ones: Qwen3-30B-A3B (revision 2507), GLM-4.5-Air, gpt-oss, and the text models of Gemma 4 31B, Mistral
-Small 3.2, Ministral 3 8B and Command R7B.
+some later ones: Qwen3-30B-A3B (revision 2507), GLM-4.5-Air, gpt-oss, hybrids, and the text models of Gemma 4 31B,
+Mistral Small 3.2, Ministral 3 8B and Command R7B.
 
 `jshadow plan` uses them to compute the size of a model without its checkpoint. Their sizes are those that the authors
 of the models published. Those of gpt-oss do not say that the published weights are quantized. The converted

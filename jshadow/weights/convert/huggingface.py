@@ -62,7 +62,7 @@ _SIDE_FILES = (
 )
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"  # without BASE
+HEAD = "lm_head.weight"
 _BASE = "model."  # prefix of all names but the head's, unless the checkpoint was saved from the base class
 # Tensors of some checkpoints that are not weights of the model: buffers that the config implies, and layers of
 # multi-token prediction, which propose tokens and change none. Some models count such layers on behind the last one.
@@ -157,7 +157,10 @@ def untied(tensors: Tensors, config: ModelConfig) -> bool:
     if not config.tie_embeddings:
         return False
     found = {text_name(name).removeprefix(_BASE): name for name in tensors.shapes}
-    if HEAD not in found or EMBEDDING not in found or tensors.same(found[HEAD], found[EMBEDDING]):
+    rules = FAMILIES[config.model_type].rules
+    names = [name.removeprefix(_BASE) for rule in rules for name in rule.sources("embed/embedding", ())]
+    embedding = next((found[name] for name in names if name in found), None)
+    if HEAD not in found or embedding is None or tensors.same(found[HEAD], embedding):
         return False
     _LOG.warning(
         "%s: tie_word_embeddings is true, but %s is not the embedding; it is used as the head", tensors.directory, HEAD

@@ -1,7 +1,8 @@
 """The tensors of a model under the names of a checkpoint, and where they are read from."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,27 @@ def placements(
         ConfigError: no rule of the family has a weight, so the config has a setting that the family lacks.
     """
     result: dict[str, Placement] = {}
+    theirs = _with_their_layers(weight_shapes) if family.layers_apart else {}
+    ours = {their: path for path, their in theirs.items()}
     for path, shape in weight_shapes.items():
-        ways = [(rule, names) for rule in family.rules if (names := rule.sources(path, shape))]
+        ways = [(rule, names) for rule in family.rules if (names := rule.sources(theirs.get(path, path), shape))]
         if not ways:
             raise ConfigError(f"no tensor of a {family.model_type} checkpoint has the weight {path} of this config")
         rule, names = next((way for way in ways if all(name in there for name in way[1])), ways[0])
         for index, name in enumerate(names):
             if name not in result:
-                result[name] = Placement(name, rule.match(name), rule, index if rule.stacked else None)
+                paths = tuple(ours.get(their, their) for their in rule.match(name))
+                result[name] = Placement(name, paths, rule, index if rule.stacked else None)
     return result
+
+
+def _with_their_layers(paths: Iterable[str]) -> dict[str, str]:
+    """Return paths with the layer's number in a checkpoint that counts each mixer and each MLP (`layers_apart`)."""
+    found = {path: (int(layer), part) for path in paths for layer, part in re.findall(r"^layer_(\d+)/(.+)", path)}
+    layers = sorted({(layer, part.startswith("mlp")) for layer, part in found.values()})
+    return {
+        path: f"layer_{layers.index((layer, part.startswith('mlp')))}/{part}" for path, (layer, part) in found.items()
+    }
 
 
 class Stacks:
