@@ -15,7 +15,9 @@ from jax import Array
 from jshadow.models.config import Recurrent
 from jshadow.models.transformer import Heads
 from jshadow.ops.convolution import convolve, ring_inputs, ring_write
-from jshadow.ops.delta_rule import Recent, Tokens, folded_all, masked, normalized, scan_chunks, step
+from jshadow.ops.delta_rule import Recent, Tokens, folded_all, kept_from, masked, normalized, scan_chunks, step
+from jshadow.ops.layout import run
+from pallas_kernels.recurrent_step import Held, NewToken, recurrent_step
 
 RECENT = 16  # newest tokens that a row can give back
 
@@ -44,7 +46,8 @@ def empty(batch: int, sizes: Recurrent, dtype: Any) -> Recurrence:
     def zeros(*shape: int, dtype: Any = jnp.float32) -> Array:
         return jnp.zeros((batch, *shape), dtype)
 
-    recent = Recent(zeros(RECENT, *keys), zeros(RECENT, *values), zeros(RECENT, sizes.value_heads))
+    pending = 2 * RECENT  # RECENT tokens are folded at once, and so many stay
+    recent = Recent(zeros(pending, *keys), zeros(pending, *values), zeros(pending, sizes.value_heads))
     slots = RECENT + sizes.taps - 1
     q, k, v = (zeros(slots, *shape, dtype=dtype) for shape in (keys, keys, values))
     state = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim)
@@ -119,8 +122,23 @@ def read_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurren
     return _skipped(out, tokens, new), Recurrence(state, held.recent, folded, inputs)
 
 
-def step_tokens(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
-    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32."""
+def step_tokens(held: Recurrence, new: RecurrentTokens, implementation: str = "auto") -> tuple[Array, Recurrence]:
+    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v], float32.
+
+    A GPU reads a single token by one kernel. `implementation` is explained in `pallas_kernels.choose`.
+    """
+    return run(implementation, _step_kernel, _step_reference, held, new)
+
+
+def _step_kernel(held: Recurrence, new: RecurrentTokens, interpret: bool) -> tuple[Array, Recurrence]:
+    kept = kept_from(held.folded, new.lengths, new.valid, held.recent.k.shape[1])
+    token = NewToken(*new.heads, *new.gates, *new.taps, new.skip, new.lengths, held.folded, kept, new.valid)
+    options = {"biases": new.sizes.tap_biases, "corrects": new.sizes.corrects, "interpret": interpret}
+    out, after = recurrent_step(Held(held.state, *held.recent, *held.inputs), token, **options)
+    return out, Recurrence(after.state, Recent(*after[1:4]), kept, after[4:])
+
+
+def _step_reference(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
     tokens, inputs = _convolved(held, new)
     before, corrects = (held.state, held.recent, held.folded), new.sizes.corrects
     out, state, recent, folded = step(*before, new.lengths, tokens, new.valid, corrects=corrects)
