@@ -131,11 +131,12 @@ def step_tokens(held: Recurrence, new: RecurrentTokens, implementation: str = "a
 
 
 def _step_kernel(held: Recurrence, new: RecurrentTokens, interpret: bool) -> tuple[Array, Recurrence]:
-    kept = kept_from(held.folded, new.lengths, new.valid, held.recent.k.shape[1])
-    token = NewToken(*new.heads, *new.gates, *new.taps, new.skip, new.lengths, held.folded, kept, new.valid)
+    folded = kept_from(held.folded, new.lengths, new.valid, held.recent.k.shape[1])
+    counts = new.lengths, folded, folded - held.folded
+    token = NewToken(*new.heads, *new.gates, *new.taps, new.skip, *counts, new.valid)
     options = {"biases": new.sizes.tap_biases, "corrects": new.sizes.corrects, "interpret": interpret}
     out, after = recurrent_step(Held(held.state, *held.recent, *held.inputs), token, **options)
-    return out, Recurrence(after.state, Recent(*after[1:4]), kept, after[4:])
+    return out, Recurrence(after.state, Recent(*after[1:4]), folded, after[4:])
 
 
 def _step_reference(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:

@@ -19,8 +19,8 @@ def recurrent_step(
         S = exp(log_decay) S,  u = beta (v - S^T k),  S = S + k u^T,  o = S^T q
 
     It is computed in float32. S itself does not change: k, u and log_decay become a pending token in the ring, and the
-    pending tokens before `kept_from` are folded into S. S is read once, and written only in rows that fold. Value head
-    h uses key head h // (n_v / n_k). Donated arrays are changed in place.
+    oldest `folds` pending tokens are folded into S. S is read once, and written only in rows that fold. Value head h
+    uses key head h // (n_v / n_k). Donated arrays are changed in place.
 
     Args:
         held: what the layer holds.

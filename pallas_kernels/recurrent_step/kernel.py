@@ -22,7 +22,7 @@ from pallas_kernels.recurrent_step.operands import Held, NewToken
 from pallas_kernels.tiles import DTYPES, LEAST, iota
 
 BLOCK = 64  # columns of a program
-WARPS = 8
+WARPS = 4
 MOST_SLOTS = 64  # of the ring of pending tokens
 MOST_DIM = 256
 
@@ -32,21 +32,20 @@ class Joined(NamedTuple):
 
     Attributes:
         inputs: [B, 2 n_k d_k + n_v d_v]: of the queries, then of the keys, then of the values.
-        log_decay, beta: [B, n_v].
-        q_taps, k_taps, v_taps, skip, lengths, folded, kept_from: as in NewToken.
+        gates: [B, 2 n_v]: log_decay, then beta.
+        q_taps, k_taps, v_taps, skip, lengths, folded, folds: as in NewToken.
         valid: [B].
     """
 
     inputs: Any
-    log_decay: Any
-    beta: Any
+    gates: Any
     q_taps: Any
     k_taps: Any
     v_taps: Any
     skip: Any
     lengths: Any
     folded: Any
-    kept_from: Any
+    folds: Any
     valid: Any
 
 
@@ -91,14 +90,14 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
     group = value_heads // key_heads
     key = lax.div(h, jnp.int32(group))
     row, column = iota(0, key_dim), iota(j * block, block)
-    length, folded, kept_from = (pltriton.load(x.at[b]) for x in (new.lengths, new.folded, new.kept_from))
+    length, folded, folds = (pltriton.load(x.at[b]) for x in (new.lengths, new.folded, new.folds))
     written = pltriton.load(new.valid.at[b])
     place = b, h, row[:, None], column[None]
     state = pltriton.load(held.state.at[place])
 
     slot = iota(0, slots)
     position = length - 1 - lax.rem(length - 1 + slots - slot, jnp.int32(slots))
-    pending = position >= folded
+    pending = position >= folded - folds
     ring = Ring(
         position,
         pltriton.load(held.log_decay.at[b, slot, h], mask=pending, other=0.0),
@@ -133,7 +132,7 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
         q, k = (x * lax.rsqrt((x * x).sum(axis=0) + 1e-6) for x in (q, k))
         q *= key_dim**-0.5
 
-    log_decay, beta = (pltriton.load(x.at[b, h]) for x in (new.log_decay, new.beta))
+    log_decay, beta = (pltriton.load(new.gates.at[b, at]) for at in (h, value_heads + h))
     since_fold, u = ring.decayed()
     decay = jnp.exp(log_decay)
 
@@ -161,9 +160,9 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
         )
         return jnp.exp(decay) * state + k[:, None] * u[None]
 
-    @pl.when(kept_from > folded)
+    @pl.when(folds > 0)
     def _write() -> None:
-        pltriton.store(after.state.at[place], lax.fori_loop(folded, kept_from, fold, state))
+        pltriton.store(after.state.at[place], lax.fori_loop(folded - folds, folded, fold, state))
 
 
 @functools.partial(jax.jit, static_argnames=("biases", "corrects", "interpret"))
@@ -185,9 +184,10 @@ def recurrent_step(
     for x in (new.q, new.q_taps, new.skip):
         if x is not None and x.dtype not in DTYPES:
             raise NotImplementedError(f"recurrent_step: the kernel takes float32, bfloat16 and float16, got {x.dtype}")
-    # XLA sees that the slices of a product are put together again.
+    # XLA makes the inputs, which are slices of one product, by one kernel, and the gates by another.
     inputs = jnp.concatenate([x.reshape(batch, -1) for x in new[:3]], axis=1)
-    joined = Joined(inputs, new.log_decay[:, 0], new.beta[:, 0], *new[5:-1], new.valid[:, 0])
+    gates = jnp.concatenate([new.log_decay, new.beta], axis=2)[:, 0]
+    joined = Joined(inputs, gates, *new[5:-1], new.valid[:, 0])
     operands, block = (held, joined), min(BLOCK, value_dim)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     outputs = jax.ShapeDtypeStruct((batch, value_heads, value_dim), jnp.float32)

@@ -14,7 +14,7 @@ class Held(NamedTuple):
     Position p of a row is in slot p % R of `k`, `u` and `log_decay`, and in slot p % I of the inputs.
 
     Attributes:
-        state: S of each value head after the first `folded` tokens, float32 [B, n_v, d_k, d_v].
+        state: S of each value head after a row's first tokens, float32 [B, n_v, d_k, d_v].
         k: keys of the pending tokens, float32 [B, R, n_k, d_k].
         u: what each of them adds to S along its key, float32 [B, R, n_v, d_v].
         log_decay: logarithms of their decays, float32 [B, R, n_v].
@@ -43,9 +43,9 @@ class NewToken(NamedTuple):
         v_taps: the same for values, [K, n_v, d_v].
         skip: floating [n_v], the factor of the value that is added to the output, or None.
         lengths: number of tokens of each row before this one, int32 [B].
-        folded: number of tokens that S holds, int32 [B]: more than lengths - R, and at most lengths.
-        kept_from: number of tokens that S holds after the step, int32 [B], from folded to lengths. It is `folded` in a
-            row whose token is not valid.
+        folded: number of tokens that S holds after the step, int32 [B], at most `lengths`.
+        folds: how many of these are pending before the step, and are folded into S, int32 [B]. It is 0 in a row whose
+            token is not valid. folded - folds, which S holds before the step, is more than lengths - R.
         valid: bool [B, 1]. A row whose token is not valid keeps all its arrays with the same bits.
     """
 
@@ -60,7 +60,7 @@ class NewToken(NamedTuple):
     skip: jax.Array | None
     lengths: jax.Array
     folded: jax.Array
-    kept_from: jax.Array
+    folds: jax.Array
     valid: jax.Array
 
 
