@@ -198,7 +198,8 @@ def _fold(state: Array, recent: Recent, folded: Array, count: Array, most: int) 
 
     def fold(state: Array) -> Array:
         k, u, log_decay = (
-            jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), axis=1, mode="clip") for x in recent
+            jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), axis=1, mode="clip")
+            for x in recent
         )
         decay = _decays(jnp.where(there[:, :, None], log_decay, 0))[:, :, -1]
         u = jnp.where(there[:, None, :, None], decay[..., 1:, None] * _heads_first(u), 0)

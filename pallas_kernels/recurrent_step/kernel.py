@@ -166,9 +166,7 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
 
 
 @functools.partial(jax.jit, static_argnames=("biases", "corrects", "interpret"))
-def recurrent_step(
-    held: Held, new: NewToken, biases: bool, corrects: bool, interpret: bool
-) -> tuple[jax.Array, Held]:
+def recurrent_step(held: Held, new: NewToken, biases: bool, corrects: bool, interpret: bool) -> tuple[jax.Array, Held]:
     """See `pallas_kernels.recurrent_step`.
 
     Raises:
@@ -176,7 +174,11 @@ def recurrent_step(
             the ring has more than 64 slots, or a dtype is not float32, bfloat16 or float16.
     """
     (batch, value_heads, key_dim, value_dim), slots = held.state.shape, held.k.shape[1]
-    for what, size, most in (("keys", key_dim, MOST_DIM), ("values", value_dim, MOST_DIM), ("slots", slots, MOST_SLOTS)):
+    for what, size, most in (
+        ("keys", key_dim, MOST_DIM),
+        ("values", value_dim, MOST_DIM),
+        ("slots", slots, MOST_SLOTS),
+    ):
         if size & (size - 1) or not LEAST <= size <= most:
             raise NotImplementedError(
                 f"recurrent_step: the kernel takes powers of two from {LEAST} to {most} for {what}, got {size}"
@@ -193,9 +195,7 @@ def recurrent_step(
     outputs = jax.ShapeDtypeStruct((batch, value_heads, value_dim), jnp.float32)
     moved = bytes_of((held.state, inputs, outputs, new.q_taps, new.k_taps, new.v_taps)) + bytes_of(held[1:4])
     *after, result = pl.pallas_call(
-        functools.partial(
-            recurrent_step_kernel, biases=biases, corrects=corrects, block=block
-        ),
+        functools.partial(recurrent_step_kernel, biases=biases, corrects=corrects, block=block),
         grid=(value_dim // block, value_heads, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * (len(held) + 1),

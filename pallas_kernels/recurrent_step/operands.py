@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
+from pallas_kernels.arguments import expect_dtype, expect_shape
 
 
 class Held(NamedTuple):
@@ -74,7 +74,8 @@ def check(held: Held, new: NewToken) -> None:
     expect_shape("held.k", held.k, ("B", "R", "n_k", "d_k"))
     expect_shape("held.q_inputs", held.q_inputs, ("B", "I", "n_k", "d_k"))
     (batch, value_heads, key_dim, value_dim), (slots, key_heads) = held.state.shape, held.k.shape[1:3]
-    expect_groups(value_heads, key_heads)
+    if key_heads < 1 or value_heads % key_heads:
+        raise ValueError(f"held.state's heads must be a multiple of the {key_heads} heads of held.k, got {value_heads}")
     keys, values, taps = (key_heads, key_dim), (value_heads, value_dim), len(new.q_taps)
     ring, inputs, row, numbers = (batch, slots), held.q_inputs.shape[:2], (batch,), jnp.float32
     table = {
