@@ -49,6 +49,27 @@ class Joined(NamedTuple):
     valid: Any
 
 
+class Program(NamedTuple):
+    """What one program handles.
+
+    Attributes:
+        row, head, key_head: its row, its value head, and the key head of it.
+        keys: int32 [d_k], all columns of a key.
+        values: int32 [columns], its columns of a value.
+        length: number of tokens of the row before the new one.
+        of_key, of_value: bool [d_k] and [columns], whether it writes the new token's key and value.
+    """
+
+    row: jax.Array
+    head: jax.Array
+    key_head: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+    of_key: jax.Array
+    of_value: jax.Array
+
+
 class Ring(NamedTuple):
     """The pending tokens of a value head.
 
@@ -64,6 +85,20 @@ class Ring(NamedTuple):
     k: jax.Array
     u: jax.Array
 
+    @classmethod
+    def load(cls, held: Held, at: Program, first: jax.Array) -> "Ring":
+        """Load the tokens from position `first` on."""
+        slots, last = held.k.shape[1], at.length - 1
+        slot = iota(0, slots)
+        position = last - lax.rem(last + slots - slot, jnp.int32(slots))
+        pending = position >= first
+        return cls(
+            position,
+            pltriton.load(held.log_decay.at[at.row, slot, at.head], mask=pending, other=0.0),
+            pltriton.load(held.k.at[at.row, slot[None], at.key_head, at.keys[:, None]], mask=pending[None], other=0.0),
+            pltriton.load(held.u.at[at.row, slot[:, None], at.head, at.values[None]], mask=pending[:, None], other=0.0),
+        )
+
     def decayed(self) -> tuple[jax.Array, jax.Array]:
         """Return the decay since the fold, and u [R, columns] decayed since its token.
 
@@ -74,9 +109,43 @@ class Ring(NamedTuple):
         return jnp.exp(self.log_decay.sum(axis=0)), since[:, None] * self.u
 
 
-def tap_value(kernel: Any, head: jax.Array, at: jax.Array, tap: int) -> jax.Array:
-    """Load one tap of the convolution of some columns of a head, as float32."""
-    return pltriton.load(kernel.at[jnp.full_like(at, tap), head, at]).astype(jnp.float32)
+def convolve(ring: Any, taps: Any, x: jax.Array, place: tuple[Any, ...], biases: bool) -> jax.Array:
+    """Convolve columns x of the new token, and apply silu. `place` are a row's number and length, a head and columns.
+
+    The token's slot of the ring is not read.
+    """
+    (row, length, head, column), count, slots = place, taps.shape[0] - biases, ring.shape[1]
+
+    def tap(number: int) -> jax.Array:
+        return pltriton.load(taps.at[jnp.full_like(column, number), head, column]).astype(jnp.float32)
+
+    total = tap(count) if biases else jnp.zeros(column.shape, jnp.float32)
+    for number in range(count - 1):
+        seen = length - count + 1 + number
+        before = ring.at[row, lax.rem(seen + slots, jnp.int32(slots)), head, column]
+        value = pltriton.load(before, mask=jnp.full(column.shape, seen >= 0), other=0.0)
+        total += value.astype(jnp.float32) * tap(number)
+    total += x.astype(jnp.float32) * tap(count - 1)
+    total = total.astype(x.dtype).astype(jnp.float32)
+    return (total / (1 + jnp.exp(-total))).astype(x.dtype).astype(jnp.float32)
+
+
+def token_of(held: Held, after: Held, new: Joined, at: Program, biases: bool) -> list[jax.Array]:
+    """Return the new token's query [d_k], key [d_k] and value [columns] after the convolution, float32.
+
+    Its inputs are written to their rings.
+    """
+    key_heads, key_dim = held.k.shape[2:]
+    parts, first = [], 0
+    of_key, of_value = (at.key_head, at.keys, at.of_key), (at.head, at.values, at.of_value)
+    fields = zip(held[4:], after[4:], (new.q_taps, new.k_taps, new.v_taps), (of_key, of_key, of_value), strict=True)
+    for ring, target, taps, (head, column, mask) in fields:
+        x = pltriton.load(new.inputs.at[at.row, first + head * ring.shape[3] + column])
+        parts.append(convolve(ring, taps, x, (at.row, at.length, head, column), biases))
+        slot = lax.rem(at.length, jnp.int32(ring.shape[1]))
+        pltriton.store(target.at[at.row, slot, head, column], x, mask=mask)
+        first += key_heads * key_dim
+    return parts
 
 
 def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ignore[no-untyped-def]
@@ -86,53 +155,21 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     after, outputs = Held(*out[:-1]), out[-1]
-    (_, slots, key_heads, key_dim), (_, _, value_heads, value_dim) = held.k.shape, held.u.shape
+    (_, slots, key_heads, key_dim), value_heads = held.k.shape, held.u.shape[2]
     group = value_heads // key_heads
-    key = lax.div(h, jnp.int32(group))
-    row, column = iota(0, key_dim), iota(j * block, block)
-    length, folded, folds = (pltriton.load(x.at[b]) for x in (new.lengths, new.folded, new.folds))
-    written = pltriton.load(new.valid.at[b])
-    place = b, h, row[:, None], column[None]
+    keys, values, key = iota(0, key_dim), iota(j * block, block), lax.div(h, jnp.int32(group))
+    length, folded, folds, valid = (pltriton.load(x.at[b]) for x in (new.lengths, new.folded, new.folds, new.valid))
+    first_block = valid & (j == 0)
+    of_key, of_value = jnp.full(keys.shape, first_block & (h == key * group)), jnp.full(values.shape, valid)
+    at = Program(b, h, key, keys, values, length, of_key, of_value)
+    place = b, h, keys[:, None], values[None]
     state = pltriton.load(held.state.at[place])
-
-    slot = iota(0, slots)
-    position = length - 1 - lax.rem(length - 1 + slots - slot, jnp.int32(slots))
-    pending = position >= folded - folds
-    ring = Ring(
-        position,
-        pltriton.load(held.log_decay.at[b, slot, h], mask=pending, other=0.0),
-        pltriton.load(held.k.at[b, slot[None], key, row[:, None]], mask=pending[None], other=0.0),
-        pltriton.load(held.u.at[b, slot[:, None], h, column[None]], mask=pending[:, None], other=0.0),
-    )
-
-    def convolved(first: int, part: tuple[Any, Any, Any], head: jax.Array, at: jax.Array, mask: jax.Array) -> jax.Array:
-        """Convolve one head of an input, and write the new input. `first` is the column where these inputs begin."""
-        before, target, kernel = part
-        taps, places, dim = kernel.shape[0] - biases, before.shape[1], before.shape[3]
-        x = pltriton.load(new.inputs.at[b, first + head * dim + at])
-        tap_of = functools.partial(tap_value, kernel, head, at)
-        total = tap_of(taps) if biases else jnp.zeros(at.shape, jnp.float32)
-        for tap in range(taps):
-            seen = length - taps + 1 + tap
-            there = jnp.full(at.shape, seen >= 0)
-            from_ring = before.at[b, lax.rem(seen + places, jnp.int32(places)), head, at]
-            value = x if tap == taps - 1 else pltriton.load(from_ring, mask=there, other=0.0)
-            total += value.astype(jnp.float32) * tap_of(tap)
-        pltriton.store(target.at[b, lax.rem(length, jnp.int32(places)), head, at], x, mask=mask)
-        total = total.astype(x.dtype).astype(jnp.float32)
-        return (total / (1 + jnp.exp(-total))).astype(x.dtype).astype(jnp.float32)
-
-    one = (jnp.int32(0) == j) & (h == key * group) & written
-    of_key, of_value = jnp.full(row.shape, one), jnp.full(column.shape, written)
-    width = key_heads * key_dim
-    q = convolved(0, (held.q_inputs, after.q_inputs, new.q_taps), key, row, of_key)
-    k = convolved(width, (held.k_inputs, after.k_inputs, new.k_taps), key, row, of_key)
-    v = convolved(2 * width, (held.v_inputs, after.v_inputs, new.v_taps), h, column, of_value)
+    ring = Ring.load(held, at, folded - folds)
+    q, k, v = token_of(held, after, new, at, biases)
     if corrects:
         q, k = (x * lax.rsqrt((x * x).sum(axis=0) + 1e-6) for x in (q, k))
         q *= key_dim**-0.5
-
-    log_decay, beta = (pltriton.load(new.gates.at[b, at]) for at in (h, value_heads + h))
+    log_decay, beta = (pltriton.load(new.gates.at[b, column]) for column in (h, value_heads + h))
     since_fold, u = ring.decayed()
     decay = jnp.exp(log_decay)
 
@@ -145,19 +182,17 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
     result = read(q) + (q * k).sum(axis=0) * added
     if new.skip is not None:
         result += pltriton.load(new.skip.at[h]).astype(jnp.float32) * v
-    pltriton.store(outputs.at[b, h, column], result)
-    target = lax.rem(length, jnp.int32(slots))
-    pltriton.store(after.k.at[b, target, key, row], k, mask=of_key)
-    pltriton.store(after.u.at[b, target, h, column], added, mask=of_value)
-    pltriton.store(after.log_decay.at[b, target, h], log_decay, mask=(jnp.int32(0) == j) & written)
+    pltriton.store(outputs.at[b, h, values], result)
+    slot = lax.rem(length, jnp.int32(slots))
+    pltriton.store(after.k.at[b, slot, key, keys], k, mask=of_key)
+    pltriton.store(after.u.at[b, slot, h, values], added, mask=of_value)
+    pltriton.store(after.log_decay.at[b, slot, h], log_decay, mask=first_block)
 
     def fold(token: jax.Array, state: jax.Array) -> jax.Array:
         """Add a pending token to S."""
-        at = lax.rem(token, jnp.int32(slots))
-        decay, k, u = (
-            pltriton.load(x)
-            for x in (held.log_decay.at[b, at, h], held.k.at[b, at, key, row], held.u.at[b, at, h, column])
-        )
+        slot = lax.rem(token, jnp.int32(slots))
+        places = held.log_decay.at[b, slot, h], held.k.at[b, slot, key, keys], held.u.at[b, slot, h, values]
+        decay, k, u = map(pltriton.load, places)
         return jnp.exp(decay) * state + k[:, None] * u[None]
 
     @pl.when(folds > 0)

@@ -78,6 +78,8 @@ def check(held: Held, new: NewToken) -> None:
         raise ValueError(f"held.state's heads must be a multiple of the {key_heads} heads of held.k, got {value_heads}")
     keys, values, taps = (key_heads, key_dim), (value_heads, value_dim), len(new.q_taps)
     ring, inputs, row, numbers = (batch, slots), held.q_inputs.shape[:2], (batch,), jnp.float32
+    if inputs[1] < taps:
+        raise ValueError(f"held.q_inputs must have a slot for each of the {taps} taps, got {inputs[1]}")
     table = {
         "held": (
             held,

@@ -36,8 +36,8 @@ STEPS = (
     Steps(7, 2, 3, 64, 128),
     Steps(4, 1, 5, 128, 64, "mamba2", biases=True),
     Steps(6, 3, 1, 16, 16, taps=2, slots=16),
-    Steps(5, 2, 2, 32, 256, "mamba2", taps=3, slots=64),
-    Steps(5, 1, 4, 256, 32, biases=True, dtype="bfloat16"),
+    Steps(5, 2, 2, 32, 64, "mamba2", taps=3, slots=64),
+    Steps(5, 1, 3, 256, 256, biases=True, dtype="bfloat16"),
 )
 REAL_STEPS = (
     Steps(4, 16, 3, 128, 128),
@@ -69,7 +69,9 @@ def step_inputs(case: Steps) -> dict[str, Any]:
     recent = Recent(*rings, decays(batch, case.slots, sizes.value_heads))
     slots = 16 + case.taps - 1
     inputs = tuple(draw(batch, slots, *shape, dtype=case.dtype) for shape in (keys, keys, values))
-    state = draw(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+    state = draw(
+        batch, sizes.value_heads, sizes.key_dim, sizes.value_dim, scale=1.0 if case.dtype == "float32" else 0.1
+    )
     heads = tuple(draw(batch, 1, *shape, dtype=case.dtype) for shape in (keys, keys, values))
     gates = decays(batch, 1, sizes.value_heads), array(rng.random((batch, 1, sizes.value_heads)), np.float32)
     taps = tuple(draw(case.taps + case.biases, *shape, dtype=case.dtype) for shape in (keys, keys, values))
