@@ -110,9 +110,9 @@ class RecurrentState(LayerCache):
         return 0
 
     def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
-        """A step also writes the state."""
+        """A step also writes the state, once in RECENT steps (`pallas_kernels.recurrent_step`)."""
         size = 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim
-        return StepCosts(0, {"recurrent": (size, 0)}, {}, {})
+        return StepCosts(0, {"recurrent": (size // RECENT, 0)}, {}, {})
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         return 2 * 4 * spec.batch * spec.q_heads * spec.head_dim * self.sizes.value_dim

@@ -209,11 +209,8 @@ def recurrent_step(held: Held, new: NewToken, biases: bool, corrects: bool, inte
             the ring has more than 64 slots, or a dtype is not float32, bfloat16 or float16.
     """
     (batch, value_heads, key_dim, value_dim), slots = held.state.shape, held.k.shape[1]
-    for what, size, most in (
-        ("keys", key_dim, MOST_DIM),
-        ("values", value_dim, MOST_DIM),
-        ("slots", slots, MOST_SLOTS),
-    ):
+    limits = ("keys", key_dim, MOST_DIM), ("values", value_dim, MOST_DIM), ("slots", slots, MOST_SLOTS)
+    for what, size, most in limits:
         if size & (size - 1) or not LEAST <= size <= most:
             raise NotImplementedError(
                 f"recurrent_step: the kernel takes powers of two from {LEAST} to {most} for {what}, got {size}"
@@ -228,7 +225,9 @@ def recurrent_step(held: Held, new: NewToken, biases: bool, corrects: bool, inte
     operands, block = (held, joined), min(BLOCK, value_dim)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     outputs = jax.ShapeDtypeStruct((batch, value_heads, value_dim), jnp.float32)
-    moved = bytes_of((held.state, inputs, outputs, new.q_taps, new.k_taps, new.v_taps)) + bytes_of(held[1:4])
+    # S is written each time that half the slots are folded.
+    written = 2 * bytes_of(held.state) // slots
+    moved = bytes_of((held[:4], inputs, outputs, new.q_taps, new.k_taps, new.v_taps)) + written
     *after, result = pl.pallas_call(
         functools.partial(recurrent_step_kernel, biases=biases, corrects=corrects, block=block),
         grid=(value_dim // block, value_heads, batch),
