@@ -17,7 +17,7 @@ from jshadow.models.transformer import Heads
 from jshadow.ops.convolution import convolve, ring_inputs, ring_write
 from jshadow.ops.delta_rule import Recent, Tokens, folded_all, kept_from, masked, normalized, scan_chunks, step
 from jshadow.ops.layout import run
-from pallas_kernels.recurrent_step import Held, NewToken, recurrent_step
+from pallas_kernels import HeldRows, NextToken, recurrent_step
 
 RECENT = 16  # newest tokens that a row can give back
 
@@ -133,9 +133,9 @@ def step_tokens(held: Recurrence, new: RecurrentTokens, implementation: str = "a
 def _step_kernel(held: Recurrence, new: RecurrentTokens, interpret: bool) -> tuple[Array, Recurrence]:
     folded = kept_from(held.folded, new.lengths, new.valid, held.recent.k.shape[1])
     counts = new.lengths, folded, folded - held.folded
-    token = NewToken(*new.heads, *new.gates, *new.taps, new.skip, *counts, new.valid)
+    token = NextToken(*new.heads, *new.gates, *new.taps, new.skip, *counts, new.valid)
     options = {"biases": new.sizes.tap_biases, "corrects": new.sizes.corrects, "interpret": interpret}
-    out, after = recurrent_step(Held(held.state, *held.recent, *held.inputs), token, **options)
+    out, after = recurrent_step(HeldRows(held.state, *held.recent, *held.inputs), token, **options)
     return out, Recurrence(after.state, Recent(*after[1:4]), folded, after[4:])
 
 

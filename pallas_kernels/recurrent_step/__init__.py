@@ -3,14 +3,14 @@
 import jax
 
 from pallas_kernels.recurrent_step import kernel
-from pallas_kernels.recurrent_step.operands import Held as Held
-from pallas_kernels.recurrent_step.operands import NewToken as NewToken
+from pallas_kernels.recurrent_step.operands import HeldRows as HeldRows
+from pallas_kernels.recurrent_step.operands import NextToken as NextToken
 from pallas_kernels.recurrent_step.operands import check
 
 
 def recurrent_step(
-    held: Held, new: NewToken, *, biases: bool = False, corrects: bool = True, interpret: bool = False
-) -> tuple[jax.Array, Held]:
+    held: HeldRows, new: NextToken, *, biases: bool = False, corrects: bool = True, interpret: bool = False
+) -> tuple[jax.Array, HeldRows]:
     """Convolve one new token of each row, and read it into the state of each value head, by the gated delta rule.
 
     The rule is that of Gated DeltaNet (arXiv 2412.06464, section 3), or of Mamba-2 (arXiv 2405.21060, section 6). With

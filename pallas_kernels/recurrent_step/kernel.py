@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.costs import bytes_of, estimate
-from pallas_kernels.recurrent_step.operands import Held, NewToken
+from pallas_kernels.recurrent_step.operands import HeldRows, NextToken
 from pallas_kernels.tiles import DTYPES, LEAST, iota
 
 BLOCK = 64  # columns of a program
@@ -28,12 +28,12 @@ MOST_DIM = 256
 
 
 class Joined(NamedTuple):
-    """The fields of NewToken without the axis of tokens, and with one array for the inputs of the convolution.
+    """The fields of NextToken without the axis of tokens, and with one array for the inputs of the convolution.
 
     Attributes:
         inputs: [B, 2 n_k d_k + n_v d_v]: of the queries, then of the keys, then of the values.
         gates: [B, 2 n_v]: log_decay, then beta.
-        q_taps, k_taps, v_taps, skip, lengths, folded, folds: as in NewToken.
+        q_taps, k_taps, v_taps, skip, lengths, folded, folds: as in NextToken.
         valid: [B].
     """
 
@@ -86,8 +86,8 @@ class Ring(NamedTuple):
     u: jax.Array
 
     @classmethod
-    def load(cls, held: Held, at: Program, first: jax.Array) -> "Ring":
-        """Load the tokens from position `first` on."""
+    def load(cls, held: Any, at: Program, first: jax.Array) -> "Ring":
+        """Load the tokens from position `first` on. `held` are refs, as HeldRows."""
         slots, last = held.k.shape[1], at.length - 1
         slot = iota(0, slots)
         position = last - lax.rem(last + slots - slot, jnp.int32(slots))
@@ -130,10 +130,10 @@ def convolve(ring: Any, taps: Any, x: jax.Array, place: tuple[Any, ...], biases:
     return (total / (1 + jnp.exp(-total))).astype(x.dtype).astype(jnp.float32)
 
 
-def token_of(held: Held, after: Held, new: Joined, at: Program, biases: bool) -> list[jax.Array]:
+def token_of(held: Any, after: Any, new: Joined, at: Program, biases: bool) -> list[jax.Array]:
     """Return the new token's query [d_k], key [d_k] and value [columns] after the convolution, float32.
 
-    Its inputs are written to their rings.
+    Its inputs are written to their rings. `held` and `after` are refs, as HeldRows.
     """
     key_heads, key_dim = held.k.shape[2:]
     parts, first = [], 0
@@ -151,10 +151,10 @@ def token_of(held: Held, after: Held, new: Joined, at: Program, biases: bool) ->
 def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ignore[no-untyped-def]
     """One program: the new token of one row, for `block` columns of the state of one value head.
 
-    `out` are the fields of Held, in the buffers of `held`, and the outputs float32 [B, n_v, d_v].
+    `out` are the fields of HeldRows, in the buffers of `held`, and the outputs float32 [B, n_v, d_v].
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    after, outputs = Held(*out[:-1]), out[-1]
+    after, outputs = HeldRows(*out[:-1]), out[-1]
     (_, slots, key_heads, key_dim), value_heads = held.k.shape, held.u.shape[2]
     group = value_heads // key_heads
     keys, values, key = iota(0, key_dim), iota(j * block, block), lax.div(h, jnp.int32(group))
@@ -201,7 +201,9 @@ def recurrent_step_kernel(held, new, *out, biases, corrects, block):  # type: ig
 
 
 @functools.partial(jax.jit, static_argnames=("biases", "corrects", "interpret"))
-def recurrent_step(held: Held, new: NewToken, biases: bool, corrects: bool, interpret: bool) -> tuple[jax.Array, Held]:
+def recurrent_step(
+    held: HeldRows, new: NextToken, biases: bool, corrects: bool, interpret: bool
+) -> tuple[jax.Array, HeldRows]:
     """See `pallas_kernels.recurrent_step`.
 
     Raises:
@@ -240,4 +242,4 @@ def recurrent_step(held: Held, new: NewToken, biases: bool, corrects: bool, inte
         interpret=interpret,
         name="recurrent_step",
     )(*operands)
-    return result[:, None], Held(*after)
+    return result[:, None], HeldRows(*after)

@@ -1,6 +1,6 @@
 """The arrays that recurrent_step reads and changes, and the checks of their shapes and dtypes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import expect_dtype, expect_shape
 
 
-class Held(NamedTuple):
+class HeldRows(NamedTuple):
     """What a layer holds of each of B rows. All arrays are changed.
 
     Position p of a row is in slot p % R of `k`, `u` and `log_decay`, and in slot p % I of the inputs.
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     v_inputs: jax.Array
 
 
-class NewToken(NamedTuple):
+class NextToken(NamedTuple):
     """One new token in each row.
 
     Attributes:
@@ -64,7 +64,7 @@ class NewToken(NamedTuple):
     valid: jax.Array
 
 
-def check(held: Held, new: NewToken) -> None:
+def check(held: HeldRows, new: NextToken) -> None:
     """Check the shapes and dtypes of all arrays.
 
     Raises:
@@ -80,7 +80,7 @@ def check(held: Held, new: NewToken) -> None:
     ring, inputs, row, numbers = (batch, slots), held.q_inputs.shape[:2], (batch,), jnp.float32
     if inputs[1] < taps:
         raise ValueError(f"held.q_inputs must have a slot for each of the {taps} taps, got {inputs[1]}")
-    table = {
+    table: dict[str, tuple[Any, list[Any]]] = {
         "held": (
             held,
             [

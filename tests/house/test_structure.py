@@ -39,7 +39,7 @@ ONLY_IN = {
     "transformers": ("weights",),
     "triton jax_triton": (),
     "optax": ("policies/less",),
-    "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "policies/shadowkv"),
+    "pallas_kernels": ("ops", "cache/offload.py", "cache/recurrence.py", "cache/rows.py", "policies/shadowkv"),
 }
 ONLY_IN = {name: places for names, places in ONLY_IN.items() for name in names.split()}
 

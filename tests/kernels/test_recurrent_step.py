@@ -13,7 +13,7 @@ from random_arrays import wide
 from recurrence_cases import STEPS, Steps, step_inputs, step_truth
 
 from jshadow.cache import recurrence
-from pallas_kernels.recurrent_step import Held, NewToken, recurrent_step
+from pallas_kernels import HeldRows, NextToken, recurrent_step
 
 # ruff: noqa: F811, `watched` is a fixture
 NAMES = ("outputs", "state", "k", "u", "log_decay", "folded", "q_inputs", "k_inputs", "v_inputs")
@@ -64,7 +64,7 @@ def test_no_program_reads_what_another_one_writes(case, watched):
     for row, (length, folded) in enumerate(zip(new.lengths, held.folded, strict=True)):
         pending = np.isin(np.arange(case.slots), np.arange(folded, length) % case.slots)
         np.testing.assert_array_equal((refs.u.reads[row] > 0).any(axis=(1, 2)), pending)
-    for name in Held._fields[1:]:
+    for name in HeldRows._fields[1:]:
         ref = getattr(refs, name)
         assert not (ref.reads.astype(bool) & ref.writes.astype(bool)).any(), name
         assert ref.writes.any()
@@ -104,9 +104,9 @@ def test_wrong_arrays_are_named(field, change, message):
     inputs = jax.tree.map(np.asarray, step_inputs(STEPS[2]))
     held, new = inputs["held"], inputs["new"]
     counts = new.lengths, held.folded, 0 * held.folded
-    held = Held(held.state, *held.recent, *held.inputs)
-    token = NewToken(*new.heads, *new.gates, *new.taps, None, *counts, new.valid)
-    if field in Held._fields:
+    held = HeldRows(held.state, *held.recent, *held.inputs)
+    token = NextToken(*new.heads, *new.gates, *new.taps, None, *counts, new.valid)
+    if field in HeldRows._fields:
         held = held._replace(**{field: change(getattr(held, field))})
     else:
         token = token._replace(**{field: change(getattr(token, field))})

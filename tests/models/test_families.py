@@ -73,7 +73,7 @@ HYBRID = {"qwen3.6-27b": (48, 16, 48), "qwen3.6-35b-a3b": (30, 16, 32), "qwen3-n
 def recurrent_by_hand(name):
     """The bytes of the recurrent layers of a row: float32 states and 16 newest tokens, 19 inputs of convolutions."""
     layers, keys, values = HYBRID.get(name, (0, 0, 0))
-    newest = 16 * (128 * (keys + values) + values)
+    newest = 2 * 16 * (128 * (keys + values) + values)
     return layers * (4 * (values * 128 * 128 + newest + 1) + 2 * 19 * 128 * (2 * keys + values))
 
 
