@@ -51,6 +51,22 @@ def test_a_state_is_changed_in_place():
 
 
 @pytest.mark.slow
+def test_rows_under_vmap_are_those_of_a_batch():
+    inputs = step_inputs(STEPS[2])
+    held, new = inputs["held"], inputs["new"]
+
+    def one(*row):
+        held, heads, gates, lengths, valid = jax.tree.map(lambda x: x[None], row)
+        token = new.replace(heads=heads, gates=gates, lengths=lengths, valid=valid)
+        return jax.tree.map(lambda x: x[0], recurrence.step_tokens(held, token, "interpret"))
+
+    got = jax.jit(jax.vmap(one))(held, new.heads, new.gates, new.lengths, new.valid)
+    want = kernel_calls.recurrent_step(held, new, implementation="interpret")
+    for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [STEPS[1], STEPS[2]], ids=table.name)
 def test_no_program_reads_what_another_one_writes(case, watched):
     """Only pending tokens are read, and S once. S is written in rows that fold."""
