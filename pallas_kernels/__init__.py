@@ -1,6 +1,7 @@
-"""Ten GPU ops for sparse attention over a prompt or an offloaded KV cache.
+"""GPU ops for sparse attention over a prompt or an offloaded KV cache, and for a step of a recurrent layer.
 
-Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It
+Each exists in plain jax.numpy and as a Pallas kernel. `recurrent_step` alone is only a kernel, because the library has
+the same step for any number of tokens. The package imports only JAX, NumPy and the standard library. It
 does not depend on jshadow. The public interface is the names below and two modules. `bits` defines the layout of packed
 numbers in bytes, and `rotation` computes the cosines and sines of RoPE.
 """
@@ -36,6 +37,9 @@ from pallas_kernels.products import landmark_products as landmark_products
 from pallas_kernels.products import whole_products as whole_products
 from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
+from pallas_kernels.recurrent_step import HeldRows as HeldRows
+from pallas_kernels.recurrent_step import NextToken as NextToken
+from pallas_kernels.recurrent_step import recurrent_step as recurrent_step
 from pallas_kernels.select_chunks import MOST_AGE as MOST_AGE
 from pallas_kernels.select_chunks import MOST_PLACES as MOST_PLACES
 from pallas_kernels.select_chunks import Chosen as Chosen

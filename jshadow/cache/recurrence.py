@@ -16,7 +16,9 @@ from jshadow.cache.records import StepKV
 from jshadow.models.config import Recurrent
 from jshadow.models.transformer import Heads
 from jshadow.ops.convolution import convolve, ring_inputs, ring_write
-from jshadow.ops.delta_rule import Recent, Tokens, folded_all, masked, normalized, scan_chunks, step
+from jshadow.ops.delta_rule import Recent, Tokens, folded_all, kept_from, masked, normalized, scan_chunks, step
+from jshadow.ops.layout import run
+from pallas_kernels import HeldRows, NextToken, recurrent_step
 
 RECENT = 16  # newest tokens that a row can give back
 
@@ -62,7 +64,8 @@ def empty(batch: int, sizes: Recurrent, dtype: Any) -> Held:
     slots = RECENT + sizes.taps - 1
     if not sizes.has_state:
         return NewestInputs(zeros(slots, *values, dtype=dtype))
-    recent = Recent(zeros(RECENT, *keys), zeros(RECENT, *values), zeros(RECENT, sizes.value_heads))
+    pending = 2 * RECENT  # RECENT tokens are folded at once, and so many stay
+    recent = Recent(zeros(pending, *keys), zeros(pending, *values), zeros(pending, sizes.value_heads))
     q, k, v = (zeros(slots, *shape, dtype=dtype) for shape in (keys, keys, values))
     state = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim)
     return Recurrence(state, recent, zeros(dtype=jnp.int32), (q, k, v))
@@ -146,10 +149,28 @@ def read_tokens(held: Held, new: RecurrentTokens) -> tuple[Array, Held]:
     return _skipped(out, tokens, new), Recurrence(state, held.recent, folded, inputs)
 
 
-def step_tokens(held: Held, new: RecurrentTokens) -> tuple[Array, Held]:
-    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v] as `read_tokens`."""
+def step_tokens(held: Held, new: RecurrentTokens, implementation: str = "auto") -> tuple[Array, Held]:
+    """Read up to RECENT tokens, which a row can give back. Return the outputs [B, T, n_v, d_v] as `read_tokens`.
+
+    A GPU reads a single token into a state by one kernel. `implementation` is explained in `pallas_kernels.choose`.
+    """
     if isinstance(held, NewestInputs):
         return _between_gates(held, new)
+    return run(implementation, _step_kernel, _step_reference, held, new)
+
+
+def _step_kernel(held: Recurrence, new: RecurrentTokens, interpret: bool) -> tuple[Array, Recurrence]:
+    folded = kept_from(held.folded, new.lengths, new.valid, held.recent.k.shape[1])
+    counts = new.lengths, folded, folded - held.folded
+    assert new.gates is not None
+    q_taps, k_taps, v_taps = new.taps
+    token = NextToken(*new.heads, *new.gates, q_taps, k_taps, v_taps, new.skip, *counts, new.valid)
+    options = {"biases": new.sizes.tap_biases, "corrects": new.sizes.corrects, "interpret": interpret}
+    out, after = recurrent_step(HeldRows(held.state, *held.recent, *held.inputs), token, **options)
+    return out, Recurrence(after.state, Recent(*after[1:4]), folded, after[4:])
+
+
+def _step_reference(held: Recurrence, new: RecurrentTokens) -> tuple[Array, Recurrence]:
     tokens, inputs = _convolved(held, new)
     before, corrects = (held.state, held.recent, held.folded), new.sizes.corrects
     out, state, recent, folded = step(*before, new.lengths, tokens, new.valid, corrects=corrects)

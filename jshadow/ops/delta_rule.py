@@ -7,9 +7,10 @@ Each value head has a state S [d_k, d_v]. A token first decays it, then replaces
 Without the correction, u = beta v. That is the rule of Mamba-2 (arXiv 2405.21060, section 6), with C, B and x for q, k
 and v, and the time step for beta. It has the same functions, with corrects=False.
 
-A decode step does not add its token to S at once. The newest tokens' k, u and g stay in a ring buffer, and a token is
-folded into S when the ring needs its slot. S then belongs to an earlier length than the row's, so a row is set back by
-its length alone: no array changes, and later tokens replace the stale slots.
+A decode step does not add its token to S at once. The newest tokens' k, u and g stay in a ring buffer of R slots. A
+token that would fill it lets all but the newest R / 2 tokens be folded into S. So S is written once in R / 2 steps, and
+belongs to an earlier length than the row's. A row is set back by its length alone: no array changes, and later tokens
+replace the stale slots.
 
 Value head h uses key head h // (n_v / n_k). All arrays are float32, and products are not rounded to a shorter type. No
 exponential is taken of a positive number, so strong decays do not overflow.
@@ -50,7 +51,7 @@ class Tokens(NamedTuple):
 class Recent(NamedTuple):
     """A ring buffer of the newest tokens of each row, float32. The token at position p is in slot p % R.
 
-    The tokens at positions folded .. lengths - 1 are pending: they are not yet in S. There are at most R of them.
+    The tokens at positions folded .. lengths - 1 are pending: they are not yet in S. There are fewer than R of them.
 
     Attributes:
         k: keys, [B, R, n_k, d_k].
@@ -113,6 +114,14 @@ def scan_chunks(
     return outs[:, :length], state
 
 
+def kept_from(
+    folded: Int[Array, " B"], lengths: Int[Array, " B"], valid: Bool[Array, "B T"], slots: int
+) -> Int[Array, " B"]:
+    """Return how many tokens of each row S holds after a step, int32 [B]. See `step`."""
+    after = lengths + valid.sum(axis=1, dtype=jnp.int32)
+    return jnp.where(after - folded < slots, folded, after - slots // 2)
+
+
 def step(
     state: Float[Array, "B n_v d_k d_v"],
     recent: Recent,
@@ -123,16 +132,16 @@ def step(
     *,
     corrects: bool = True,
 ) -> tuple[Float[Array, "B T n_v d_v"], Float[Array, "B n_v d_k d_v"], Recent, Int[Array, " B"]]:
-    """Apply the rule to few tokens, with as few of the pending tokens folded into S as the ring allows.
+    """Apply the rule to few tokens. If they would fill a row's ring, all but the newest R / 2 tokens are folded into S.
 
     A row without a valid token keeps all its arrays with the same bits. A row that folds nothing keeps S so.
 
     Args:
         state: S after the first folded[b] tokens of each row.
         recent: the ring of R newest tokens.
-        folded: number of tokens of each row that S holds, int32 [B], from lengths - R to lengths.
+        folded: number of tokens of each row that S holds, int32 [B], more than lengths - R and at most lengths.
         lengths: number of tokens of each row before the new ones, int32 [B].
-        tokens: T new tokens, T <= R.
+        tokens: T new tokens, T <= R / 2.
         valid: which of them are real. In each row, they come first. The others are not stored.
         corrects: as in `scan_chunks`.
 
@@ -141,16 +150,16 @@ def step(
         new `folded`.
 
     Raises:
-        CapacityError: there are more tokens than slots.
+        CapacityError: there are more tokens than half the slots.
     """
     slots, length = recent.k.shape[1], tokens.k.shape[1]
-    if length > slots:
-        raise CapacityError(f"tokens must be at most the {slots} slots of recent, got {length}")
-    kept_from = jnp.maximum(folded, lengths + valid.sum(axis=1, dtype=jnp.int32) - slots)
-    state = _fold(state, recent, folded, kept_from - folded, length)
+    if length > slots // 2:
+        raise CapacityError(f"tokens must be at most {slots // 2}, half the slots of recent, got {length}")
+    kept = kept_from(folded, lengths, valid, slots)
+    state = _fold(state, recent, folded, kept - folded, slots // 2 + length - 1)
 
     positions = ring_positions(lengths, slots)
-    pending = positions >= kept_from[:, None]
+    pending = positions >= kept[:, None]
     later = pending[:, None] & (positions[:, None] > positions[:, :, None])  # of slots: row, this one, a later one
     decays = recent.log_decay.swapaxes(1, 2)
     to_now = jnp.exp(jnp.where(later[:, None], decays[:, :, None], 0).sum(-1))
@@ -169,7 +178,7 @@ def step(
         return write_rows(ring.reshape(*ring.shape[:2], -1)[:, None], *flat)[:, 0].reshape(ring.shape)
 
     new = Recent(tokens.k, u.swapaxes(1, 2), tokens.log_decay)
-    return out.swapaxes(1, 2), state, Recent(*map(write, recent, new)), kept_from
+    return out.swapaxes(1, 2), state, Recent(*map(write, recent, new)), kept
 
 
 def folded_all(
@@ -180,16 +189,27 @@ def folded_all(
 
 
 def _fold(state: Array, recent: Recent, folded: Array, count: Array, most: int) -> Array:
-    """Add the tokens at positions folded .. folded + count - 1 to S. The counts [B] are at most `most`."""
+    """Add the tokens at positions folded .. folded + count - 1 to S. The counts [B] are at most `most`.
+
+    On a CPU, this takes no time while no row folds. On a GPU, a condition would take a launch.
+    """
     slots, token = recent.k.shape[1], jnp.arange(most)
     place, there = (folded[:, None] + token) % slots, token < count[:, None]
-    k, u, log_decay = (
-        jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), axis=1, mode="clip") for x in recent
-    )
-    decay = _decays(jnp.where(there[:, :, None], log_decay, 0))[:, :, -1]
-    u = jnp.where(there[:, None, :, None], decay[..., 1:, None] * _heads_first(u), 0)
-    new = decay[..., :1, None] * state + _outer(_heads_first(k), u)
-    return jnp.where((count > 0)[:, None, None, None], new, state)
+
+    def fold(state: Array) -> Array:
+        k, u, log_decay = (
+            jnp.take_along_axis(x, place.reshape(*place.shape, *[1] * (x.ndim - 2)), axis=1, mode="clip")
+            for x in recent
+        )
+        decay = _decays(jnp.where(there[:, :, None], log_decay, 0))[:, :, -1]
+        u = jnp.where(there[:, None, :, None], decay[..., 1:, None] * _heads_first(u), 0)
+        new = decay[..., :1, None] * state + _outer(_heads_first(k), u)
+        return jnp.where((count > 0)[:, None, None, None], new, state)
+
+    def fold_if_any(state: Array) -> Array:
+        return lax.fori_loop(0, (count > 0).any().astype(jnp.int32), lambda _, state: fold(state), state)
+
+    return lax.platform_dependent(state, cpu=fold_if_any, default=fold)
 
 
 def _within(before: Array, scores: Array, tokens: Tokens, corrects: bool) -> tuple[Array, Array, Array]:

@@ -114,8 +114,8 @@ class RecurrentState(LayerCache):
         return 0
 
     def step_costs(self, spec: CacheSpec, state: LayerState) -> StepCosts:
-        """A step also writes the state."""
-        return StepCosts(0, {"recurrent": (self._state_bytes(spec), 0)}, {}, {})
+        """A step also writes the state, once in RECENT steps (`pallas_kernels.recurrent_step`)."""
+        return StepCosts(0, {"recurrent": (self._state_bytes(spec) // RECENT, 0)}, {}, {})
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         return 2 * self._state_bytes(spec)

@@ -39,7 +39,10 @@ ONLY_IN = {
     "transformers": ("weights",),
     "triton jax_triton": (),
     "optax": ("policies/less",),
-    "pallas_kernels": ("ops", "cache/offload.py", "cache/rows.py", "policies/shadowkv", "cli/probe.py"),
+    "pallas_kernels": (
+        *("ops", "cache/offload.py", "cache/recurrence.py", "cache/rows.py"),
+        *("policies/shadowkv", "cli/probe.py"),
+    ),
 }
 ONLY_IN = {name: places for names, places in ONLY_IN.items() for name in names.split()}
 

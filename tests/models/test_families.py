@@ -81,7 +81,7 @@ CONVOLUTIONS = {"lfm2-8b-a1b": (18, 2048)}  # layers and columns of short convol
 
 
 def recurrent_by_hand(name):
-    """The bytes of the recurrent layers of a row: float32 states and 16 newest tokens, 19 inputs of convolutions.
+    """The bytes of the recurrent layers of a row: float32 states and 32 newest tokens, 19 inputs of convolutions.
 
     A short convolution of 3 taps has 18 inputs alone.
     """
@@ -89,7 +89,7 @@ def recurrent_by_hand(name):
         layers, columns = CONVOLUTIONS[name]
         return layers * 2 * 18 * columns
     layers, keys, values, width = HYBRID.get(name, (0, 0, 0, 0))
-    newest = 16 * (128 * keys + width * values + values)
+    newest = 2 * 16 * (128 * keys + width * values + values)
     return layers * (4 * (values * 128 * width + newest + 1) + 2 * 19 * (2 * 128 * keys + width * values))
 
 

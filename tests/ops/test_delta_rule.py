@@ -11,7 +11,7 @@ from random_arrays import wide
 from jshadow.errors import CapacityError
 from jshadow.ops.delta_rule import CHUNK, Recent, Tokens, folded_all, masked, normalized, scan_chunks, step
 
-ROWS, SLOTS, TURN = 4, 8, 20
+ROWS, SLOTS, MOST, TURN = 4, 16, 8, 20
 HEADS = {1: (2, 2, 8, 8), 3: (2, 6, 16, 5)}  # value heads of a key head: n_k, n_v, d_k, d_v
 
 
@@ -159,7 +159,7 @@ class Simulation:
         _, state, recent, folded = made
         assert (folded >= self.folded).all()
         assert (folded <= self.lengths).all()
-        assert (self.lengths - folded <= SLOTS).all()
+        assert (self.lengths - folded < SLOTS).all()
         self.state, self.recent, self.folded = state, recent, folded
 
 
@@ -178,7 +178,7 @@ def test_steps_turns_and_rewinds_equal_the_loop(group):
     batch, rewinds = Simulation(rng, heads), 0
     for number in range(60):
         kind = rng.choice(["step", "several", "turn"], p=[0.5, 0.4, 0.1])
-        width = {"step": 1, "several": SLOTS, "turn": TURN}[kind]
+        width = {"step": 1, "several": MOST, "turn": TURN}[kind]
         tokens = random_tokens(rng, width, heads)
         counts = np.minimum(rng.integers(0, 2 * width + 1, ROWS), width)
         arrays = batch.state, batch.recent, batch.folded, batch.lengths, tokens, np.arange(width) < counts[:, None]
@@ -213,16 +213,19 @@ def test_steps_turns_and_rewinds_equal_the_loop(group):
         assert_close(ends[1][row], expected(batch.start[row], batch.held[row])[1])
 
 
-def test_a_step_folds_only_what_must_be_folded():
+def test_a_step_folds_only_when_the_ring_would_be_full():
+    """It then leaves half the ring."""
     rng, heads = np.random.default_rng(4), HEADS[3]
-    batch = Simulation(rng, heads)
-    for counts in ([1, 8, 5, 0], [1, 0, 3, 8], [0, 1, 1, 3], [8, 8, 8, 8], [1, 1, 0, 0]):
-        tokens, counts = random_tokens(rng, SLOTS, heads), np.array(counts)
-        valid = np.arange(SLOTS) < counts[:, None]
+    batch, folded = Simulation(rng, heads), np.zeros(ROWS, int)
+    for counts in ([1, 8, 5, 0], [7, 7, 3, 8], [7, 0, 8, 8], [1, 1, 0, 8], [8, 8, 8, 8], [1, 1, 0, 0]):
+        tokens, counts = random_tokens(rng, MOST, heads), np.array(counts)
+        valid = np.arange(MOST) < counts[:, None]
         made = compiled_step(batch.state, batch.recent, batch.folded, batch.lengths, tokens, valid)
         batch.extend(tokens, counts)
         batch.keep(jax.tree.map(np.asarray, made))
-        np.testing.assert_array_equal(batch.folded, np.maximum(0, batch.lengths - SLOTS))
+        folded = np.where(batch.lengths - folded >= SLOTS, batch.lengths - MOST, folded)
+        np.testing.assert_array_equal(batch.folded, folded)
+    assert len(set(folded)) > 1
 
 
 def test_normalized():
@@ -232,9 +235,9 @@ def test_normalized():
     np.testing.assert_allclose(jax.jit(normalized)(x), want, rtol=1e-6)
 
 
-def test_more_tokens_than_slots_are_refused():
+def test_more_tokens_than_half_the_slots_are_refused():
     rng, heads = np.random.default_rng(6), HEADS[1]
-    batch, tokens = Simulation(rng, heads), random_tokens(rng, SLOTS + 1, heads)
-    valid = np.ones((ROWS, SLOTS + 1), bool)
-    with pytest.raises(CapacityError, match="tokens must be at most the 8 slots of recent, got 9"):
+    batch, tokens = Simulation(rng, heads), random_tokens(rng, MOST + 1, heads)
+    valid = np.ones((ROWS, MOST + 1), bool)
+    with pytest.raises(CapacityError, match="tokens must be at most 8, half the slots of recent, got 9"):
         step(batch.state, batch.recent, batch.folded, batch.lengths, tokens, valid)

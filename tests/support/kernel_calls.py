@@ -8,6 +8,7 @@ import functools
 import jax
 
 import pallas_kernels
+from jshadow.cache.recurrence import step_tokens
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, NewTokens, TwoLevels
 
 STATIC = ("profile", "value_bits", "value_dtype", "scale", "count", "size", "factor", "unit", "implementation")
@@ -15,6 +16,7 @@ jitted = functools.partial(jax.jit, static_argnames=STATIC)
 select_chunks = jax.jit(pallas_kernels.select_chunks, static_argnames=("count", "implementation"))
 chunk_scores = jax.jit(pallas_kernels.chunk_scores, static_argnames=("scale", "implementation"))
 sparse_attention = jax.jit(pallas_kernels.sparse_attention, static_argnames=("scale", "implementation"))
+recurrent_step = jax.jit(step_tokens, static_argnames="implementation")
 sparse_prefill = jax.jit(pallas_kernels.sparse_prefill, static_argnames=("scale", "implementation"))
 
 

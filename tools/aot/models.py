@@ -12,11 +12,13 @@ LLAMA = ModelConfig(
 )
 ONE_LAYER = ModelConfig("llama", 256, 1, 4096, 14336, 32, 8, 128, 1e-5, 2**20, RopeConfig(theta=500000.0))
 EXPERTS = family_of(published_config("qwen3-30b-a3b")).config_from_hf(published_config("qwen3-30b-a3b"))
-# Four layers of Qwen3.6-27B: three that are recurrent, and one that attends.
-_WHOLE = family_of(published_config("qwen3.6-27b")).config_from_hf(published_config("qwen3.6-27b"))
-HYBRID = dataclasses.replace(
-    _WHOLE,
-    num_layers=4,
-    vocab_size=256,
-    recurrent=dataclasses.replace(recurrent_of(_WHOLE), layers=(0, 1, 2)),
-)
+WHOLE_HYBRID = family_of(published_config("qwen3.6-27b")).config_from_hf(published_config("qwen3.6-27b"))
+
+
+def hybrid_of(recurrent: int, attending: int) -> ModelConfig:
+    """Return Qwen3.6-27B with so many recurrent layers, and then so many that attend."""
+    sizes = dataclasses.replace(recurrent_of(WHOLE_HYBRID), layers=tuple(range(recurrent)))
+    return dataclasses.replace(WHOLE_HYBRID, num_layers=recurrent + attending, recurrent=sizes)
+
+
+HYBRID = dataclasses.replace(hybrid_of(3, 1), vocab_size=256)

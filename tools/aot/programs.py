@@ -12,12 +12,13 @@ from jax import ShapeDtypeStruct as Shape
 import pallas_kernels
 from aot.compiler import place
 from aot.models import EXPERTS, HYBRID, LLAMA, ONE_LAYER
+from jshadow.cache import recurrence
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState, Reads
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Given, LayerPlan
 from jshadow.engine.step import step_writes
-from jshadow.models.config import AttentionKind, ModelConfig
+from jshadow.models.config import AttentionKind, ModelConfig, recurrent_of
 from jshadow.models.experts import ExpertMLP
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
@@ -208,6 +209,19 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     yield Task("sparse_attention", gpu, attend, (q, pieces), kernel=True)
 
 
+def recurrent_task(gpu: str, batch: int = 8) -> Task:
+    """Return the kernel of a decode step of a recurrent layer of Qwen3.6-27B."""
+    sizes, row = recurrent_of(HYBRID), Shape((batch,), jnp.int32)
+    held = jax.eval_shape(lambda: recurrence.empty(batch, sizes, DTYPE))
+    keys, values = ((heads, dim) for _, _, heads, dim in (held.recent.k.shape, held.recent.u.shape))
+    heads = tuple(Shape((batch, 1, *shape), DTYPE) for shape in (keys, keys, values))
+    taps = tuple(Shape((sizes.taps, *shape), DTYPE) for shape in (keys, keys, values))
+    gates = (Shape((batch, 1, sizes.value_heads), jnp.float32),) * 2
+    new = recurrence.RecurrentTokens(heads, gates, taps, None, row, Shape((batch, 1), jnp.bool_), sizes)
+    arguments = place(held), place(new)
+    return Task("recurrent_step", gpu, recurrence.step_tokens, arguments, (0,), kernel=True, reused=size(held))
+
+
 def product_tasks(gpu: str) -> Iterator[Task]:
     """Yield products of a decode step of Llama-3.1-8B, and the experts of Qwen3-30B-A3B in a step and in a prefill."""
     one = [place(Shape((1,), jnp.int32))] * 3
@@ -293,6 +307,7 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """Yield all programs for one GPU. `full_batch` is the largest batch of full attention that fits into it."""
     yield from kernel_tasks(gpu)
+    yield recurrent_task(gpu)
     yield from product_tasks(gpu)
     yield from expert_tasks(gpu)
     for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL)):

@@ -15,6 +15,7 @@ KERNELS = {
     "packed": 20,
     "packed small": 18,
     "packed small, one row": 18,
+    "hybrid": 15,
 }
 # Predicted tokens a second, divided by those of full attention in its largest batch.
 RATIOS = {"h200": {"paper": 2.5, "paper, pool of 2": 4.0, "packed": 5.0, "packed small": 10.0}}

@@ -1,7 +1,8 @@
 """The kernels of one layer of a decode step, and how long a step takes at least, predicted from the compiled program.
 
 A layer's launches are those of a program of three layers without those of a program of two. So a launch that serves
-all layers belongs to none, such as that of RoPE's tables.
+all layers belongs to none, such as that of RoPE's tables. In a hybrid model, the layer is a recurrent one. Those that
+attend are counted apart, in the same way.
 
 The prediction is a sum over launches. A launch takes the time of its bytes, or twice its issue floor if that is longer,
 because kernels reach about half of the issue rate. A launch outside a command buffer takes LAUNCH_SECONDS more. The
@@ -11,14 +12,15 @@ measured on a GPU.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from aot import programs
 from aot.compiler import compile_for
 from aot.launches import Launch, launches_of
-from aot.models import LLAMA
+from aot.models import LLAMA, WHOLE_HYBRID, hybrid_of
 from aot.targets import TARGETS, Target
+from jshadow.models.config import ModelConfig, recurrent_of
 from jshadow.policies import Full, Policy, ShadowKV
 
 LAUNCH_SECONDS = 2.2e-6
@@ -36,6 +38,7 @@ class Setting(NamedTuple):
         fetch: its fetch mode.
         batch: number of rows.
         hits: share of the selected chunks that stay from step to step, and are neither fetched nor rebuilt again.
+        hybrid: whether the model is Qwen3.6-27B, and the layer a recurrent one.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Setting(NamedTuple):
     fetch: str
     batch: int
     hits: float = 0.0
+    hybrid: bool = False
 
 
 SMALL = ShadowKV.packed(small=True)
@@ -54,6 +58,7 @@ SETTINGS = {
         Setting("packed", ShadowKV.packed(), "zero_copy", 47, 0.6),
         Setting("packed small", SMALL, "resident", 37, 0.6),
         Setting("packed small, one row", SMALL, "resident", 1, 0.6),
+        Setting("hybrid", Full(), "resident", 8, hybrid=True),
     ),
     "a100-80gb": (
         Setting("full", Full(), "resident", 4),
@@ -72,6 +77,7 @@ class StepTable:
         setting: what was compiled.
         gpu: one of TARGETS.
         layer: the launches of one layer.
+        attends: the launches of a layer of a hybrid model that attends.
         rest: the launches of the step that belong to no layer.
         buffers: command buffers of the program.
     """
@@ -79,6 +85,7 @@ class StepTable:
     setting: Setting
     gpu: str
     layer: tuple[Launch, ...]
+    attends: tuple[Launch, ...]
     rest: tuple[Launch, ...]
     buffers: int
 
@@ -110,13 +117,20 @@ class StepTable:
 
     def step_seconds(self) -> float:
         """Return the predicted seconds of a step of the whole model."""
-        layer, rest = (sum(map(self.seconds, part)) for part in (self.layer, self.rest))
-        return LLAMA.num_layers * layer + rest
+        return self.whole(self.seconds)
 
     def bound_seconds(self) -> float:
         """Return the seconds that the bytes of a step take, without any instruction."""
-        layer, rest = (sum(map(self.moved, part)) for part in (self.layer, self.rest))
-        return LLAMA.num_layers * layer + rest
+        return self.whole(self.moved)
+
+    def whole(self, seconds: Callable[[Launch], float]) -> float:
+        """Return the sum over all launches of a step of the whole model."""
+        layers, attending = LLAMA.num_layers, 0
+        if self.setting.hybrid:
+            layers = len(recurrent_of(WHOLE_HYBRID).layers)
+            attending = WHOLE_HYBRID.num_layers - layers
+        parts = (layers, self.layer), (attending, self.attends), (1, self.rest)
+        return sum(count * sum(map(seconds, part)) for count, part in parts)
 
     def report(self) -> dict[str, Any]:
         """Return the table as JSON."""
@@ -132,7 +146,7 @@ class StepTable:
             "copies": kinds["kCopy"],
             "sorts": sum(one.name.startswith("sort") for one in self.layer),
             "command_buffers": self.buffers,
-            "outside_buffers": sum(not one.captured for one in (*self.layer, *self.rest)),
+            "outside_buffers": sum(not one.captured for one in (*self.layer, *self.attends, *self.rest)),
             "issue_floor_ms": 1e3 * sum(map(self.issue, self.layer)),
             "bytes_ms": 1e3 * sum(map(self.moved, self.layer)),
             "step_ms": 1e3 * self.step_seconds(),
@@ -170,18 +184,26 @@ def step_table(setting: Setting, gpu: str, tools: str) -> StepTable:
         gpu: one of TARGETS.
         tools: the folder of ptxas and nvdisasm; see `machine_code`.
     """
-    parts, buffers = [], 0
-    for layers in (2, 3):
-        config = dataclasses.replace(LLAMA, num_layers=layers)
+
+    def compiled(config: ModelConfig) -> tuple[list[Launch], int]:
         task = programs.step_task(setting.name, gpu, config, setting.policy, setting.batch, CAPACITY, setting.fetch)
         program = compile_for(gpu, task.function, *task.arguments, donate=task.donate)
-        parts.append(launches_of(program, TARGETS[gpu].architecture, tools))
-        buffers = program.thunks.count("kCommandBuffer")
-    two, three = parts
-    layer = without(three, two)
-    if len(layer) != len(three) - len(two):
-        raise LookupError(f"a program of three layers lacks launches of one of two: {without(two, three)}")
-    return StepTable(setting, gpu, layer, without(without(two, layer), layer), buffers)
+        return launches_of(program, TARGETS[gpu].architecture, tools), program.thunks.count("kCommandBuffer")
+
+    configs = [dataclasses.replace(LLAMA, num_layers=layers) for layers in (2, 3)]
+    if setting.hybrid:
+        configs = [hybrid_of(2, 1), hybrid_of(3, 1), hybrid_of(2, 2)]
+    (two, _), *more = map(compiled, configs)
+    layer, attends = [*(difference(launches, two) for launches, _ in more), ()][:2]
+    return StepTable(setting, gpu, layer, attends, without(without(two, layer * 2), attends), more[-1][1])
+
+
+def difference(more: Sequence[Launch], fewer: Sequence[Launch]) -> tuple[Launch, ...]:
+    """Return the launches that a program has more than one with a layer less. LookupError: it lacks some of them."""
+    layer = without(more, fewer)
+    if len(layer) != len(more) - len(fewer):
+        raise LookupError(f"a program of more layers lacks launches of one of fewer: {without(fewer, more)}")
+    return layer
 
 
 def without(launches: Sequence[Launch], others: Sequence[Launch]) -> tuple[Launch, ...]:

@@ -28,6 +28,7 @@ from kernel_cases import (
     score_inputs,
 )
 from level_cases import LEVELS, REAL_LEVELS, level_inputs, level_truth
+from recurrence_cases import REAL_STEPS, STEPS, step_inputs, step_truth
 from selection_cases import REAL_SELECTIONS, SELECTIONS, selection_inputs, selection_truth
 from tile_cases import PRODUCTS, product_inputs, product_truth
 
@@ -110,6 +111,7 @@ OPS = {
     "level_scores": Op(
         LEVELS, REAL_LEVELS, level_inputs, kernel_calls.level_scores, lambda **x: level_truth(**x), scores=True
     ),
+    "recurrent_step": Op(STEPS, REAL_STEPS, step_inputs, kernel_calls.recurrent_step, step_truth),
     "tile_products": Op(PRODUCTS, (), product_inputs, tile_products, lambda **x: (product_truth(**x),)),
     "packed landmarks": Op(
         PACKED_SCORES,
