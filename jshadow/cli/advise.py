@@ -37,7 +37,10 @@ class Advise(WeightOptions, CacheOptions, Command):
         "a file with questions about each document, one a line (default: passages are continued)", metavar="FILE"
     )
     target: float = option("share of full attention to keep, above 0 and at most 1", 0.99)
-    policies: str | None = option("NAME or NAME:key=value:..., comma list (default: a dozen settings)")
+    policies: str | None = option(
+        "NAME or NAME:key=value:..., comma list (default: a dozen settings, from the cheapest on, until one keeps the "
+        "target)"
+    )
     gpu: str | None = option(f"also predict the speed on one of {', '.join(GPUS)}")
     out: str | None = option(
         f"directory for {SETTINGS_FILE} (for --settings of generate, chat and serve), {PAGE_FILE}, and the result of "
@@ -140,6 +143,10 @@ def sentences(advice: "Advice", *, predicted: bool = False) -> list[str]:
         verdict += f" On the half that did not choose it, it keeps {_kept(held)}."
         if held.share < advice.target:
             verdict += f" That is below {target}, so take the next one or more documents."
+    if advice.untried:
+        verdict += (
+            f" {advice.untried} settings with more device bytes were not tried; --policies runs all that it names."
+        )
     told = [
         verdict,
         "Device bytes are those of one request in bfloat16, with values on the host where the policy puts them there. "

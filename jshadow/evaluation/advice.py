@@ -9,19 +9,20 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.plan import SERVED, EvalSettings, label
+from jshadow.evaluation.plan import SERVED, EvalSettings, Evaluation, TaskPlan, label
 from jshadow.evaluation.runner import Progress, SampleStore, check_model, finish_samples, plan_evaluation
 from jshadow.planner.machine import footprint
 from jshadow.policies import Full, Policy, ShadowKV, parse_policy
 
 TARGET = 0.99
 _BUDGETS = (256, 512, 1024, 2048)
+_AT_ONCE = 4  # policies that read the documents together
 _DRAWS = 2000  # of the bootstrap
 _CONFIDENCE = 95  # percent of the interval
 
@@ -90,6 +91,13 @@ class Judged:
     held_out: Kept
     documents: Mapping[str, Kept]
 
+    @classmethod
+    def of(cls, policy: Policy, sizes: tuple[int, int], probes: Mapping[str, Sequence[Sequence[float]]]) -> "Judged":
+        """Return the figures of a policy, from its bytes and full attention's and from its probes by document."""
+        every = list(itertools.chain(*probes.values()))
+        each = {name: Kept.of(some) for name, some in probes.items()}
+        return cls(policy, *sizes, Kept.of(every[::2]), Kept.of(every[1::2]), each)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, with the policy in the syntax of `jshadow eval --policies`."""
         return {**dataclasses.asdict(self), "policy": label(self.policy), "name": self.policy.name}
@@ -104,18 +112,21 @@ class Advice:
         tokens: number of tokens of the longest document.
         judged: all policies, from the fewest device bytes to the most.
         best: the cheapest of them that keeps the target (`cheapest`).
+        untried: number of policies with more device bytes that were not run, because `best` was found before.
     """
 
     target: float
     tokens: int
     judged: tuple[Judged, ...]
     best: Judged
+    untried: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         judged = [one.to_json() for one in self.judged]
         best = self.judged.index(self.best)
-        return {"target": self.target, "tokens": self.tokens, "best": judged[best], "judged": judged}
+        told = {"target": self.target, "tokens": self.tokens, "untried": self.untried}
+        return told | {"best": judged[best], "judged": judged}
 
 
 def advise(
@@ -135,7 +146,8 @@ def advise(
         documents: texts by name, each of at least `tasks.documents.LEAST` tokens.
         questions: questions about each document. None: passages of the documents are continued.
         target: share of full attention to keep, in (0, 1].
-        policies: the policies. None: `candidates`.
+        policies: the policies, all of which run. None: `candidates`, a few at a time from the fewest device bytes on,
+            until one keeps the target.
         out: directory for finished documents, which a later call reuses. None stores nothing.
         progress: called with (number of documents done, number of documents).
 
@@ -150,36 +162,56 @@ def advise(
     if len(questions) * len(documents) == 1:
         raise ConfigError("questions must be at least 2 for one document: one half of them judges, got 1")
     settings = EvalSettings(documents=documents, questions=tuple(questions))
-    tried = policies if policies is not None else [Full()]
-    [plan] = plan_evaluation(params, (), (), tried, settings).plans
-    if policies is None:
-        tried = candidates(plan.length)
-    evaluation = plan_evaluation(params, (), (), tried, settings)
-    check_model(out, evaluation.model)
-    places = [(0, index) for index in range(len(documents))]
-    records = finish_samples(evaluation, places, SampleStore(out), progress)
-    judged = []
-    for policy in records[0, 0]:
-        each = {name: records[place][policy]["probes"] for name, place in zip(documents, places, strict=True)}
-        chosen_by, held_out = (Kept.of(list(itertools.chain(*each.values()))[half::2]) for half in (0, 1))
-        sizes: dict[str, Any] = {
-            "capacity": plan.capacity,
-            "prompt": plan.length,
-            "dtype": SERVED,
-            "fetch": "device_put",
-        }
-        used = footprint(params.config, policy.resolve(params.config, plan.capacity), **sizes)
-        kept = {name: Kept.of(probes) for name, probes in each.items()}
-        judged.append(Judged(policy, used["device_bytes"], used["full_bytes"], chosen_by, held_out, kept))
-    judged.sort(key=lambda one: one.device_bytes)
-    return Advice(target, plan.length, tuple(judged), cheapest(judged, target))
+    [plan] = plan_evaluation(params, (), (), policies or [Full()], settings).plans
+    tried = candidates(plan.length) if policies is None else policies
+    sizes = {policy: _bytes_of(params, policy, plan) for policy in tried}
+    if policies is None:  # full attention takes fewer bytes of a short document than some codes
+        sizes = {policy: (size, full) for policy, (size, full) in sizes.items() if size < full}
+    ordered = sorted(sizes, key=lambda policy: sizes[policy][0])
+    sizes[Full()] = _bytes_of(params, Full(), plan)  # every evaluation measures it
+    step = _AT_ONCE if policies is None else max(1, len(ordered))
+    groups = [ordered[first : first + step] for first in range(0, len(ordered), step)] or [[Full()]]
+    store, judged, best = SampleStore(out), dict[Policy, Judged](), None
+    for number, group in enumerate(groups):
+        evaluation = plan_evaluation(params, (), (), group, settings)
+        check_model(out, evaluation.model)
+        each = _probes_of(evaluation, store, _share_of(progress, number, len(groups)))
+        judged |= {policy: Judged.of(policy, sizes[policy], of_one) for policy, of_one in each.items()}
+        best = cheapest(judged.values(), target)
+        if policies is None and not isinstance(best.policy, Full):
+            break
+    assert best is not None
+    rows = sorted(judged.values(), key=lambda one: one.device_bytes)
+    return Advice(target, plan.length, tuple(rows), best, len(sizes) - len(rows))
 
 
-def cheapest(judged: Sequence[Judged], target: float) -> Judged:
-    """Return the first policy that keeps the target, even at the low end of its interval. Full attention always does.
+def _bytes_of(params: Any, policy: Policy, plan: TaskPlan) -> tuple[int, int]:
+    sizes: dict[str, Any] = {"capacity": plan.capacity, "prompt": plan.length, "dtype": SERVED, "fetch": "device_put"}
+    used = footprint(params.config, policy.resolve(params.config, plan.capacity), **sizes)
+    return used["device_bytes"], used["full_bytes"]
 
-    Args:
-        judged: policies, from the fewest device bytes to the most. Full attention is one of them.
-        target: share of full attention to keep.
+
+def _share_of(progress: Progress | None, number: int, count: int) -> Progress | None:
+    """Return the progress of the group `number` of `count` groups of policies, each of which reads all documents."""
+    return None if progress is None else lambda done, total: progress(number * total + done, count * total)
+
+
+def _probes_of(
+    evaluation: Evaluation, store: SampleStore, progress: Progress | None
+) -> dict[Policy, dict[str, list[Sequence[float]]]]:
+    """Return the KL of each probe, and whether all its tokens are the same, by policy and document."""
+    names = list(evaluation.settings.documents or {})
+    records = finish_samples(evaluation, [(0, index) for index in range(len(names))], store, progress)
+    return {
+        policy: {name: records[0, index][policy]["probes"] for index, name in enumerate(names)}
+        for policy in records[0, 0]
+    }
+
+
+def cheapest(judged: Iterable[Judged], target: float) -> Judged:
+    """Return the policy with the fewest device bytes that keeps the target, even at the low end of its interval.
+
+    One of the policies is full attention, which keeps any target.
     """
-    return next(one for one in judged if one.chosen_by.low >= target or isinstance(one.policy, Full))
+    keeping = [one for one in judged if one.chosen_by.low >= target or isinstance(one.policy, Full)]
+    return min(keeping, key=lambda one: one.device_bytes)

@@ -102,6 +102,29 @@ def test_candidates_differ_in_budget_and_are_smaller_than_the_document():
     assert len(few) < len(many) == len(set(many))
 
 
+@pytest.mark.parametrize(("loss", "groups"), [(0.0, 1), (0.02, 2), (9.0, 3)])
+def test_settings_are_tried_from_the_cheapest_on_until_one_keeps_the_target(params, monkeypatch, loss, groups):
+    """Ten settings of twelve are smaller than full attention. They run in groups of four."""
+    runs, told = [], []
+
+    def probes(evaluation, store, progress):
+        policies = [entry.policy for entry in evaluation.plans[0].entries]
+        runs.append(policies[1:])
+        progress(1, 1)
+        here = loss / 4 ** (len(runs) - 1)
+        return {one: {"a": [[0.0 if one == Full() else here, True]] * 4} for one in policies}
+
+    monkeypatch.setattr(advice, "_probes_of", probes)
+    sizes = {one: (place, 100) for place, one in enumerate([*candidates(8192), Full()], 90)}
+    monkeypatch.setattr(advice, "_bytes_of", lambda params, policy, plan: sizes.get(policy, (50, 100)))
+    monkeypatch.setattr(advice, "candidates", lambda tokens: list(sizes)[:-1])
+    found = advise(params, {"a": TEXT}, progress=lambda *place: told.append(place))
+    assert [one for some in runs for one in some] == list(sizes)[: min(10, 4 * groups)]
+    assert (found.best.policy == Full(), found.untried) == (loss > 1, 10 - min(10, 4 * groups))
+    assert told == [(number + 1, 3) for number in range(groups)]
+    assert len(found.judged) == min(10, 4 * groups) + 1
+
+
 # The whole
 
 
