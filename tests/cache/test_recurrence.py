@@ -14,7 +14,7 @@ import pytest
 from family_cases import family_config
 from few import one_of
 
-from jshadow.cache.recurrence import RECENT, Held, NewestInputs, RecurrentTokens, empty, read_tokens, step_tokens
+from jshadow.cache.recurrence import RECENT, Held, RecurrentTokens, empty, read_tokens, step_tokens
 from jshadow.engine.prefill.layer import Given, LayerPlan, read_piece
 from jshadow.models.config import Recurrent
 from jshadow.models.transformer import abstract_weights
@@ -25,7 +25,9 @@ from jshadow.policies.recurrent import RecurrentPrefill
 
 SIZES = Recurrent(layers=(0,), key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4)
 CONVOLUTION = Recurrent(layers=(0,), key_heads=2, value_heads=2, key_dim=12, value_dim=12, taps=3, kind="convolution")
-KINDS = pytest.mark.parametrize("sizes", [SIZES, CONVOLUTION], ids=lambda sizes: sizes.kind)
+MAMBA = dataclasses.replace(SIZES, value_dim=10, kind="mamba2")
+EVERY = (SIZES, MAMBA, CONVOLUTION)
+KINDS = pytest.mark.parametrize("sizes", EVERY, ids=lambda sizes: sizes.kind)
 ROWS = 500
 # The most tokens of a row in each call: a prompt in pieces, decode steps, turns of a few tokens and of many.
 PIECE, FEW = 70, 5
@@ -64,16 +66,18 @@ def oracle(sizes: Recurrent, text: Text, taps: list[np.ndarray]) -> np.ndarray:
         return text.q * convolved(text.k * text.v, taps[0])
     mixed = [convolved(x, kernel) for x, kernel in zip(text[:3], taps, strict=True)]
     parts = [one / (1 + np.exp(-one)) for one in mixed]
-    unit = [x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in parts[:2]]
-    q, k = (np.repeat(x, SIZES.value_heads // SIZES.key_heads, axis=2) for x in unit)
-    state = np.zeros((len(q), SIZES.value_heads, SIZES.key_dim, SIZES.value_dim))
+    if sizes.corrects:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in parts[:2])
+        parts[:2] = q / sizes.key_dim**0.5, k
+    q, k = (np.repeat(x, sizes.value_heads // sizes.key_heads, axis=2) for x in parts[:2])
+    state = np.zeros((len(q), sizes.value_heads, sizes.key_dim, sizes.value_dim))
     outs = []
     for token in range(q.shape[1]):
         state *= np.exp(text.log_decay[:, token].astype(np.float64))[..., None, None]
-        seen = np.einsum("bhde,bhd->bhe", state, k[:, token])
+        seen = np.einsum("bhde,bhd->bhe", state, k[:, token]) if sizes.corrects else 0
         update = text.beta[:, token, :, None] * (parts[2][:, token] - seen)
         state += k[:, token, :, :, None] * update[:, :, None]
-        outs.append(np.einsum("bhde,bhd->bhe", state, q[:, token]) / SIZES.key_dim**0.5)
+        outs.append(np.einsum("bhde,bhd->bhe", state, q[:, token]))
     return np.stack(outs, axis=1)
 
 
@@ -88,14 +92,15 @@ def following(x: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     return x[np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(size)]
 
 
-def call(held: Held, text: Text, taps: list[np.ndarray], lengths: np.ndarray, counts: np.ndarray, size: int):
+def call(
+    sizes: Recurrent, held: Held, text: Text, taps: list, lengths: np.ndarray, counts: np.ndarray, size: int, run=None
+):
     """Give the next counts[b] tokens of each row to the layer. The padding has the tokens that come after them."""
     q, k, v, *gates = (following(x, lengths, size) for x in text)
     valid = np.arange(size) < counts[:, None]
-    sizes = CONVOLUTION if isinstance(held, NewestInputs) else SIZES
     given = tuple(gates) if sizes.has_state else None
     new = RecurrentTokens((q, k, v), given, tuple(taps), None, lengths.astype(np.int32), valid, sizes)
-    out, held = program(size)(held, new)
+    out, held = (run or program(size))(held, new)
     return np.asarray(out), held
 
 
@@ -122,7 +127,7 @@ def test_random_rows_are_those_of_the_oracle(seed, sizes):
     want, held, lengths = oracle(sizes, text, taps), start(ROWS, sizes), np.zeros(ROWS, np.int64)
     for size in CALLS:
         counts = rng.integers(0, size + 1, ROWS) * (rng.random(ROWS) > 0.2)
-        out, after = call(held, text, taps, lengths, counts, size)
+        out, after = call(sizes, held, text, taps, lengths, counts, size)
         real = np.arange(size) < counts[:, None]
         np.testing.assert_allclose(out[real], following(want, lengths, size)[real], rtol=1e-4, atol=1e-5)
         same_bits(held, after, counts == 0)
@@ -130,6 +135,26 @@ def test_random_rows_are_those_of_the_oracle(seed, sizes):
         if sizes.has_state:
             folded = np.asarray(held.folded)
             assert ((folded <= lengths) & (folded > lengths - 2 * RECENT)).all()
+
+
+@pytest.mark.slow
+@KINDS
+def test_prompts_in_pieces_of_many_sizes_are_read_as_whole_ones(sizes):
+    """Rows of up to 70 tokens, in pieces of every ninth size from 1, 4 or 7 to 70."""
+    rng, tokens = np.random.default_rng(9), PIECE
+    text, taps = random_text(rng, sizes, 8, 2 * tokens)
+    want, ends = oracle(sizes, text, taps), np.array([70, 69, 64, 41, 17, 3, 1, 0])
+    read = jax.jit(read_tokens)
+    for size in range(1 + 3 * EVERY.index(sizes), tokens + 1, 9):
+        held = start(len(ends), sizes)
+        for first in range(0, tokens, size):
+            lengths = np.minimum(first, ends)
+            counts = np.clip(ends - first, 0, size)
+            out, after = call(sizes, held, text, taps, lengths, counts, size, read)
+            real = np.arange(size) < counts[:, None]
+            np.testing.assert_allclose(out[real], following(want, lengths, size)[real], rtol=1e-4, atol=1e-5)
+            same_bits(held, after, counts == 0)
+            held = after
 
 
 @KINDS
@@ -147,9 +172,9 @@ def test_a_row_depends_on_no_other_row_and_on_no_padding(sizes):
         for x in padded:
             later = np.arange(x.shape[1]) >= after[:, None]
             x[later] = rng.permutation(x[later])
-        held = call(held, text, taps, lengths, counts, size)[1]
-        moved = call(moved, Text(*(x[turned] for x in padded)), taps, lengths[turned], counts[turned], size)[1]
-        alone = call(alone, padded, taps, np.where(few, lengths, 0), np.where(few, counts, 0), size)[1]
+        held = call(sizes, held, text, taps, lengths, counts, size)[1]
+        moved = call(sizes, moved, Text(*(x[turned] for x in padded)), taps, lengths[turned], counts[turned], size)[1]
+        alone = call(sizes, alone, padded, taps, np.where(few, lengths, 0), np.where(few, counts, 0), size)[1]
         same_bits(held, moved, np.arange(ROWS), turned)
         same_bits(held, alone, few)
         lengths = after
@@ -163,7 +188,7 @@ def test_a_guess_follows_the_token_before_it_and_is_not_stored(sizes):
     want, held, lengths = oracle(sizes, text, taps), start(ROWS, sizes), np.zeros(ROWS, np.int64)
     for _ in range(10):
         counts = rng.integers(1, FEW, ROWS)
-        out, after = call(held, text, taps, lengths, counts, FEW)
+        out, after = call(sizes, held, text, taps, lengths, counts, FEW)
         np.testing.assert_allclose(out, following(want, lengths, FEW), rtol=1e-4, atol=1e-5)
         held, lengths = after, lengths + counts
 

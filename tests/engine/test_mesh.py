@@ -10,7 +10,7 @@ import pytest
 import saved_cases
 from few import quick
 from forced_devices import FLAGS, FOUR
-from mesh_cases import CONVOLUTIONS, HYBRID, MESHES, POLICIES, model
+from mesh_cases import CONVOLUTIONS, HYBRID, MESHES, POLICIES, STATES, model
 from saved_cases import TOKENS
 from sealed import parts_of
 from several_processes import SUPPORT, ended, reported, start_all
@@ -58,6 +58,7 @@ HYBRIDS = [
         for case in (("shadowkv", "tp2"), ("full", "tp4"), ("quest", "data2"), ("shadowkv", "data2_tp2"))
     ],
     *[(CONVOLUTIONS, "full", "tp4"), (CONVOLUTIONS, "shadowkv", "data2_tp2")],
+    (STATES, "shadowkv", "tp2"),
 ]
 
 

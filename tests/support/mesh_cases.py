@@ -40,6 +40,9 @@ CONVOLUTIONS = dataclasses.replace(
     vocab_size=96,
     recurrent=dataclasses.replace(recurrent_of(_TINY_LFM2), **_FOUR_HEADS),
 )
+STATES = dataclasses.replace(
+    family_config("nemotron_h"), vocab_size=96
+)  # Mamba-2 with groups, and blocks without an MLP
 SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2, budget=16)
 POLICIES: dict[str, Policy] = {
     "full": policies.Full(),
