@@ -24,7 +24,7 @@ RECENT = 16  # newest tokens that a row can give back
 
 
 class Recurrence(NamedTuple):
-    """What a recurrent layer with a state holds of each row.
+    """The record that a recurrent layer with a state has of each row.
 
     Attributes:
         state: the state of each value head after the first `folded` tokens, float32 [B, n_v, d_k, d_v].
@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
 
 
 class NewestInputs(NamedTuple):
-    """What a layer that is a short convolution holds of each row.
+    """The record that a short convolution has of each row.
 
     Attributes:
         inputs: the newest inputs of the convolution, in the model's dtype, [B, R, n_v, d_v]. The input at position p is

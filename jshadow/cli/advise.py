@@ -27,8 +27,8 @@ class Advise(WeightOptions, CacheOptions, Command):
     """Find the cheapest policy that answers as full attention does on your own documents.
 
     Full attention and other policies read each document. They then continue passages of it, or answer your questions,
-    and their predictions are compared. What a policy keeps is exp(-KL) of full attention. Half of the passages or
-    questions choose the policy, and the other half judge it.
+    and their predictions are compared. If KL is the divergence from full attention, a policy keeps the share
+    exp(-KL) of it. Half of the passages or questions choose the policy, and the other half judge it.
     """
 
     model: str = option(MODEL_HELP, positional=True, required=True)
