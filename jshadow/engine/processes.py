@@ -279,14 +279,15 @@ class Hub:
         return [self.peers[one] for one in found if one is not self.door]  # type: ignore[index]
 
     def _call_the_roll(self) -> bool:
-        """Return whether all processes have come. If not, all that have come know why."""
+        """Return whether all processes have come. If not, all that have come know why, and process 0 is one of them."""
         end, problem = time.monotonic() + self.timeout, None
-        while problem is None and self._absent():
+        while (absent := self._absent()) and (problem is None or 0 in absent):
             left = end - time.monotonic()
             if left <= 0:
-                problem = _not_come(self._absent(), self.processes, self.timeout)
-            for peer in self._ready(left) if problem is None else ():
-                problem = problem or self._greet(peer)
+                problem = problem or _not_come(absent, self.processes, self.timeout)
+                break
+            found = [self._greet(peer) for peer in self._ready(left)]
+            problem = problem or next((one for one in found if one is not None), None)
         self.selector.unregister(self.door)
         self.door.close()  # JAX opens the same port
         for peer in [one for one in self.peers.values() if problem is None and one.process is None]:
@@ -315,7 +316,7 @@ class Hub:
             return None
         number, count = messages[0].get("process"), messages[0].get("processes")
         if type(number) is not int or count != self.processes or not 0 <= number < self.processes:
-            peer.process = -1
+            peer.process = number if type(number) is int else -1
             return (
                 f"processes must be the same in all processes: process {number} at {peer.address} has {count}, process "
                 f"0 has {self.processes}"
