@@ -175,9 +175,10 @@ def test_a_row_alone_is_the_row_in_a_batch(name):
         alone, state = decode.prefill(params_of(name), prompt, [LENGTHS[row]], SHADOWKV, **sizes)
         np.testing.assert_allclose(alone[0], np.asarray(held(name, SHADOWKV)[0])[row], atol=1e-4)
         again = run_steps(params_of(name), state, TURN[row : row + 1, :6])[0]
-        # Steps of these weights enlarge rounding: logits of up to 5 differ by 2e-4 between two runs of qwen3_next.
+        # Logits of qwen3_next are up to 6.5. Compiled without LLVM's optimizations, as here, they differ by 1.6e-4, and
+        # those of `Full` by 1.4e-4. With the optimizations it is 5e-5.
         np.testing.assert_allclose(
-            again[0], six_steps(name, SHADOWKV)[row], atol=4e-4 if name == "qwen3_next" else 1e-4
+            again[0], six_steps(name, SHADOWKV)[row], atol=2e-4 if name == "qwen3_next" else 1e-4
         )
 
 

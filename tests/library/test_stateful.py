@@ -11,7 +11,7 @@ import pytest
 from family_cases import family_config
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from small_state import POLICY, SMALL, equal
 
 import jshadow
@@ -320,14 +320,14 @@ TestLibrary.settings = settings(max_examples=30, stateful_step_count=20, deadlin
 
 
 @functools.cache
-def hybrid():
+def hybrid(family):
     """A model whose first layer is recurrent, and texts that begin alike. The second one is a turn of a chat.
 
     Full attention reads the texts, so that it does not matter in which pieces.
     """
-    config = family_config("qwen3_5")
+    config = family_config(family)
     recurrent = dataclasses.replace(config.recurrent, layers=(0,))
-    params = init_params(dataclasses.replace(config, num_layers=2, recurrent=recurrent))
+    params = init_params(dataclasses.replace(config, num_layers=2, recurrent=recurrent, layers_without_mlp=()))
     ids, other = np.random.default_rng(1).integers(3, 97, (2, 24)).tolist()
     turn = jshadow.generate(params, ids[:12], Full(), max_new_tokens=6, capacity=CAPACITY, fetch="device_put")
     texts = [ids[:12], ids[:12] + turn.tokens, ids, ids[:16] + other[:6], other[:14]]
@@ -335,15 +335,14 @@ def hybrid():
 
 
 @functools.cache
-def answer(prompt):
+def answer(family, prompt):
     """What the hybrid answers when it reads a prompt as a whole."""
-    return jshadow.generate(hybrid().params, list(prompt), Full(), max_new_tokens=4, capacity=CAPACITY).tokens
+    params = hybrid(family).params
+    return jshadow.generate(params, list(prompt), Full(), max_new_tokens=4, capacity=CAPACITY).tokens
 
 
 class HybridMachine(Machine):
     """The states of a recurrent layer hold all their tokens, and cannot be cut back to fewer."""
-
-    made = staticmethod(hybrid)
 
     @rule(cut=st.just(24) | st.integers(10, 24), new=st.integers(3, 5))
     def ask(self, cut, new):
@@ -354,9 +353,17 @@ class HybridMachine(Machine):
             assert (found and found.key) == (None if longest is None else self.keys[longest])
             if found:
                 reply = self.library.ask(found.key, prompt[found.tokens :], max_new_tokens=4)
-                assert reply.tokens == answer(tuple(prompt))
+                assert reply.tokens == answer(self.family, tuple(prompt))
                 self.loaded(longest)
 
 
-TestHybrid = pytest.mark.slow(HybridMachine.TestCase)
-TestHybrid.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "examples"), [("qwen3_5", 60), ("lfm2", 20), ("nemotron_h", 20)])
+def test_library_of_a_hybrid(family, examples):
+    """A delta rule, a short convolution, and Mamba-2."""
+
+    class OfFamily(HybridMachine):
+        made = staticmethod(functools.partial(hybrid, family))
+
+    OfFamily.family = family
+    run_state_machine_as_test(OfFamily, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))
