@@ -283,14 +283,14 @@ class Admission:
         """Take limits that `of_machine` returned."""
         self.limits = limits
 
-    def fits(self, plans: Iterable[PlannedClass], paused: PlannedClass | None = None) -> bool:
+    def fits(self, plans: Iterable[PlannedClass], paused: Iterable[PlannedClass] = ()) -> bool:
         """Whether the memory suffices for groups of these plans, for a step, and for the reading of a prompt.
 
-        `paused` is the class of another prompt, whose reading is paused.
+        `paused` are the classes of other prompts, whose reading is paused.
         """
         device, host = needed_bytes(plans)
-        if paused is not None:
-            device, host = device + paused.bytes.reading, host + paused.bytes.reading_host
+        for plan in paused:
+            device, host = device + plan.bytes.reading, host + plan.bytes.reading_host
         most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
         return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
 

@@ -73,6 +73,10 @@ class Programs:
             if partial.done or partial.progress.share - begun >= part * (1 - 1e-6):
                 return partial
 
+    def rest(self, partial: PartialPrefill) -> float:
+        """Return the tokens of a prompt that are still to be read. A part of a token is some of its layers."""
+        return float(partial.job.lengths.max()) * (1 - partial.progress.share)
+
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
         return finish_prefill(self.params, partial)

@@ -144,15 +144,32 @@ def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
         assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
 
 
-def test_a_part_is_read_between_two_interruptions(engine):
-    engine.submit(Request(prompt_of(100), 1, priority=-1))
+def test_a_long_prompt_goes_on_between_those_of_a_higher_priority(engine, monkeypatch):
+    """It gives way for seven turns, and then a part of it is read."""
+    loop, read = engine._loop, []
+    choose = loop._next_reading
+    monkeypatch.setattr(loop, "_next_reading", lambda: (read.append(reading := choose()), reading)[1])
+    answers = [engine.submit(Request(prompt_of(100), 1, priority=-1))]
     engine.run_once()
-    for seed in range(3):
-        engine.submit(Request(prompt_of(90, seed), 1))
-    read = []
+    answers += [engine.submit(Request(prompt_of(90, seed), 1)) for seed in range(4)]
+    while not all(answer.done for answer in answers[1:]):
+        engine.run_once()
+    turns = [(rank, len(list(some))) for rank, some in itertools.groupby(read, lambda one: one.job.priority)]
+    assert turns[:5] == [(-1, 1), (0, 7), (-1, 1), (0, 7), (-1, 1)]
+    run(engine)
+    assert answers[0].result(0).tokens == offline(answers[0].request).tokens
+
+
+def test_a_short_prompt_is_read_before_what_is_left_of_long_ones(engine):
+    """It gives the tokens that it gives alone. One of half the length or more waits."""
+    prompts = [prompt_of(300), prompt_of(310, 1), prompt_of(200, 2), prompt_of(40, 3), prompt_of(10, 4)]
+    answers = [engine.submit(Request(ids, 2)) for ids in prompts]
+    ended = []
     while engine.run_once():
-        read += [one.job.request.priority for one in engine._loop.readings[-1:]]
-    assert [priority for priority, _ in itertools.groupby(read)] == [0, -1, 0, -1, 0, -1]
+        ended += [answer for answer in answers if answer.done and answer not in ended]
+    assert [len(answer.request.prompt) for answer in ended][:2] in ([10, 40], [40, 10])
+    for answer in answers:
+        assert answer.result(0).tokens == offline(answer.request).tokens
 
 
 def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):

@@ -108,6 +108,7 @@ PROGRAMS = types.SimpleNamespace(
     insert=insert,
     masked=lambda rows, words: rows,
     advance=lambda partial: dataclasses.replace(partial, left=partial.left - 1),
+    rest=lambda partial: partial.left,
     finish=lambda partial: (next_token(partial.ids), list(partial.ids)),
     begin_on=lambda plan, base: list(base),
     extend=lambda state, ids: (next_token([*state, *ids]), [*state, *ids]),
@@ -292,8 +293,10 @@ class Serving(stateful.RuleBasedStateMachine):
         assert len({id(job) for job in everywhere}) == len(everywhere)
         assert {id(job.answer) for job in everywhere} == {id(answer) for answer in self.answers if not answer.done}
         reading = [one.job for one in loop.readings]
-        assert len(reading) < 2 or reading[0].priority < reading[1].priority
-        assert loop.groups.admission.fits([group.plan for group in loop.groups], *[one.plan for one in reading[:-1]])
+        assert len(reading) <= 3
+        # two of three can have given way for the same seven turns, and then one of them goes on before the other
+        assert all(one.passed <= 8 for one in loop.readings)
+        assert loop.groups.admission.fits([group.plan for group in loop.groups], [one.plan for one in reading[:-1]])
         for group in loop.groups:
             assert group.active.tolist() == [job is not None and job not in reading for job in group.jobs]
             assert all(job is None or job.plan == group.plan for job in group.jobs)
