@@ -7,6 +7,9 @@ prefills.
 "questions": seconds until the first token of a question about a document. "read": the engine reads the document and
 the question. "memory": the document is in the library's memory. "disk": a new process finds it in the directory. The
 programs were compiled before by another document of the same length, of which the file is read in the new process too.
+
+"behind": seconds until the first token of a question of 32 tokens. "alone": nothing else runs. "behind": `--sessions`
+prompts of `--prompt` tokens came just before it. "last of them": the first token of the last one of these to be read.
 """
 
 import argparse
@@ -65,6 +68,32 @@ def first_token(engine: Any, ids: list[int]) -> float:
     seconds = time.perf_counter() - start
     answer.result()
     return seconds
+
+
+def behind(params: Any, args: argparse.Namespace, policy: Any) -> dict[str, list[float]]:
+    """Return the seconds until the first token of a short question, of each way and run."""
+    source = documentation(params.tokenizer, random.Random(2))
+    seconds: dict[str, list[float]] = {"alone": [], "behind": [], "last of them": []}
+    with Engine(params, policy, classes=[RowClass(args.prompt, ROOM, rows=args.sessions + 1)]) as engine:
+        engine.warm()
+        for _ in range(args.runs):
+            seconds["alone"].append(first_token(engine, list(itertools.islice(source, 32))))
+            prompts = [list(itertools.islice(source, args.prompt)) for _ in range(args.sessions)]
+            start = time.perf_counter()
+            answers = [engine.submit(Request(ids, max_new_tokens=4)) for ids in prompts]
+            while not engine.report().reading:
+                time.sleep(0.001)
+            seconds["behind"].append(first_token(engine, list(itertools.islice(source, 32))))
+            seconds["last of them"].append(max([_first(answer) for answer in answers]) - start)
+            for answer in answers:
+                answer.result()
+    return seconds
+
+
+def _first(answer: Any) -> float:
+    """Wait for the first token, and return when it was seen."""
+    next(iter(answer))
+    return time.perf_counter()
 
 
 def questions(params: Any, args: argparse.Namespace, place: str, policy: Any) -> dict[str, list[float]]:
@@ -127,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--policy", choices=POLICIES, default="shadowkv")
-    parser.add_argument("--part", choices=("all", "sessions", "questions"), default="all")
+    parser.add_argument("--part", choices=("all", "sessions", "questions", "behind"), default="all")
     parser.add_argument("--place", help="ask only about the documents of this directory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -135,17 +164,20 @@ def main() -> None:
     if args.place:
         print(json.dumps(questions(params, args, args.place, policy)))
         return
-    rates = sessions(params, args, policy) if args.part != "questions" else {}
-    seconds: dict[str, list[float]] = {}
-    if args.part != "sessions":
-        seconds = stored_questions(params, args, policy)
+    rates = sessions(params, args, policy) if args.part in ("all", "sessions") else {}
+    seconds = stored_questions(params, args, policy) if args.part in ("all", "questions") else {}
+    waits = behind(params, args, policy) if args.part in ("all", "behind") else {}
     if args.json:
-        print(json.dumps({"policy": args.policy, "tokens_per_second": rates, "first_token_seconds": seconds}))
+        figures = {"policy": args.policy, "tokens_per_second": rates, "first_token_seconds": seconds, "behind": waits}
+        print(json.dumps(figures))
         return
     for way, values in rates.items():
         print(f"{args.policy}, {args.sessions} sessions {way}: {spread(values)} tokens/s")
     for way, values in seconds.items():
         print(f"{args.policy}, {args.tokens} tokens, first token, {way}: {spread(values)} s")
+    for way, values in waits.items():
+        told = "a short question" if way != "last of them" else f"{args.sessions} prompts of {args.prompt} tokens"
+        print(f"{args.policy}, {told}, first token, {way}: {spread(values)} s")
 
 
 if __name__ == "__main__":

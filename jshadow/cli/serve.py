@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import sys
@@ -61,6 +62,7 @@ class _HttpOptions:
     max_upload_mib: float = option("of a file", 64.0, metavar="MIB")
     timeout: float = option("seconds of a request", 600.0, metavar="S")
     drain: float = option("seconds to end in", 60.0, metavar="S")
+    access_log: bool = option("write a JSON object for each request on stderr", False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,6 +135,8 @@ def _serve(args: Serve, service: "Service", listener: socket.socket) -> int:
     """Serve until a signal comes, and return 0."""
     from jshadow.serving.http.run import config_of, serve
 
+    if args.access_log:
+        _log_requests()
     host, port = listener.getsockname()[:2]
     known = _about(service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", args)
     text = json.dumps(known) if args.json else "\n".join(_lines(known))
@@ -148,6 +152,16 @@ def _serve(args: Serve, service: "Service", listener: socket.socket) -> int:
     finally:
         _end(service)
         print("jshadow: the server has ended", file=sys.stderr)
+
+
+def _log_requests() -> None:
+    from jshadow.serving.http.access import ACCESS_LOG
+
+    log, lines = logging.getLogger(ACCESS_LOG), logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 @contextlib.contextmanager

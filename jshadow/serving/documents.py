@@ -131,7 +131,7 @@ def keep(job: Job, ids: Sequence[int], make: Callable[[], KVState]) -> None:
         job.stored = kept
         kept.add_done_callback(note)
     except Exception as error:
-        job.not_stored = str(typed(error))
+        job.not_stored = str(typed(error, job.request.name))
 
 
 def not_kept(_: Sequence[int], state: KVState, **note: str) -> "concurrent.futures.Future[str]":

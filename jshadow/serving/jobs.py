@@ -21,8 +21,10 @@ from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, DrawnTo
 _LOG = logging.getLogger(__name__)
 
 
-def typed(error: Exception) -> JshadowError:
+def typed(error: Exception, name: str) -> JshadowError:
     """Return an error as one for the caller. The log has the traceback of an error that jshadow does not know.
+
+    `name` is that of the request.
 
     Afterwards the error holds no arrays of the functions that it went through.
     """
@@ -30,7 +32,7 @@ def typed(error: Exception) -> JshadowError:
     if isinstance(error, JshadowError):
         found = error
     else:
-        _LOG.error("the work for a request has failed, and the engine goes on", exc_info=error)
+        _LOG.error("the work for the request %r has failed, and the engine goes on", name, exc_info=error)
         kind = type(error).__name__
         found = ServingError(f"the work for this request has failed ({kind}), and the log of the engine has the reason")
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):

@@ -306,14 +306,15 @@ class Loop:
         except Exception as error:
             if any(group.broken for group in self.groups):
                 raise
-            self._fail(job, typed(error))
+            self._fail(job, typed(error, job.request.name))
 
     def _fail_lost(self) -> None:
         """Fail each job that neither waits nor has a row. Without a defect of the engine there is none."""
         self._open = {job for job in self._open if not job.answer.done}
         for job in self._open.difference(self._jobs()):
             error = ServingError("the engine lost this request, which is a defect of jshadow; please report it")
-            _LOG.error("request lost after %d tokens of its answer: %s", len(job.stream.tokens), self.counts)
+            lost = "the request %r is lost after %d tokens of its answer: %s"
+            _LOG.error(lost, job.request.name, len(job.stream.tokens), self.counts)
             self._fail(job, error)
             self._open.discard(job)
 

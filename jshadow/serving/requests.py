@@ -62,6 +62,7 @@ class Request:
             step between the priorities. Requests of one priority come by arrival. Of those that are submitted at once,
             each counts as one priority lower than the one before it.
         client: who asks. Clients take turns. Priorities order the requests of one client.
+        name: names the request in the log.
         store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
             library.
         title: None, or the title of the document that the prompt is. `store` must be set. Only the state after the
@@ -82,6 +83,7 @@ class Request:
     stop: str | int | Sequence[str | int] | None = None
     priority: int = 0
     client: str = ""
+    name: str = ""
     store: bool = False
     title: str | None = None
     allowed: Allowed | None = None
@@ -90,8 +92,9 @@ class Request:
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         check_integer("priority", self.priority)
-        if not isinstance(self.client, str):
-            raise ConfigError(f"client must be a string, got {self.client!r:.80}")
+        for field in ("client", "name"):
+            if not isinstance(value := getattr(self, field), str):
+                raise ConfigError(f"{field} must be a string, got {value!r:.80}")
         if not isinstance(self.settings, RowSettings):
             raise ConfigError(f"settings must be a RowSettings, got {self.settings!r:.80}")
         if not isinstance(self.store, bool):

@@ -1,10 +1,15 @@
 """Who may ask, how much and how long: connections, bodies, keys and hosts."""
 
 import asyncio
+import datetime
 import hashlib
 import hmac
 import json
+import logging
+import re
 import socket
+import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
@@ -19,9 +24,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jshadow.serving.http.errors import ApiError, client_left, response_of
+from jshadow.serving.http.errors import CALLER, ApiError, client_left, response_of
 from jshadow.serving.http.options import ANY_HOST, is_loopback
-from jshadow.serving.http.service import Service
+from jshadow.serving.http.service import Caller, Service
 
 READ_BYTES = 2**13  # of asyncio's 256 KiB, small parts would block the event loop for most of a second
 MOST_CHUNKS, CHUNK_BYTES = 10_000, 16  # with more chunks of a body, so many bytes a chunk must come on average
@@ -158,7 +163,10 @@ def _end_of_string(data: bytes, place: int) -> int:
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 Send = Callable[[_Message], Awaitable[None]]
-_CLIENT = "jshadow.client"  # who asks, in the scope of a request
+ACCESS_LOG = "jshadow.access"  # the logger of the access log. Its level INFO switches it on.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # of a header X-Request-Id that is taken over
+_KEY_DIGITS = 12  # hexadecimal digits of a key's digest in the access log
+_LOG = logging.getLogger(ACCESS_LOG)
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
 _PROBES = ("/health", "/ready")  # an orchestrator asks these with any Host
 _PAGE = "/page/"  # the parts of the page, which need no key either
@@ -186,14 +194,16 @@ class Access:
         """Answer one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        scope[_CLIENT] = self._client(scope)
+        caller, begun = self._caller(scope), time.monotonic()
+        scope[CALLER] = caller
         body, status = _Body(self, scope, receive), 0
 
         async def noted(message: _Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+                own = (b"x-content-type-options", b"nosniff"), (b"x-request-id", caller.request.encode())
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         problem = self._problem(scope)
@@ -216,12 +226,32 @@ class Access:
             body.release()
             if status >= 400:
                 self.service.metrics.count_error(status)
+            self._note(scope, status, time.monotonic() - begun, body.size)
 
-    def _client(self, scope: _Message) -> str:
+    def _caller(self, scope: _Message) -> Caller:
         """Return who asks: the digest of the key if keys are asked for, else the address."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        name = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         if self.keys:
-            return given_key(scope)[1].hex()
-        return str((scope.get("client") or ("",))[0])
+            return Caller(given_key(scope)[1].hex(), name)
+        return Caller(str((scope.get("client") or ("",))[0]), name)
+
+    def _note(self, scope: _Message, status: int, seconds: float, size: int) -> None:
+        """Write a line of the access log, a JSON object. A key is told by the first digits of its digest."""
+        if not _LOG.isEnabledFor(logging.INFO):
+            return
+        caller: Caller = scope[CALLER]
+        line = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            "id": caller.request,
+            "client": caller.client[:_KEY_DIGITS] if self.keys else caller.client,
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 6),
+            "body_bytes": size,
+        }
+        _LOG.info(json.dumps(line))
 
     def _problem(self, scope: _Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
@@ -270,7 +300,7 @@ class _Body:
 
     def __init__(self, access: Access, scope: _Message, receive: _Receive) -> None:
         self.access, self.size, self._receive, self._more = access, 0, receive, True
-        self._client, options = scope[_CLIENT], access.options
+        self._client, options = scope[CALLER].client, access.options
         upload = scope["path"] == _UPLOADS and scope["method"] == "POST"
         self._limit = options.upload_bytes + _SPARE if upload else options.body_bytes
         self._length = dict(scope["headers"]).get(b"content-length", b"0")
@@ -337,9 +367,10 @@ class _Refused(BaseException):
         self.error = error
 
 
-def client_of(request: Request) -> str:
-    """Return who asks, for fair turns: the digest of the key if keys are asked for, else the address."""
-    return str(request.scope[_CLIENT])
+def caller_of(request: Request) -> Caller:
+    """Return who asks: the digest of the key if keys are asked for, else the address. And the id of the request."""
+    caller: Caller = request.scope[CALLER]
+    return caller
 
 
 def _place_of(origin: str) -> str:

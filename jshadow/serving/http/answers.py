@@ -366,6 +366,7 @@ def stream_response(
     seconds: float,
     ended: Callable[[], None],
     failed: Callable[[int], None],
+    name: str,
 ) -> StreamingResponse:
     """Return a response that streams events.
 
@@ -374,6 +375,7 @@ def stream_response(
         seconds: maximum time of the stream. After it, an error is the last event.
         ended: called at the end, also when the client has left.
         failed: called with the status that the error would have, had the stream not begun with 200.
+        name: the id of the request, for the log.
     """
 
     async def body() -> AsyncIterator[str]:
@@ -386,7 +388,7 @@ def stream_response(
         except Exception as error:
             told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
-                _LOG.exception("a stream has failed")
+                _LOG.exception("the stream of the request %r has failed", name)
             failed(told.status)
             yield _event(body_of(told))
         finally:

@@ -44,6 +44,7 @@ _FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
 _SHORT = reprlib.Repr()  # a whole list of a million numbers would be written before it is cut
 _SHORT.maxstring = _SHORT.maxother = 80
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+CALLER = "jshadow.caller"  # who asks, in the scope of a request
 _RETRY_SECONDS = {429: "1", 503: "5"}
 
 
@@ -153,7 +154,11 @@ def add_handlers(app: FastAPI) -> None:
     async def on_error(_: Request, error: Exception) -> JSONResponse:
         return response_of(api_error(error))
 
+    async def on_failure(request: Request, error: Exception) -> JSONResponse:
+        return response_of(api_error(error), **{"X-Request-Id": request.scope[CALLER].request})
+
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    for kind in (ApiError, JshadowError, Exception):
+    for kind in (ApiError, JshadowError):
         app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(Exception, on_failure)  # outside of the app, where no other header is added

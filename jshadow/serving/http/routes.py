@@ -17,7 +17,7 @@ from jshadow.engine.text import encode
 from jshadow.errors import CapacityError, CheckpointError, DocumentError
 from jshadow.library import Stored
 from jshadow.serving import Answer
-from jshadow.serving.http.access import JsonRoute, client_of
+from jshadow.serving.http.access import JsonRoute, caller_of
 from jshadow.serving.http.answers import Chat, Completion, stream_response, with_stops
 from jshadow.serving.http.errors import ApiError, ErrorBody, client_left, too_late
 from jshadow.serving.http.marks import format_of, thoughts_of
@@ -86,8 +86,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
-    client = client_of(request)
-    requests = await service.slowly(service.requests, client, body, ids, most, top, grammar)
+    caller = caller_of(request)
+    requests = await service.slowly(service.requests, caller, body, ids, most, top, grammar)
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     thoughts = thoughts_of(template, prompt_end) if grammar is None else "none"
     answers = await service.submit(*with_stops(service, body, requests, calls, thoughts))
@@ -110,7 +110,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
         if body.max_tokens is None:
             most = min(most, _COMPLETION_TOKENS)
-        requests += await service.slowly(service.requests, client_of(request), body, ids, most, body.logprobs, grammar)
+        requests += await service.slowly(service.requests, caller_of(request), body, ids, most, body.logprobs, grammar)
     answers = await service.submit(*requests)
     return await _respond(request, body, answers, Completion(service, body, answers))
 
@@ -168,7 +168,8 @@ async def _respond(request: Request, body: Drawing, answers: list[Answer], form:
                 service.metrics.count(answer.result(0).report)
 
     if body.stream:
-        return stream_response(form.events(), service.options.seconds, ended, service.metrics.count_error)
+        counted, name = service.metrics.count_error, caller_of(request).request
+        return stream_response(form.events(), service.options.seconds, ended, counted, name)
     try:
         whole = await _unless_gone(request, form.whole(), service.options.seconds)
         return Response(await service.slowly(to_json, whole), media_type="application/json")
@@ -263,7 +264,7 @@ async def add_file(
         raise ApiError(413, f"file must have at most {options.upload_bytes} bytes, got more", param="file")
 
     async def added() -> dict[str, Any]:
-        return _described(service, await service.add(Upload(name, data), client_of(request))).model_dump()
+        return _described(service, await service.add(Upload(name, data), caller_of(request))).model_dump()
 
     return await _unless_gone(request, added(), options.seconds)
 

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -131,6 +131,13 @@ _READ_AT_ONCE = 2  # files whose text is being read
 _READING_PRIORITY = -1  # documents are read after the waiting questions
 
 
+class Caller(NamedTuple):
+    """Who asks, for fair turns, and the id of the HTTP request."""
+
+    client: str
+    request: str
+
+
 class Service:
     """A model that answers HTTP requests.
 
@@ -176,12 +183,12 @@ class Service:
         return await run_in_threadpool(self.engine.submit_all, requests)
 
     def requests(
-        self, client: str, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
+        self, caller: Caller, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
     ) -> list[Request]:
         """Return the requests of all choices of one prompt.
 
         Args:
-            client: who asks.
+            caller: who asks.
             body: the body of the HTTP request.
             ids: token ids of the prompt.
             most: maximum number of new tokens.
@@ -198,7 +205,8 @@ class Service:
                 ids,
                 most,
                 _settings_of(body, choice),
-                client=client,
+                client=caller.client,
+                name=caller.request,
                 stop=stop or None,
                 logprobs=logprobs,
                 allowed=first and first.copy(),
@@ -380,7 +388,7 @@ class Service:
         self.check_length(text)
         return await self.slowly(document_ids, self.params.tokenizer, text)
 
-    async def add(self, upload: Upload, client: str) -> Stored:
+    async def add(self, upload: Upload, caller: Caller) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.
 
         Equal documents that come at once are read once.
@@ -407,7 +415,7 @@ class Service:
                 await self.slowly(self.look)
                 found = await self.slowly(library.longest, ids)
                 if found is None or found.tokens < len(ids):
-                    await self._read(upload.name, ids.tolist(), client)
+                    await self._read(upload.name, ids.tolist(), caller)
                     found = await self.slowly(library.longest, ids)
         finally:
             turn.waiting -= 1
@@ -417,9 +425,10 @@ class Service:
             raise not_kept(upload.name, "its state was read, but is not stored any more")
         return found
 
-    async def _read(self, name: str, ids: list[int], client: str) -> None:
+    async def _read(self, name: str, ids: list[int], caller: Caller) -> None:
         """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
-        [answer] = await self.submit(Request(ids, 1, priority=_READING_PRIORITY, client=client, store=True, title=name))
+        options: dict[str, Any] = {"priority": _READING_PRIORITY, "store": True, "title": name}
+        [answer] = await self.submit(Request(ids, 1, client=caller.client, name=caller.request, **options))
         try:
             async for _ in pieces(answer):
                 pass

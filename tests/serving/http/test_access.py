@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import re
 import socket
 import threading
 
@@ -49,6 +51,30 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
         for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 200), ("/openapi.json", 401)):
             assert client.get(path).status_code == status, path
         assert 'jshadow:requests_refused_total{status="401"} ' in client.get("/metrics").text
+
+
+def test_each_request_has_an_id_in_its_response_and_in_the_log(service, monkeypatch, caplog):
+    """Also one that is refused, and one that fails outside of the app. A wrong id is replaced. No key is told."""
+    caplog.set_level("INFO", logger=access.ACCESS_LOG)
+    monkeypatch.setattr(service, "options", ServerOptions(NAME, api_keys=("first",)))
+    monkeypatch.setattr(service, "check_model", lambda name: 1 / 0)
+    key = {"authorization": "Bearer first", "content-type": "application/json"}
+    with client_of(service, raise_server_exceptions=False) as client:
+        asked = [
+            client.get("/health", headers={"x-request-id": "a-1"}),
+            client.get(MODELS, headers={"x-request-id": "not an id"}),
+            client.post(COMPLETION, content=b'{"prompt": "a", "model": "m"}', headers=key | {"x-request-id": "b.2"}),
+            client.get(MODELS, headers=key),
+        ]
+    lines = [json.loads(record.message) for record in caplog.records if record.name == access.ACCESS_LOG]
+    ids = [answer.headers["x-request-id"] for answer in asked]
+    assert (ids[0], ids[2]) == ("a-1", "b.2")
+    assert all(re.fullmatch("[0-9a-f]{32}", ids[place]) for place in (1, 3))
+    assert ids[1] != ids[3]
+    assert [line["id"] for line in lines] == ids
+    assert [line["status"] for line in lines] == [answer.status_code for answer in asked] == [200, 401, 500, 200]
+    assert lines[2]["client"] == lines[3]["client"] == hashlib.sha256(b"first").hexdigest()[:12]
+    assert (lines[2]["method"], lines[2]["path"], lines[2]["body_bytes"]) == ("POST", COMPLETION, 29)
 
 
 def test_a_key_is_one_client_however_it_is_sent():
