@@ -12,7 +12,6 @@ from jshadow.cli.fields import Command, option
 from jshadow.cli.options import check_least
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import (
-    CONTEXT_RESERVE,
     DEFAULT_GPUS,
     GIB,
     GPUS,
@@ -292,7 +291,7 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
 
 def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies: dict[str, "Policy"]) -> int:
     """Print how many sessions of a serving engine each GPU holds, and return 0."""
-    from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+    from jshadow.planner.sessions import SessionClass, session_plan
     from jshadow.policies import Full
 
     args._check_absent(
@@ -312,7 +311,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
     host = None if args.host_gib is None else int(args.host_gib * GIB)
     plans = []
     for gpu in gpus:
-        limits = MemoryLimits(gpu.memory_bytes, host, CONTEXT_RESERVE)
+        limits = dataclasses.replace(gpu, host_limit=host).limits
         kinds: dict[str, Any] = {"dtype": args.dtype, "fetch": args.fetch, "quantize": args.quantize}
         sides = {side: session_plan(config, policy, [sizes], limits, **kinds) for side, policy in named.items()}
         plans.append({"gpu": gpu.name, "plans": {side: plan.to_json() for side, plan in sides.items()}})
@@ -327,7 +326,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
 
 def _show_sessions(gpu: Gpu, sides: dict[str, "SessionPlan"]) -> None:
     """Print the table of one GPU, with a column for each policy."""
-    from jshadow.planner.sessions import total
+    from jshadow.cache.accounting import total
 
     sizes = next(iter(sides.values())).classes[0].sizes
     table: list[Sequence[str]] = []
@@ -341,9 +340,9 @@ def _show_sessions(gpu: Gpu, sides: dict[str, "SessionPlan"]) -> None:
         row("sessions in any spread", lambda plan, side: f"{side.sessions_any_spread:,}")
         row("documents", lambda plan, side: f"{sizes.documents:,}")
     row(f"groups of {sizes.group_rows:,} rows", lambda plan, side: f"{side.sizes.groups:,}")
-    row("prompt half, GiB", lambda plan, side: _gib(total(side.prompt_parts)[0]))
-    row("prompt half in host, GiB", lambda plan, side: _gib(total(side.prompt_parts)[1]))
-    row("live half, GiB", lambda plan, side: f"{total(side.live_parts)[0] / GIB:.3f}")
+    row("prompt half, GiB", lambda plan, side: _gib(total(side.prompt_parts.values()).device))
+    row("prompt half in host, GiB", lambda plan, side: _gib(total(side.prompt_parts.values()).host))
+    row("live half, GiB", lambda plan, side: f"{total(side.live_parts.values()).device / GIB:.3f}")
     row("weights, GiB", lambda plan, side: _gib(plan.weights_bytes))
     if sizes.documents:
         row("documents, GiB", lambda plan, side: _gib(side.documents_bytes[0]))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import state_nbytes, total
 from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
@@ -245,7 +245,7 @@ def prefill_parts(
         "second_pass": max(second, default=0),
         "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * workload.capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
-        "state": sum(device for device, _ in parts.values()),
+        "state": total(parts.values()).device,
     }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jshadow.errors import ConfigError
+from jshadow.planner.limits import MemoryLimits
 
 GIB = 2**30
 XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
@@ -41,6 +42,11 @@ class Gpu:
     nvlink_bytes_per_second: float
     gather_bytes_per_second: float = HOST_GATHER
     host_limit: int | None = None
+
+    @property
+    def limits(self) -> MemoryLimits:
+        """Its memory and that of its host."""
+        return MemoryLimits(self.memory_bytes, self.host_limit, CONTEXT_RESERVE)
 
 
 # PCIe x16, one way: half of the nominal 64 and 128 GB/s for both ways, minus the overhead of the 128b/130b code.

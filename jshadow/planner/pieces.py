@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import state_nbytes, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
@@ -223,5 +223,5 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
         "piece": 4 * batch * size * token,
         "hooks": hooks,
         "logits": 2 * 4 * batch * config.vocab_size,
-        "state": sum(device for device, _ in state_nbytes(state).values()),
+        "state": total(state_nbytes(state).values()).device,
     }

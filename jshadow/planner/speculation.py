@@ -5,7 +5,6 @@ computes n + 1 times as much. If they lie in host memory (`Offloaded`), it also 
 prediction adds the times of all of this, as for a step (`gpu.py`).
 """
 
-import bisect
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -138,14 +137,12 @@ def speculation_plan(
     exact = planner.plan(target, 1, capped=False)
     sparse = None if drafting.policy is None else planner.plan(drafting.policy, 1, capped=False)
     device, host = drafting.row_bytes(sparse)
-    limit = gpu.host_limit
 
-    def fits(rows: int) -> bool:
+    def needed(rows: int) -> tuple[int, int]:
         on_device = planner.plan(target, rows, capped=False).device_bytes + rows * device
-        in_host = rows * (exact.row_bytes[1] + host)
-        return on_device <= gpu.memory_bytes and (limit is None or in_host <= limit)
+        return on_device, rows * (exact.row_bytes.host + host)
 
-    largest = bisect.bisect_left(range(1, exact.largest_batch + 1), True, key=lambda rows: not fits(rows))
+    largest = gpu.limits.most(needed, exact.largest_batch)
     batch = largest if workload.batch is None else workload.batch
     if not 0 < batch <= largest:
         raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")

@@ -7,7 +7,7 @@ from typing import overload
 
 import jax
 
-from jshadow.cache.accounting import layer_nbytes, leaf_bytes
+from jshadow.cache.accounting import layer_nbytes, leaf_bytes, total
 from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, Infeasible
@@ -86,7 +86,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     for spec in specs:
         if spec.policy not in sizes:
             state = jax.eval_shape(functools.partial(spec.policy.init, spec))
-            sizes[spec.policy] = sum(device for device, _ in layer_nbytes(state).values())
+            sizes[spec.policy] = total(layer_nbytes(state).values()).device
     return (others + small + sum(sizes[spec.policy] for spec in specs)) / (others + full)
 
 
