@@ -166,6 +166,17 @@ class Evaluation:
         """The config of the model, and the digest of its weights."""
         return model_of(self.setup.params)
 
+    def with_policies(self, policies: Sequence[Policy]) -> "Evaluation":
+        """Return the evaluation of other policies on the same cases, without shares and sweeps.
+
+        Raises:
+            ConfigError: a policy cannot run.
+        """
+        measured = list(dict.fromkeys([Full(), *policies]))
+        entries = [_entries_of(self.setup, plan, measured, (), {}) for plan in self.plans]
+        plans = (dataclasses.replace(plan, entries=of_plan) for plan, of_plan in zip(self.plans, entries, strict=True))
+        return dataclasses.replace(self, plans=tuple(plans))
+
 
 def model_of(params: Any) -> str:
     """Return the config of a model and the digest of its weights."""
