@@ -227,10 +227,23 @@ def _add_keys(
         key = start + jnp.arange(block)
         seen = (key >= index * block) & (key < end[..., None])
         scores = jnp.where(seen, scores, MASKED)
+    return _add_scores((top, total, out), scores, seen, lambda weight: product("bhqk,bhkd->bhqd", weight, v), v.dtype)
+
+
+def _add_scores(
+    carry: Softmax, scores: Array, seen: Array | None, weighted: Callable[[Array], Array], dtype: Any
+) -> Softmax:
+    """Add keys with these scores [B, h_kv, rows, K] to a softmax.
+
+    Args:
+        seen: which keys a row sees, or None if it may see all.
+        weighted: returns the sum of the values by weights of `dtype`, [B, h_kv, rows, d].
+    """
+    top, total, out = carry
     new_top = jnp.maximum(top, scores.max(-1))
     weight, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
     weight = weight if seen is None else jnp.where(seen, weight, 0.0)
-    part = product("bhqk,bhkd->bhqd", weight.astype(v.dtype), v)
+    part = weighted(weight.astype(dtype))
     return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
 
 
@@ -368,25 +381,7 @@ def causal_attention(
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
         position = first + index * q_block + row
 
-        def key_block(j: Array, carry: tuple[Array, Array, Array], masked: bool = True) -> tuple[Array, Array, Array]:
-            top, total, out = carry
-            start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the previous one
-            k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
-            v_tile = lax.dynamic_slice_in_dim(v, start, k_block, axis=1)
-            scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32)
-            scores = scores if exact else scores * scale
-            if masked:
-                key = start + column
-                seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
-                if window is not None:
-                    seen &= key[None, :] > position[:, None] - window
-                scores = jnp.where(seen, scores, MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weight = jnp.exp(scores - new_top[..., None])
-            shrink = jnp.exp(top - new_top)
-            part = jnp.einsum("bhqk,bkhd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
-            return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
-
+        key_block = functools.partial(_add_causal, q_tile, (position, column), (k, v), scale, window)
         start = nothing(q_tile, sinks)
         # Most blocks of keys are visible to every query of the block, and need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
@@ -401,6 +396,38 @@ def causal_attention(
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))
     lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
     return _from_blocks(out, q_block)[:, :length], lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+
+
+def _add_causal(
+    q: Array,
+    places: tuple[Array, Array],
+    rows: tuple[Array, Array],
+    scale: float,
+    window: int | None,
+    index: Array,
+    carry: Softmax,
+    *,
+    masked: bool = True,
+) -> Softmax:
+    """Add block `index` of keys and values [B, S, h_kv, d] to the softmax of queries [B, h_kv, rows, d].
+
+    `places` has the positions of the queries, int32 [rows], and those of the keys in their block. Float32 queries have
+    their scale already.
+    """
+    position, column = places
+    tokens, block = rows[0].shape[1], len(column)
+    start = jnp.minimum(index * block, tokens - block)  # the last block overlaps the previous one
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in rows)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("bhqd,bkhd->bhqk", q, k)
+    scores = scores if q.dtype == jnp.float32 else scores * scale
+    if masked:
+        key = start + column
+        seen = (key >= index * block)[None, :] & (key[None, :] <= position[:, None])
+        if window is not None:
+            seen &= key[None, :] > position[:, None] - window
+        scores = jnp.where(seen, scores, MASKED)
+    return _add_scores(carry, scores, None, lambda weight: product("bhqk,bkhd->bhqd", weight, v), v.dtype)
 
 
 def key_mass(

@@ -141,15 +141,27 @@ def load(
     check_left(left)
     check_path("path_or_hub_id", path_or_hub_id)
     directory = locate(path_or_hub_id)
-    put = _placing(target, quantize, mesh)
     if directory.suffix == ".gguf":
-        source = open_gguf(directory)
-        check_heads(mesh, source.config)
-        check_records(quantize, source.config, mesh)
-        with tempfile.TemporaryDirectory() as folder:
-            source.accompany(Path(folder))
-            tokenizer = load_tokenizer(Path(folder))
-        return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
+        return _load_gguf(directory, _placing(target, quantize, mesh), quantize, mesh, left)
+    return _load_directory(directory, target, quantize, mesh, left, verify)
+
+
+def _load_gguf(file: Path, put: Put, quantize: str | None, mesh: Mesh | None, left: str) -> Params:
+    """Load a GGUF file. The arguments are those of `load`, checked."""
+    source = open_gguf(file)
+    check_heads(mesh, source.config)
+    check_records(quantize, source.config, mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        source.accompany(Path(folder))
+        tokenizer = load_tokenizer(Path(folder))
+    return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
+
+
+def _load_directory(
+    directory: Path, target: np.dtype[Any], quantize: str | None, mesh: Mesh | None, left: str, verify: bool
+) -> Params:
+    """Load a directory. The arguments are those of `load`, checked."""
+    put = _placing(target, quantize, mesh)
     with readable(directory):
         hf, family, config = read_config(directory)
         check_heads(mesh, config)
