@@ -134,7 +134,6 @@ def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
     The room is read from the device only if the lower bound that the host has noted is too small or missing.
 
     Args:
-        state: the state before the step.
         new: number of new tokens of each row, int64 [B].
 
     Returns:
@@ -192,7 +191,6 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     """Raise StateMismatch unless the state fits the model and the policy, and was not consumed.
 
     Args:
-        params: the model.
         state: any value. An error is raised if it is not a KVState.
         policy: the policy that the caller passed, or None.
     """

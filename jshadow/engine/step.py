@@ -384,8 +384,6 @@ def step_layer(
     """Run one layer of one step: append, select, fetch, receive, attend, plan. Every policy has this order.
 
     Args:
-        spec: the spec of this layer.
-        state: the state of this layer.
         step: queries, keys and values of the step.
         everyone: specs, host tiers and inbox of all layers.
 

@@ -355,7 +355,6 @@ def read_cases(
 
     Args:
         paths: .jsonl, .json or .parquet files.
-        tokenizer: tokenizer of the model.
         room: maximum number of tokens of prompt, questions and answers together: the model's context.
         truncate: "middle" removes tokens from the middle of a context that is too long, as LongBench does. None raises
             an error instead.

@@ -64,7 +64,6 @@ def attend_prefixes(
         q: [B, T, h_q, d], after RoPE.
         pieces: keys and values [B, h_kv, N, d], and the number of rows that each query sees, int32 [B, h_kv, T, 1]. Its
             axes B, h_kv and T may have size 1.
-        scale: factor by which the scores are multiplied.
         block: number of keys that are read at once.
         sinks: the logit of each query head's attention sink, or None.
 
@@ -183,7 +182,6 @@ def add_rows(
         q: [B, T, h_q, d], after RoPE.
         rows: keys and values [B, h_kv, T, N, d], and which rows each query sees, bool [B, h_kv, T, m]. Each flag stands
             for N / m neighboring rows.
-        scale: factor by which the scores are multiplied.
         before: the attention over the other rows and its log-sum-exp, as `attend_prefixes` returns them.
 
     Returns:
@@ -268,7 +266,6 @@ def whole_attention(
         k: keys after RoPE.
         v: values.
         lengths: number of real tokens of each row, int32. Rows are padded on the right.
-        scale: factor by which the scores are multiplied.
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
         implementation: "cudnn" is one kernel, which holds no scores in memory. "xla" holds an S x S matrix of scores
             for each head, and runs on every device.
@@ -447,7 +444,6 @@ def key_mass(
         k: keys after RoPE, padded on the right.
         lse: float32 log-sum-exp of each query's scores.
         lengths: int32 [B], the number of real tokens of each row.
-        scale: factor by which the scores are multiplied.
 
     Returns:
         float32 [B, h_kv, S]. Padding has 0.
@@ -520,7 +516,6 @@ def attend(
     Args:
         q: [B, T, h_q, d], after RoPE.
         pieces: the keys and values. A query that may not see any row gets an output of 0.
-        scale: factor by which the scores are multiplied.
         sinks: the logit of each query head's attention sink, or None: `StepKV.sinks`.
 
     Returns:
@@ -628,7 +623,6 @@ def most_attention(q: Array, keys: Array, seen: Array, worth: Array, scale: floa
         keys: [N, h_kv, d].
         seen: which keys each query sees, bool [R, N].
         worth: the factor of each query, float32 or bool [R].
-        scale: factor by which the scores are multiplied.
 
     Returns:
         float32 [h_kv, group, N].
@@ -659,8 +653,6 @@ def output_products(projection: Mapping[str, Array], kv_heads: int, head_dim: in
 
     Args:
         projection: the weights of the output projection; see `jshadow.ops.projections.weights_of`.
-        kv_heads: number of KV heads.
-        head_dim: width of a head.
     """
     kernel = dequantized(Weights.of(projection), jnp.float32)
     kernel = kernel.reshape(kv_heads, -1, head_dim, kernel.shape[-1])

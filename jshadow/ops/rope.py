@@ -264,7 +264,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
 
     Args:
         rope: the RoPE settings.
-        head_dim: width of a head.
         tokens: maximum number of tokens that a sequence can hold. "dynamic" and "longrope" change their frequencies if
             it exceeds the original context. All keys of a state use the same frequencies, so a key is rotated only
             once.

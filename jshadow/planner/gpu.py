@@ -243,10 +243,8 @@ def capacity_plan(
     """Plan decoding on one GPU, or on several GPUs that share one model.
 
     Args:
-        config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
         gpu: the figures of each GPU, such as one of `gpu_specs.GPUS`.
-        workload: the requests.
         beside: other policies by name, which are planned in the same way.
 
     Returns:

@@ -35,9 +35,7 @@ def fetch_here(
     memory that is free now: that of the device beside all arrays that it holds, and host memory.
 
     Args:
-        config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
-        workload: the requests.
         states: number of states of this size that the call makes. They share the memory equally.
         loading: bytes of weights that the device does not hold yet.
 
@@ -77,9 +75,6 @@ def mode_figures(
     are then bounded by those of the whole model on one device.
 
     Args:
-        config: the model.
-        policy: the policy.
-        workload: the requests.
         rates: the figures of the device, of which the memory is not read.
         has_kernels: whether the device runs the kernels of this project.
     """

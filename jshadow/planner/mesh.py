@@ -77,8 +77,6 @@ def device_weights(
     """Return the weights that a device holds. They are split as `models.partition.sharding_of` says.
 
     Args:
-        config: the model.
-        shards: the mesh, or None.
         item: bytes of a number that is not quantized.
         quantize: as in `jshadow.load`.
 
@@ -113,8 +111,6 @@ def model_links(config: ModelConfig, shards: Shards | None, rows: int, item: int
     """Return the bytes that a device sends for the model's products in one step.
 
     Args:
-        config: the model.
-        shards: the mesh, or None.
         rows: number of query rows of the step, of all requests.
         item: bytes of a number of the residual stream.
     """

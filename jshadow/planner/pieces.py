@@ -67,9 +67,7 @@ def second_pass_bytes(config: ModelConfig, second: SecondPass, batch: int, token
     They are the hidden states of all requests, the scores, and the temporaries of one request of one layer.
 
     Args:
-        config: the model.
         second: the settings of the second pass.
-        batch: number of rows.
         tokens: number of tokens to which the prompts are padded.
         item: bytes of a number of the model's dtype.
     """
@@ -100,7 +98,6 @@ def whole_or_pieces(config: ModelConfig, window: int | None, dtype: Any, backend
     """Return the possible values of `attends_whole` on a backend. They differ between GPUs for wide heads.
 
     Args:
-        config: the model.
         window: number of tokens that a query of the layer sees. None means all of them.
         dtype: dtype of queries, keys and values.
         backend: "gpu" for any NVIDIA GPU of the planner, another name for another device, or None for this machine.

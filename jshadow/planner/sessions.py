@@ -285,7 +285,6 @@ def class_plan(
     """Return the plan of a class.
 
     Args:
-        config: the model.
         policy: the resolved policy.
         sizes: the class. The number of groups is that of `sizes`.
         workload: one session of the class (`SessionClass.session`).

@@ -114,7 +114,6 @@ def speculation_plan(
     """Predict the speed of exact attention with speculation.
 
     Args:
-        config: the model.
         gpu: the figures of the GPU.
         workload: the requests. With "auto", keys and values of `Offloaded()` are in host memory.
         drafting: how tokens are drafted.

@@ -43,7 +43,6 @@ def at_share[P: Policy](policy: P, fraction: float, num_tokens: int, config: Mod
         fraction: the share, above 0, of the bytes that full attention takes for `num_tokens` tokens, sliding layers
             included.
         num_tokens: the capacity in tokens, which a prompt fills completely.
-        config: the model.
 
     Raises:
         ConfigError: fraction is not above 0, or the policy is not `Sized`.

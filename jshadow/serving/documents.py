@@ -59,7 +59,6 @@ def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState | No
     Return None if it has left memory since it was prepared. Then it is to be prepared again.
 
     Args:
-        job: the job.
         held: the states of the documents that groups have. Such a state is not loaded again.
 
     Raises:

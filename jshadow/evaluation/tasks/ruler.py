@@ -165,7 +165,6 @@ def cases_at(tasks: Sequence[str], tokenizer: Any, length: int, samples: int, se
 
     Args:
         tasks: names in RULER_TASKS.
-        tokenizer: a transformers tokenizer.
         length: number of tokens of a prompt and its answer.
         samples: number of cases of each task.
         seed: seed of the cases. Seed 0 is the seed that the package uses by itself.
