@@ -19,21 +19,21 @@ from jshadow.cache.state import KVState
 FETCH_QUANTUM = 64  # Counters.fetched counts in units of this many bytes
 
 
-class Bytes(NamedTuple):
+class ByteCount(NamedTuple):
     """Bytes in device memory and in host memory."""
 
     device: int = 0
     host: int = 0
 
-    def times(self, count: int) -> "Bytes":
+    def times(self, count: int) -> "ByteCount":
         """Return `count` times the bytes."""
-        return Bytes(count * self.device, count * self.host)
+        return ByteCount(count * self.device, count * self.host)
 
 
-def total(sizes: Iterable[tuple[int, int]]) -> Bytes:
+def total(sizes: Iterable[tuple[int, int]]) -> ByteCount:
     """Return the sum of bytes (device, host)."""
     sizes = list(sizes)
-    return Bytes(sum(device for device, _ in sizes), sum(host for _, host in sizes))
+    return ByteCount(sum(device for device, _ in sizes), sum(host for _, host in sizes))
 
 
 def leaf_bytes(leaf: Any) -> int:
@@ -41,35 +41,35 @@ def leaf_bytes(leaf: Any) -> int:
     return int(leaf.size) * jnp.dtype(leaf.dtype).itemsize
 
 
-def layer_nbytes(state: LayerState) -> dict[str, Bytes]:
+def layer_nbytes(state: LayerState) -> dict[str, ByteCount]:
     """Return the bytes (device, host) of each part of a layer's state, by the name of the field.
 
     The rows of the host tier are named "host rows" and "host tail". In resident mode, they count as device bytes.
     """
-    parts: dict[str, Bytes] = {}
+    parts: dict[str, ByteCount] = {}
     for half in (state.frozen, state.live):
         for field in dataclasses.fields(half) if half is not None else ():
             leaves = jax.tree.leaves(getattr(half, field.name))
             if not leaves:
                 continue  # the settings of the policy leave this part out
             # The frozen and the live record may have a field of the same name. Their bytes are added.
-            parts[field.name] = Bytes(parts.get(field.name, Bytes()).device + sum(map(leaf_bytes, leaves)))
+            parts[field.name] = ByteCount(parts.get(field.name, ByteCount()).device + sum(map(leaf_bytes, leaves)))
     for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
         if isinstance(tier, HostArray):
             size = leaf_bytes(tier.array)
-            parts[label] = Bytes(host=size) if tier.memory == "pinned_host" else Bytes(size)
+            parts[label] = ByteCount(host=size) if tier.memory == "pinned_host" else ByteCount(size)
     return parts
 
 
-def state_nbytes(state: KVState) -> dict[str, Bytes]:
+def state_nbytes(state: KVState) -> dict[str, ByteCount]:
     """Return the bytes (device, host) of each part of a state, summed over layers, without lengths and counters."""
-    parts: dict[str, Bytes] = {}
+    parts: dict[str, ByteCount] = {}
     for layer in state.layers:
         for part, size in layer_nbytes(layer).items():
-            parts[part] = total([parts.get(part, Bytes()), size])
+            parts[part] = total([parts.get(part, ByteCount()), size])
     for part, tree in (("shared", state.shared), ("fitted", state.fitted)):
         if jax.tree.leaves(tree):
-            parts[part] = Bytes(sum(map(leaf_bytes, jax.tree.leaves(tree))))
+            parts[part] = ByteCount(sum(map(leaf_bytes, jax.tree.leaves(tree))))
     return parts
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import Bytes, state_nbytes, total
+from jshadow.cache.accounting import ByteCount, state_nbytes, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
@@ -133,7 +133,7 @@ class PolicyPlan:
     fetch_reason: str | None
     repeat_share: float
     fallback: str | None
-    row_parts: dict[str, Bytes]
+    row_parts: dict[str, ByteCount]
     largest_batch: int
     prefill_batch: int | None
     batch: int
@@ -145,7 +145,7 @@ class PolicyPlan:
     prefill: PrefillTime
 
     @property
-    def row_bytes(self) -> Bytes:
+    def row_bytes(self) -> ByteCount:
         """Bytes of one request on one GPU."""
         return total(self.row_parts.values())
 
@@ -377,9 +377,9 @@ class Planner:
         device, host = total(parts.values())
         limits = self.gpu.limits
 
-        def needed(rows: int) -> Bytes:
+        def needed(rows: int) -> ByteCount:
             beside = self.weights_bytes + sum(self.temporaries(policy, rows).values()) + limits.reserve
-            return Bytes(beside + rows * device, rows * host * workload.tp)
+            return ByteCount(beside + rows * device, rows * host * workload.tp)
 
         largest = limits.most(needed, max(1, self.gpu.memory_bytes // device))
         rows = largest if batch is None else min(batch, largest) if capped else batch

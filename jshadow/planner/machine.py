@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshadow.cache import host_memory, offload
-from jshadow.cache.accounting import Bytes, state_nbytes, total
+from jshadow.cache.accounting import ByteCount, state_nbytes, total
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
@@ -149,7 +149,7 @@ class _Footprint(TypedDict):
         full_bytes: bytes of full attention's cache at the same capacity.
     """
 
-    parts: dict[str, Bytes]
+    parts: dict[str, ByteCount]
     device_bytes: int
     host_bytes: int
     full_bytes: int

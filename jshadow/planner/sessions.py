@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import Bytes, leaf_bytes, state_nbytes, total
+from jshadow.cache.accounting import ByteCount, leaf_bytes, state_nbytes, total
 from jshadow.cache.records import HostTier
 from jshadow.cache.spec import Shards
 from jshadow.cache.state import KVState, with_room
@@ -26,7 +26,7 @@ from jshadow.policies.base import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.settings import policy_settings
 
-_Parts = dict[str, Bytes]  # by the name of the part
+_Parts = dict[str, ByteCount]  # by the name of the part
 _PLAIN: tuple[str, ...] = (
     "fetch",
     "prompt_parts",
@@ -89,23 +89,23 @@ class ClassPlan:
     fetch: str
     prompt_parts: _Parts
     live_parts: _Parts
-    document_live: Bytes
+    document_live: ByteCount
     temporaries: dict[str, int]
-    prefill: Bytes
+    prefill: ByteCount
 
     @property
-    def documents_bytes(self) -> Bytes:
+    def documents_bytes(self) -> ByteCount:
         """Bytes of all shared prompt halves, each with the live half for new sessions."""
         return total([*self.prompt_parts.values(), self.document_live]).times(self.sizes.documents)
 
     @property
-    def group_bytes(self) -> Bytes:
+    def group_bytes(self) -> ByteCount:
         """Bytes of one group: its live halves, and its prompt halves unless they are shared."""
         prompt = () if self.sizes.documents else self.prompt_parts.values()
         return total([*self.live_parts.values(), *prompt]).times(self.sizes.group_rows)
 
     @property
-    def state_bytes(self) -> Bytes:
+    def state_bytes(self) -> ByteCount:
         """Bytes of all documents and groups."""
         return total([self.documents_bytes, self.group_bytes.times(self.sizes.groups or 0)])
 
@@ -152,14 +152,14 @@ class SessionPlan:
         return max(sum(plan.temporaries.values()) for plan in self.classes)
 
     @property
-    def prefill_bytes(self) -> Bytes:
+    def prefill_bytes(self) -> ByteCount:
         """Bytes of one prompt that is being read, for the class in which it takes the most."""
-        return Bytes(*map(max, zip(*(plan.prefill for plan in self.classes), strict=True)))
+        return ByteCount(*map(max, zip(*(plan.prefill for plan in self.classes), strict=True)))
 
     @property
-    def needed(self) -> Bytes:
+    def needed(self) -> ByteCount:
         """Bytes of weights, states, one step, one prefill and the reserve."""
-        beside = Bytes(self.weights_bytes + self.temporaries_bytes + self.limits.reserve)
+        beside = ByteCount(self.weights_bytes + self.temporaries_bytes + self.limits.reserve)
         return total([beside, self.prefill_bytes, *(plan.state_bytes for plan in self.classes)])
 
     @property
@@ -306,7 +306,7 @@ def class_plan(
         live_parts=live,
         document_live=document,
         temporaries=step_temporaries(config, policy, group),
-        prefill=Bytes(sum(peak.values()) - peak["weights"] - peak["state"] + held.device, held.host),
+        prefill=ByteCount(sum(peak.values()) - peak["weights"] - peak["state"] + held.device, held.host),
     )
 
 
@@ -336,5 +336,5 @@ def halves(state: KVState) -> tuple[_Parts, _Parts]:
     counts = jax.tree.leaves((state.lengths, state.last, state.counters))
     return (
         state_nbytes(state.replace(layers=prompt, shared=None, fitted=None)),
-        state_nbytes(state.replace(layers=live, fitted=None)) | {"counts": Bytes(sum(map(leaf_bytes, counts)))},
+        state_nbytes(state.replace(layers=live, fitted=None)) | {"counts": ByteCount(sum(map(leaf_bytes, counts)))},
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jshadow.cache.accounting import Bytes, total
+from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.host_memory import least_limit
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.system_memory import available_memory
@@ -103,7 +103,7 @@ class EngineOptions:
         return RowParts(params.config.vocab_size, self.penalties, self.bias_limit, self.grammar)
 
 
-_NONE = Bytes()
+_NONE = ByteCount()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,10 @@ class GroupBytes:
         shared: bytes of the prompt half of the document that the rows share.
     """
 
-    rows: Bytes
+    rows: ByteCount
     step: int
-    reading: Bytes
-    shared: Bytes = _NONE
+    reading: ByteCount
+    shared: ByteCount = _NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +192,9 @@ def _plan_class(params: Params, policy: Policy | None, row_class: RowClass, opti
     return PlannedClass(row_class, resolved, fallback, plan.fetch, needed)
 
 
-def settings_bytes(parts: RowParts, rows: int) -> Bytes:
+def settings_bytes(parts: RowParts, rows: int) -> ByteCount:
     """Return the bytes of the sampling settings of rows."""
-    return Bytes(sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows)
+    return ByteCount(sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows)
 
 
 def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
@@ -297,19 +297,19 @@ class Admission:
             )
 
 
-def needed_bytes(plans: Iterable[PlannedClass]) -> Bytes:
+def needed_bytes(plans: Iterable[PlannedClass]) -> ByteCount:
     """Return the bytes that groups of these plans need.
 
     The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest
     reading count once.
     """
     plans = list(plans)
-    step = Bytes(max((plan.bytes.step for plan in plans), default=0))
+    step = ByteCount(max((plan.bytes.step for plan in plans), default=0))
     readings = zip(_NONE, *(plan.bytes.reading for plan in plans), strict=True)
-    return total([held_bytes(plans), step, Bytes(*map(max, readings))])
+    return total([held_bytes(plans), step, ByteCount(*map(max, readings))])
 
 
-def held_bytes(plans: Iterable[PlannedClass]) -> Bytes:
+def held_bytes(plans: Iterable[PlannedClass]) -> ByteCount:
     """Return the bytes that the rows of these plans take. A document counts once."""
     plans = list(plans)
     shared = {plan.document: plan.bytes.shared for plan in plans}

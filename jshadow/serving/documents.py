@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.cache.accounting import Bytes, total
+from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, same_arrays, with_room
 from jshadow.engine.placement import commit
@@ -90,7 +90,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
     sizes = GroupBytes(
         rows=total([live.times(rows), settings_bytes(programs.parts, rows)]),
         step=sum(step_temporaries(config, policy, group).values()),
-        reading=total([live, Bytes(peak["piece"] + peak["hooks"] + peak["logits"])]),
+        reading=total([live, ByteCount(peak["piece"] + peak["hooks"] + peak["logits"])]),
         shared=prompt,
     )
     return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
