@@ -378,7 +378,7 @@ def causal_attention(
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
         position = first + index * q_block + row
 
-        key_block = functools.partial(_add_causal, q_tile, (position, column), (k, v), scale, window)
+        key_block = functools.partial(_add_causal, q_tile, (position, column), (k, v), (scale, window))
         start = nothing(q_tile, sinks)
         # Most blocks of keys are visible to every query of the block, and need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
@@ -399,8 +399,7 @@ def _add_causal(
     q: Array,
     places: tuple[Array, Array],
     rows: tuple[Array, Array],
-    scale: float,
-    window: int | None,
+    scale_and_window: tuple[float, int | None],
     index: Array,
     carry: Softmax,
     *,
@@ -411,7 +410,7 @@ def _add_causal(
     `places` has the positions of the queries, int32 [rows], and those of the keys in their block. Float32 queries have
     their scale already.
     """
-    position, column = places
+    (position, column), (scale, window) = places, scale_and_window
     tokens, block = rows[0].shape[1], len(column)
     start = jnp.minimum(index * block, tokens - block)  # the last block overlaps the previous one
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in rows)
