@@ -153,12 +153,6 @@ def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
     return None if room is None else room - new
 
 
-def check_piece(name: str, tokens: Any) -> None:
-    """Raise ConfigError unless tokens is an integer of at least 1."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {tokens!r}")
-
-
 def check_stop(stop: Any) -> tuple[int, ...]:
     """Return stop tokens as a tuple, which is empty for None. Raises ConfigError for anything but token ids."""
     ids = () if stop is None else tuple(stop) if np.iterable(stop) else (stop,)

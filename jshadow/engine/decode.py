@@ -19,7 +19,6 @@ from jshadow.engine.agree import run_together
 from jshadow.engine.checks import (
     check_ids,
     check_logits,
-    check_piece,
     check_room,
     check_sampling,
     check_state,
@@ -40,7 +39,7 @@ from jshadow.engine.speculation.run import Drawing, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.types import Joined, Logits, Progress, Tokens
-from jshadow.errors import PromptError
+from jshadow.errors import PromptError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.planner.machine import abstract_state as abstract_state
 from jshadow.planner.pieces import EXTEND_CHUNK, turn_tokens
@@ -151,7 +150,7 @@ def extend(
     """
     check_state(params, state, policy)
     check_logits(logits)
-    check_piece("extend_chunk", extend_chunk)
+    check_integer("extend_chunk", extend_chunk, least=1)
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
@@ -218,7 +217,7 @@ def decode_steps(
             stop contains anything but token ids. Or the drafter cannot serve the model or the state.
     """
     check_state(params, state, None)
-    check_piece("n", n)
+    check_integer("n", n, least=1)
     check_sampling(sampler, seed)
     plan = _ScanPlan(n, sampler or Sampler(), check_stop(stop))
     ids = check_ids(params.config, token, (state.batch,), "token")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
 from jshadow.planner.limits import MemoryLimits
 
 GIB = 2**30
@@ -80,8 +80,7 @@ DEFAULT_GPUS = ("a100-80gb", "h100", "h200")
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU with this name. Raises ConfigError if it is unknown. The message lists the known names."""
-    if name not in GPUS:
-        raise ConfigError(f"gpu must be one of {list(GPUS)}, got {name!r}")
+    check_one_of("gpu", name, list(GPUS))
     return GPUS[name]
 
 

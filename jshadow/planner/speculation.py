@@ -8,7 +8,7 @@ prediction adds the times of all of this, as for a step (`gpu.py`).
 import dataclasses
 from typing import Any, NamedTuple
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload
 from jshadow.planner.gpu import Planner, PolicyPlan, checked
@@ -89,8 +89,7 @@ class Drafting(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigError if a number is out of range."""
-        if isinstance(self.drafts, bool) or not isinstance(self.drafts, int) or self.drafts < 1:
-            raise ConfigError(f"drafts must be an integer of at least 1, got {self.drafts!r}")
+        check_integer("drafts", self.drafts, least=1)
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must lie in [0, 1], got {self.acceptance!r}")
 

@@ -13,7 +13,7 @@ from jshadow.cache.system_memory import available_memory
 from jshadow.engine.placement import fetch_for, shards_of
 from jshadow.engine.rows import RowParts, RowSettings, row_of
 from jshadow.engine.types import Fitted
-from jshadow.errors import CapacityError, ConfigError
+from jshadow.errors import CapacityError, ConfigError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import device_here
@@ -22,7 +22,6 @@ from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.serving.requests import check_integer
 from jshadow.weights.params import Params
 
 _LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
