@@ -1,5 +1,8 @@
 """Typed errors. Every message names the field, the limit and the value that was given."""
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class JshadowError(Exception):
     """The base class of all errors that jshadow raises on purpose."""
@@ -63,3 +66,16 @@ class OutOfMemory(ServingError):
 
 class RequestCancelled(ServingError):
     """The request was cancelled before its answer was complete."""
+
+
+def check_integer(name: str, value: object, *, least: int | None = None) -> None:
+    """Raise ConfigError unless a value is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} must be an integer{bound}, got {value!r:.80}")
+
+
+def check_one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ConfigError unless a value is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {choices}, got {value!r}")

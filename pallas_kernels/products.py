@@ -163,7 +163,6 @@ def half_variance(rows: jax.Array, spread: jax.Array, scale: float) -> jax.Array
     Args:
         rows: queries, floating [B, h, R, d].
         spread: root mean square difference of the keys from their landmark, floating [B, h, m, 1].
-        scale: factor by which the products are multiplied.
 
     Returns:
         float32 [B, h, R, m].

@@ -124,7 +124,6 @@ def shifted_numbers(packed: jax.Array, place: int, bits: int, interpret: bool) -
         packed: uint8, two's complement codes in the layout of `bits`.
         place: position in each byte.
         bits: bits of a code, 8 or 4.
-        interpret: whether JAX's interpreter runs the kernel.
     """
     if bits == 8:
         return packed.astype(jnp.int8)
@@ -148,7 +147,6 @@ def middle_numbers(packed: jax.Array, place: int, bits: int, dtype: jnp.dtype, i
         place: position in each byte.
         bits: bits of a code, 8, 4 or 2.
         dtype: dtype of the result. All model dtypes represent the numbers exactly.
-        interpret: whether JAX's interpreter runs the kernel.
     """
     if not interpret and bits in MIDDLE_OF and dtype == jnp.bfloat16:
         return unpacked(middle_assembly(place, bits), packed)
@@ -165,8 +163,6 @@ def affine_numbers(
         place: position in each byte.
         scale: floating, broadcastable to the tile.
         zero: floating, as the scale.
-        dtype: dtype of the result.
-        interpret: whether JAX's interpreter runs the kernel.
     """
     if interpret or not jnp.dtype(dtype) == scale.dtype == zero.dtype == jnp.bfloat16:
         codes = code_at(lax.convert_element_type(packed, jnp.int32), place, 4).astype(jnp.float32)
@@ -219,8 +215,6 @@ def scaled_numbers(
         place: position in each word.
         bits: bits of a code, 8 or 4.
         scale: float32 [..., 1]. If `dtype` has two bytes, the numbers are those of finite float16.
-        dtype: dtype of the result.
-        interpret: whether JAX's interpreter runs the kernel.
 
     Returns:
         The products in float32, rounded to `dtype`, [..., n].

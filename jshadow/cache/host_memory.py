@@ -4,6 +4,7 @@ There are two limits. One is the memory that the system has available. The other
 memory (`xla_gpu_host_bfc`). An environment variable sets the size of the pool when jax starts.
 """
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -201,10 +202,7 @@ def _largest_capacity(plans: Plans, free: int) -> int:
     def size(capacity: int) -> int:
         return _planned_bytes([tuple(_at_capacity(spec, capacity) for spec in specs) for specs in plans])
 
-    low, high = 0, plans[0][0].capacity
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= free else (low, middle)
+    low = bisect.bisect_right(range(1, plans[0][0].capacity), free, key=size)
     low -= low % max(1, 1 << max(0, low.bit_length() - 6))
     return low if low and size(low) else 0  # a capacity so small that nothing is offloaded is not proposed
 

@@ -296,7 +296,6 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
 
     Args:
         layout: the layer's layout, or None if the layer offloads nothing.
-        spec: the layer.
         prompt: the rows of the prompt. None: zeros.
     """
     shapes = tier_shapes(layout, spec)

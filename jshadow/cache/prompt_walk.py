@@ -39,7 +39,6 @@ def prompts_of(
     """Yield the keys, values and queries of a text in each layer, under exact attention.
 
     Args:
-        params: the model's Params.
         tokens: int32 [S] or [B, S], without padding.
         progress: called with (layers done, number of layers) when the caller asks for the next layer.
 
@@ -73,7 +72,6 @@ def walk_layers(
     """Run tokens through the model, one compiled layer at a time, and yield a result for each layer.
 
     Args:
-        params: the model's Params.
         tokens: int32 [B, S], as `check_text` returns them.
         keep: called as keep(heads, rotation, attention kind) while the layer is traced. It returns the attention's
             output and the result to yield. The result of a recurrent layer is None, without a call.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.ops.layout import NewTokens, append_rows
+from jshadow.ops.layout import NewTokens, append_rows, write_rows
 from jshadow.ops.rope import RopeConfig, query_factor
 
 
@@ -119,6 +119,10 @@ class KeyValues(struct.PyTreeNode):
         new = NewTokens(step.q_pre, step.k_pre, step.v, step.cos, step.sin, slots, step.valid, first)
         queries, k, v = append_rows(self.k, self.v, new, factor=query_factor(rope), unit=unit)
         return KeyValues(k, v), queries
+
+    def written(self, k: Array, v: Array, slots: Array, valid: Array) -> "KeyValues":
+        """Return the buffer with the rows [B, T, h_kv, d] that are `valid`, bool [B, T], in `slots`, int32 [B, T]."""
+        return KeyValues(write_rows(self.k, k, slots, valid), write_rows(self.v, v, slots, valid))
 
 
 class HostArray(struct.PyTreeNode):

@@ -50,13 +50,12 @@ class Advise(WeightOptions, CacheOptions, Command):
 
     def run(self) -> int:
         """Return 0 when the policy is chosen."""
-        from jshadow.evaluation.advice import advise
+        from jshadow.evaluation.advice import advise, check_target
         from jshadow.policies import parse_policy, split_policy
 
         if not self.file:
             raise ConfigError("--file must be given at least once, got none")
-        if not 0 < self.target <= 1:
-            raise ConfigError(f"--target must be above 0 and at most 1, got {self.target!r}")
+        check_target("--target", self.target)
         gpu = None if self.gpu is None else gpu_named(self.gpu)
         documents = {path: read_text(path, "--file") for path in self.file}
         text = "" if self.questions is None else read_text(self.questions, "--questions")

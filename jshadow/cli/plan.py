@@ -12,7 +12,6 @@ from jshadow.cli.fields import Command, option
 from jshadow.cli.options import check_least
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import (
-    CONTEXT_RESERVE,
     DEFAULT_GPUS,
     GIB,
     GPUS,
@@ -201,17 +200,13 @@ def _packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy
 def _with_kernel(policies: dict[str, "Policy"], config: "ModelConfig", context: int, args: Plan) -> Any:
     """Return the policies whose rows in host memory a GPU kernel can read, or all if the mode is not "zero_copy"."""
     from jshadow.planner.bytes import cache_specs
+    from jshadow.planner.fetch_choice import kernel_refusal
 
     if args.fetch != "zero_copy":
         return policies
-    read = {}
-    for name, policy in policies.items():
-        resolved = policy.resolve(config, context)
-        specs = cache_specs(config, resolved, 1, context, context, args.dtype, args.fetch)
-        layouts = [spec.policy.host_layout(spec) for spec in specs]
-        if not any(layout and layout.no_kernel for layout in layouts):
-            read[name] = policy
-    return read
+    sizes = (1, context, context, args.dtype, args.fetch)
+    read = {name: cache_specs(config, policy.resolve(config, context), *sizes) for name, policy in policies.items()}
+    return {name: policies[name] for name, specs in read.items() if not kernel_refusal(specs)}
 
 
 def _count_bytes(args: Plan, policy: "Policy") -> int:
@@ -261,11 +256,11 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
         if value is not None and not 0 < value < 1e6:
             raise ConfigError(f"{name} must be above 0 and finite, got {value}")
     beside = _with_kernel(_packed_beside(policy, config), config, min(args.context, config.context), args)
-    if args.shared is not None or args.group_rows is not None:
-        return _plan_sessions(args, gpus, config, {"": policy} | beside)
     limit = None if args.host_gib is None else int(args.host_gib * GIB)
     gather = HOST_GATHER if args.gather is None else args.gather * 1e9
     gpus = [dataclasses.replace(gpu, host_limit=limit, gather_bytes_per_second=gather) for gpu in gpus]
+    if args.shared is not None or args.group_rows is not None:
+        return _plan_sessions(args, gpus, config, {"": policy} | beside)
     workload = Workload(
         args.context,
         args.max_new_tokens,
@@ -292,7 +287,7 @@ def _plan_gpus(args: Plan, policy: "Policy") -> int:
 
 def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies: dict[str, "Policy"]) -> int:
     """Print how many sessions of a serving engine each GPU holds, and return 0."""
-    from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+    from jshadow.planner.sessions import SessionClass, session_plan
     from jshadow.policies import Full
 
     args._check_absent(
@@ -309,12 +304,10 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
         documents=args.shared or 0,
         group_rows=_GROUP_ROWS if args.group_rows is None else args.group_rows,
     )
-    host = None if args.host_gib is None else int(args.host_gib * GIB)
     plans = []
     for gpu in gpus:
-        limits = MemoryLimits(gpu.memory_bytes, host, CONTEXT_RESERVE)
         kinds: dict[str, Any] = {"dtype": args.dtype, "fetch": args.fetch, "quantize": args.quantize}
-        sides = {side: session_plan(config, policy, [sizes], limits, **kinds) for side, policy in named.items()}
+        sides = {side: session_plan(config, policy, [sizes], gpu.limits, **kinds) for side, policy in named.items()}
         plans.append({"gpu": gpu.name, "plans": {side: plan.to_json() for side, plan in sides.items()}})
         if not args.json:
             _show_sessions(gpu, sides)
@@ -327,7 +320,7 @@ def _plan_sessions(args: Plan, gpus: list[Gpu], config: "ModelConfig", policies:
 
 def _show_sessions(gpu: Gpu, sides: dict[str, "SessionPlan"]) -> None:
     """Print the table of one GPU, with a column for each policy."""
-    from jshadow.planner.sessions import total
+    from jshadow.cache.accounting import total
 
     sizes = next(iter(sides.values())).classes[0].sizes
     table: list[Sequence[str]] = []
@@ -341,9 +334,9 @@ def _show_sessions(gpu: Gpu, sides: dict[str, "SessionPlan"]) -> None:
         row("sessions in any spread", lambda plan, side: f"{side.sessions_any_spread:,}")
         row("documents", lambda plan, side: f"{sizes.documents:,}")
     row(f"groups of {sizes.group_rows:,} rows", lambda plan, side: f"{side.sizes.groups:,}")
-    row("prompt half, GiB", lambda plan, side: _gib(total(side.prompt_parts)[0]))
-    row("prompt half in host, GiB", lambda plan, side: _gib(total(side.prompt_parts)[1]))
-    row("live half, GiB", lambda plan, side: f"{total(side.live_parts)[0] / GIB:.3f}")
+    row("prompt half, GiB", lambda plan, side: _gib(total(side.prompt_parts.values()).device))
+    row("prompt half in host, GiB", lambda plan, side: _gib(total(side.prompt_parts.values()).host))
+    row("live half, GiB", lambda plan, side: f"{total(side.live_parts.values()).device / GIB:.3f}")
     row("weights, GiB", lambda plan, side: _gib(plan.weights_bytes))
     if sizes.documents:
         row("documents, GiB", lambda plan, side: _gib(side.documents_bytes[0]))
@@ -481,7 +474,8 @@ def _show_plan(plan: "CapacityPlan") -> None:
         row("prefill, links, s", lambda plan, side: f"{side.prefill.link_seconds:.2f}")
     row("compression, s", lambda plan, side: f"{side.prefill.compress_seconds:.3f}")
     row("first token of a stored state, ms", lambda plan, side: f"{side.prefill.first_token_seconds * 1e3:.0f}")
-    row("to full attention", lambda plan, side: _ratio_text(None if side is plan.full else plan.ratio_of(side)))
+    ratio = {name: None if side is plan.full else plan.ratio_of(side) for name, side in sides.items()}
+    table.append(("to full attention", *("-" if one is None else f"{one:.2f}" for one in ratio.values())))
     shards = plan.workload.shards
     each = plan.gpu.name if shards is None else f"each of {count} {plan.gpu.name}, tp={count}, left={shards.left}"
     show_table([each, *sides], table, right=True)
@@ -491,10 +485,6 @@ def _fraction(plan: "CapacityPlan", side: "PolicyPlan") -> str:
     """Return the smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, as text."""
     needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
     return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _notes(plans: list["CapacityPlan"]) -> list[str]:

@@ -393,8 +393,8 @@ def _class_about(plan: Any) -> dict[str, Any]:
         "prompt": one.prompt,
         "room": one.room,
         "rows": one.rows,
-        "device_bytes": plan.bytes.device // one.rows,
-        "host_bytes": plan.bytes.host // one.rows,
+        "device_bytes": plan.bytes.rows.device // one.rows,
+        "host_bytes": plan.bytes.rows.host // one.rows,
         "fallback": plan.fallback,
     }
 

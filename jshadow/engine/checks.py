@@ -134,7 +134,6 @@ def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
     The room is read from the device only if the lower bound that the host has noted is too small or missing.
 
     Args:
-        state: the state before the step.
         new: number of new tokens of each row, int64 [B].
 
     Returns:
@@ -152,12 +151,6 @@ def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
                 f"{int(room[row])} more, got {int(new[row])}"
             )
     return None if room is None else room - new
-
-
-def check_piece(name: str, tokens: Any) -> None:
-    """Raise ConfigError unless tokens is an integer of at least 1."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {tokens!r}")
 
 
 def check_stop(stop: Any) -> tuple[int, ...]:
@@ -192,7 +185,6 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     """Raise StateMismatch unless the state fits the model and the policy, and was not consumed.
 
     Args:
-        params: the model.
         state: any value. An error is raised if it is not a KVState.
         policy: the policy that the caller passed, or None.
     """

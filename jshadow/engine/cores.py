@@ -133,7 +133,7 @@ def scan_tokens(
         out = jnp.where((after[:, -1] if want == "last" else after)[..., None], jnp.nan, out)
         if want == "last":
             return (writes, jnp.where((new > 0)[:, None], out, last)), None
-        return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]
+        return (writes, last), out if want == "all" else want(out)
 
     shape = (batch, config.vocab_size) if want == "last" else (0,)
     start = (writes, jnp.zeros(shape, jnp.float32))

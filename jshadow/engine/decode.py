@@ -6,8 +6,8 @@ These functions take Params, check their arguments and keep compiled programs. T
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Unpack, overload
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jshadow.engine.agree import run_together
 from jshadow.engine.checks import (
     check_ids,
     check_logits,
-    check_piece,
     check_room,
     check_sampling,
     check_state,
@@ -35,11 +34,12 @@ from jshadow.engine.cores import step as step
 from jshadow.engine.prefill.whole import prefill as prefill
 from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, seed_key
-from jshadow.engine.speculation.run import Drawing, StepsKeywords, speculative_steps
+from jshadow.engine.speculation.drafter import Drafter
+from jshadow.engine.speculation.run import Drawing, speculative_steps
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
-from jshadow.errors import PromptError
+from jshadow.engine.types import Joined, Logits, Progress, Tokens
+from jshadow.errors import PromptError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.planner.machine import abstract_state as abstract_state
 from jshadow.planner.pieces import EXTEND_CHUNK, turn_tokens
@@ -111,7 +111,6 @@ def _extend(
     return scan_tokens(weights, config, tokens, lengths, reads, writes, Turn(tokens.shape[1], want))
 
 
-@overload
 def extend(
     params: Params,
     tokens: Tokens,
@@ -119,30 +118,10 @@ def extend(
     state: KVState,
     policy: Policy | None = None,
     *,
-    logits: WholeLogits = "last",
-    **options: Unpack[ExtendKeywords],
-) -> tuple[Array, KVState]: ...
-@overload
-def extend(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    state: KVState,
-    policy: Policy | None = None,
-    *,
-    logits: Callable[[Array], Joined],
-    **options: Unpack[ExtendKeywords],
-) -> tuple[Joined, KVState]: ...
-def extend(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    state: KVState,
-    policy: Policy | None = None,
-    *,
-    logits: WholeLogits | Callable[[Array], Joined] = "last",
-    **options: Unpack[ExtendKeywords],
-) -> tuple[Array | Joined, KVState]:
+    logits: Logits[Joined] = "last",
+    extend_chunk: int = EXTEND_CHUNK,
+    progress: Progress | None = None,
+) -> tuple[Joined, KVState]:
     """Feed several tokens to each row, and return logits. This consumes the state.
 
     The tokens pass through the model in pieces (`extend_chunk`). In each layer, the policy takes a piece in blocks of
@@ -158,9 +137,9 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
-        options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
-            at once, 2048 by default. Smaller pieces take less device memory, which `planner.pieces.extend_peak`
-            computes. progress is called with a `PrefillProgress` after each piece.
+        extend_chunk: number of tokens of all rows that go through a layer at once. Smaller pieces take less device
+            memory, which `planner.pieces.extend_peak` computes.
+        progress: called with a `PrefillProgress` after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
@@ -168,19 +147,16 @@ def extend(
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
         ConfigError: `logits` is not one of these choices, or extend_chunk is not an integer of at least 1.
-        TypeError: there is an unknown option.
     """
-    if unknown := options.keys() - ExtendKeywords.__annotations__.keys():
-        raise TypeError(f"extend() got unexpected keyword arguments {sorted(unknown)}")
     check_state(params, state, policy)
     check_logits(logits)
-    check_piece("extend_chunk", chunk := options.get("extend_chunk", EXTEND_CHUNK))
+    check_integer("extend_chunk", extend_chunk, least=1)
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(run_together, _extend, params.weights, reads=reads, config=params.config)
-        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, chunk)), logits, options.get("progress"))
+        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, extend_chunk)), logits, progress)
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 
@@ -214,7 +190,8 @@ def decode_steps(
     sampler: Sampler | None = None,
     seed: int = 0,
     stop: Sequence[int] | None = None,
-    **options: Unpack[StepsKeywords],
+    speculate: Drafter | None = None,
+    before: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Array, KVState]:
     """Generate up to n tokens for each row in one compiled scan. This consumes the state.
 
@@ -228,8 +205,8 @@ def decode_steps(
         sampler: how tokens are drawn. None means greedy.
         seed: seed of the sampler, an integer of 64 bits.
         stop: token ids that end a row. A row that has drawn one of them is not fed again. None: no token ends a row.
-        options: `speculate` and `before`. speculate is a drafter. It changes no token (docs/speculation.md). before is
-            the token ids that the state holds in each row, for a drafter that searches the text.
+        speculate: a drafter. It changes no token (docs/speculation.md).
+        before: the token ids that the state holds in each row, for a drafter that searches the text.
 
     Returns:
         The new tokens int32 [B, n], with -1 after a row's stop token, and the new state.
@@ -240,18 +217,15 @@ def decode_steps(
             stop contains anything but token ids. Or the drafter cannot serve the model or the state.
     """
     check_state(params, state, None)
-    check_piece("n", n)
+    check_integer("n", n, least=1)
     check_sampling(sampler, seed)
     plan = _ScanPlan(n, sampler or Sampler(), check_stop(stop))
     ids = check_ids(params.config, token, (state.batch,), "token")
     room = check_room(state, np.full(state.batch, n, np.int64))
     key = seed_key(seed)
-    drafter, before = options.pop("speculate", None), options.pop("before", None)
-    if options:
-        raise TypeError(f"decode_steps() got unexpected keyword arguments {sorted(options)}")
-    if drafter is not None:
+    if speculate is not None:
         drawing = Drawing(plan.sampler, key, plan.stop)
-        tokens, writes = speculative_steps(params, drafter, drawing, state, ids, n, before)
+        tokens, writes = speculative_steps(params, speculate, drawing, state, ids, n, before)
         return tokens, note_room(state.join(writes), room)
     with consuming(state):
         reads, writes = state.split()

@@ -10,7 +10,7 @@ from jshadow.engine.checks import check_capacity, check_sampling
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation.drafter import Drafter
 from jshadow.engine.types import Fitted, Progress
-from jshadow.errors import CapacityError, ConfigError, StateMismatch
+from jshadow.errors import CapacityError, ConfigError, StateMismatch, check_integer
 from jshadow.ops.buckets import round_up, step_of
 from jshadow.planner.bytes import Workload
 from jshadow.policies import Policy
@@ -89,9 +89,7 @@ class GenerateOptions:
 
     def check(self, params: Params) -> None:
         """Raise ConfigError or CapacityError if a setting is out of range for the model."""
-        count = self.max_new_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"max_new_tokens must be an integer of at least 0, got {count!r}")
+        check_integer("max_new_tokens", self.max_new_tokens, least=0)
         check_sampling(self.sampler, self.seed)
         if self.capacity is not None:
             check_capacity(params.config, self.capacity, 1)

@@ -64,7 +64,6 @@ def fetch_for(params: Params, policy: Policy, workload: Workload, *, states: int
     Args:
         params: the model, whose weights lie on the devices already.
         policy: the resolved policy.
-        workload: the requests.
         states: number of states of this size that the call makes.
 
     Raises:

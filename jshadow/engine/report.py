@@ -202,7 +202,6 @@ def row_figures(before: Counters, after: Counters, row: int, config: ModelConfig
         before: the counters at the first reading, as NumPy arrays [B].
         after: the counters at the second reading.
         row: index of the row.
-        config: the model.
     """
 
     def gained(name: str) -> Any:

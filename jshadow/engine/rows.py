@@ -27,7 +27,7 @@ from jshadow.engine.checks import as_array, check_sampling
 from jshadow.engine.sampling import COLDEST, NO_TOKEN, Sampler, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.engine.types import Tokens
-from jshadow.errors import ConfigError, PromptError
+from jshadow.errors import ConfigError, PromptError, check_integer
 from jshadow.models.config import ModelConfig, check_positive
 
 _EVERY = 2**32 - 1  # a limit that no sum reaches: all tokens are kept
@@ -189,8 +189,7 @@ class RowParts:
 
     def __post_init__(self) -> None:
         check_positive("parts", vocab_size=self.vocab_size)
-        if isinstance(self.bias_limit, bool) or not isinstance(self.bias_limit, int) or self.bias_limit < 0:
-            raise ConfigError(f"parts.bias_limit must be an integer of at least 0, got {self.bias_limit!r}")
+        check_integer("parts.bias_limit", self.bias_limit, least=0)
 
 
 def check_row(settings: RowSettings, parts: RowParts) -> None:

@@ -112,17 +112,26 @@ def _count_step(
     )
 
 
-def _add_counted(
-    counters: Counters, works: list[LayerWork], join: Callable[[Counters], Counters] | None = None
+def _counted(
+    counters: Counters,
+    specs: tuple[CacheSpec, ...],
+    layers: list[LayerState],
+    works: list[LayerWork],
+    positions: Array,
+    valid: Array,
 ) -> Counters:
-    """Return the counters after a step whose layers have counted their work themselves (`LayerWork.counted`).
+    """Do what `_count_step` does for a step whose layers may have counted their work themselves (`LayerWork.counted`).
 
-    `join` adds up the counts of several devices. The layers are added first, so a step has one such sum.
+    The queries are at `positions`, int32 [B, T]. The layers are added before the devices of a mesh, so a step has one
+    sum over devices.
     """
     counts = [work.counted for work in works if work.counted is not None]
+    if not counts:
+        return _count_step(counters, specs, layers, works, positions + 1, valid)
     total: Counters = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *counts)
     total = total.replace(steps=counts[0].steps)  # every layer has counted the same queries
-    both: Counters = jax.tree.map(jnp.add, counters, total if join is None else join(total))
+    shards = specs[0].shards
+    both: Counters = jax.tree.map(jnp.add, counters, total if shards is None else _joined_counters(shards, total))
     return both
 
 
@@ -375,8 +384,6 @@ def step_layer(
     """Run one layer of one step: append, select, fetch, receive, attend, plan. Every policy has this order.
 
     Args:
-        spec: the spec of this layer.
-        state: the state of this layer.
         step: queries, keys and values of the step.
         everyone: specs, host tiers and inbox of all layers.
 
@@ -471,22 +478,20 @@ def step_state(
     held = lengths + new
     newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(new > 0, newest, writes.last)
-    if works[0].counted is None:
-        counters = _count_step(writes.counters, specs, layers, works, positions + 1, valid)
-    else:
-        counters = _add_counted(
-            writes.counters, works, None if shards is None else functools.partial(_joined_counters, shards)
-        )
+    counters = _counted(writes.counters, specs, layers, works, positions, valid)
     held, last = everywhere((held, last), shards)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
-    shared = writes.shared
-    if speculation is not None:
-        shared = jax.tree.map(
-            lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
-            speculation.after_step(shared, out, held),
-            shared,
-        )
+    shared = writes.shared if speculation is None else _foreseen(speculation, writes.shared, out, held, new)
     return out[:, :count] if every else out[:, 0], state.join(Writes(changed, shared, held, last, counters))
+
+
+def _foreseen(speculation: Speculates, shared: Any, out: Array, held: Array, new: Array) -> Any:
+    """Return the shared part of a state after the logits `out` of a step, in rows that have fed a token."""
+    return jax.tree.map(
+        lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
+        speculation.after_step(shared, out, held),
+        shared,
+    )
 
 
 def _run_layers(
@@ -524,26 +529,8 @@ def _run_layers(
         def cache(
             heads: Heads, index: int = index, spec: CacheSpec = spec, foreseen: Array | None = foreseen
         ) -> tuple[Array, Any]:
-            turn = turns[spec.rope, spec.head_dim]
-            step = StepKV(
-                q_pre=turn.tempered(heads.q_pre),
-                q_post=turn.queries(heads.q_pre),
-                k_pre=heads.k_pre,
-                k_post=turn.keys(heads.k_pre),
-                v=heads.v,
-                positions=positions,
-                valid=valid,
-                lengths=state.lengths,
-                inverse=turn.inverse,
-                cos=turn.cos[:, :, 0],
-                sin=turn.sin[:, :, 0],
-                q_foreseen=foreseen,
-                learned=of_layer(reads.fitted, index),
-                sinks=heads.sinks,
-                gates=heads.gates,
-                taps=heads.taps,
-                skip=heads.skip,
-            )
+            step = _step_of(heads, turns[spec.rope, spec.head_dim], positions, valid, state.lengths)
+            step = step.replace(q_foreseen=foreseen, learned=of_layer(reads.fitted, index))
             out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None
             if foresees and index + 1 < len(specs) and not config.attention_kind(index + 1).recurrent:
@@ -556,6 +543,27 @@ def _run_layers(
         everyone.tiers[index] = layers[index].host
         works.append(work)
     return x, layers, works
+
+
+def _step_of(heads: Heads, turn: Rotation, positions: Array, valid: Array, lengths: Array) -> StepKV:
+    """Return the queries, keys and values of a step of one layer."""
+    return StepKV(
+        q_pre=turn.tempered(heads.q_pre),
+        q_post=turn.queries(heads.q_pre),
+        k_pre=heads.k_pre,
+        k_post=turn.keys(heads.k_pre),
+        v=heads.v,
+        positions=positions,
+        valid=valid,
+        lengths=lengths,
+        inverse=turn.inverse,
+        cos=turn.cos[:, :, 0],
+        sin=turn.sin[:, :, 0],
+        sinks=heads.sinks,
+        gates=heads.gates,
+        taps=heads.taps,
+        skip=heads.skip,
+    )
 
 
 def _rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[tuple[RopeConfig, int], Rotation]:

@@ -1,11 +1,12 @@
 """The types of the public functions: prompts, tokens, learned arrays, logits, and the progress of a prefill."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypedDict, TypeVar
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
+from typing_extensions import TypeVar
 
 from jshadow.policies.prefill_attention import PrefillAttention
 
@@ -51,36 +52,18 @@ Prompt = OnePrompt | Batch
 Tokens = ArrayLike  # integers: token ids, or numbers of tokens
 Fitted = Mapping[str, object]  # a nested dict of arrays [L, ...] that a policy learned
 
-Joined = TypeVar("Joined")  # the results of a callable on logits, concatenated over the pieces of a prompt
+Joined = TypeVar("Joined", default=Array)  # logits, or the results of a callable on them, of all pieces of a prompt
 WholeLogits = Literal["last", "all"]
-Logits = str | Callable[[Array], Joined]
+Logits = WholeLogits | Callable[[Array], Joined]
 
 Progress = Callable[[PrefillProgress], None]  # called after each unit of a prefill, or each piece of a turn
 
 
-class _Keywords(TypedDict, total=False):
+class PrefillKeywords(TypedDict, total=False):
+    """Keyword arguments of `begin_prefill`."""
+
+    fetch: str
     fitted: Fitted | None
     prefill_chunk: int
     attention: PrefillAttention | None
     room: int | None
-
-
-class PrefillKeywords(_Keywords, total=False):
-    """Keyword arguments of `prefill` that do not affect its return type."""
-
-    fetch: str
-
-
-class PrefillManyKeywords(_Keywords, total=False):
-    """Keyword arguments of `prefill_many` that do not affect its return type."""
-
-    fetch: str | list[str] | tuple[str, ...]
-    shortest: int | None
-    progress: Progress | None
-
-
-class ExtendKeywords(TypedDict, total=False):
-    """Keyword arguments of `extend` that do not affect its return type."""
-
-    extend_chunk: int
-    progress: Progress | None

@@ -155,14 +155,14 @@ def advise(
         ConfigError: there is no document, the target is out of range, or `out` belongs to another model.
         CapacityError: a document exceeds the model's context.
     """
-    if isinstance(target, bool) or not 0 < target <= 1:
-        raise ConfigError(f"target must be above 0 and at most 1, got {target!r}")
+    check_target("target", target)
     if not documents:
         raise ConfigError("documents must have at least one text, got none")
     if len(questions) * len(documents) == 1:
         raise ConfigError("questions must be at least 2 for one document: one half of them judges, got 1")
     settings = EvalSettings(documents=documents, questions=tuple(questions))
-    [plan] = plan_evaluation(params, (), (), policies or [Full()], settings).plans
+    evaluation = plan_evaluation(params, (), (), policies or [Full()], settings)
+    [plan] = evaluation.plans
     tried = candidates(plan.length) if policies is None else policies
     sizes = {policy: _bytes_of(params, policy, plan) for policy in tried}
     if policies is None:  # full attention takes fewer bytes of a short document than some codes
@@ -172,10 +172,9 @@ def advise(
     step = _AT_ONCE if policies is None else max(1, len(ordered))
     groups = [ordered[first : first + step] for first in range(0, len(ordered), step)] or [[Full()]]
     store, judged, best = SampleStore(out), dict[Policy, Judged](), None
+    check_model(out, evaluation.model)
     for number, group in enumerate(groups):
-        evaluation = plan_evaluation(params, (), (), group, settings)
-        check_model(out, evaluation.model)
-        each = _probes_of(evaluation, store, _share_of(progress, number, len(groups)))
+        each = _probes_of(evaluation.with_policies(group), store, _share_of(progress, number, len(groups)))
         judged |= {policy: Judged.of(policy, sizes[policy], of_one) for policy, of_one in each.items()}
         best = cheapest(judged.values(), target)
         if policies is None and not isinstance(best.policy, Full):
@@ -183,6 +182,12 @@ def advise(
     assert best is not None
     rows = sorted(judged.values(), key=lambda one: one.device_bytes)
     return Advice(target, plan.length, tuple(rows), best, len(sizes) - len(rows))
+
+
+def check_target(name: str, target: float) -> None:
+    """Raise ConfigError unless a target of `advise` is a share."""
+    if isinstance(target, bool) or not 0 < target <= 1:
+        raise ConfigError(f"{name} must be above 0 and at most 1, got {target!r}")
 
 
 def _bytes_of(params: Any, policy: Policy, plan: TaskPlan) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer, check_one_of
 from jshadow.evaluation.scorers import LETTERS, SCORERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
 from jshadow.weights.tokenizer import decode, encode, read_text
@@ -181,8 +181,7 @@ def _of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     usual = "string_match_part" if isinstance(answers, str) else "string_match_all"
     scorer = row.get("scorer") or (known[task].scorer if task in known else usual)
     most = row["max_new_tokens"]
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
+    check_integer("max_new_tokens", most, least=1)
     choices = _texts(row.get("choices") or row.get("all_classes") or ())
     sample = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
     return sample, True
@@ -293,8 +292,7 @@ def _checked(row: _Row) -> _Row:
         raise ConfigError(f"{row.where}: context must have text, got {sample.context!r}")
     if not any(sample.answers):
         raise ConfigError(f"{row.where}: answer must be text or a list of texts, got {sample.answer!r}")
-    if sample.scorer not in SCORERS:
-        raise ConfigError(f"{row.where}: scorer must be one of {sorted(SCORERS)}, got {sample.scorer!r}")
+    check_one_of(f"{row.where}: scorer", sample.scorer, sorted(SCORERS))
     if not sample.context.startswith(row.instruction):
         raise ConfigError(f"{row.where}: context must begin with the instruction, got {sample.context!r:.80}")
     context = sample.context.removeprefix(row.instruction)
@@ -303,8 +301,8 @@ def _checked(row: _Row) -> _Row:
 
 def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[_Row]:
     """Read the first `limit` rows of each file, or all rows. Raises ConfigError for a bad limit, file or row."""
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
+    if limit is not None:
+        check_integer("limit", limit, least=1)
     rows: list[_Row] = []
     for path in map(Path, paths):
         of_file: list[_Row] = []
@@ -355,7 +353,6 @@ def read_cases(
 
     Args:
         paths: .jsonl, .json or .parquet files.
-        tokenizer: tokenizer of the model.
         room: maximum number of tokens of prompt, questions and answers together: the model's context.
         truncate: "middle" removes tokens from the middle of a context that is too long, as LongBench does. None raises
             an error instead.

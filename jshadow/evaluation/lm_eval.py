@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.saved.fitted import load_fitted
 from jshadow.engine.sparse_prefill import parse_prefill
-from jshadow.errors import ConfigError, JshadowError, PromptError
+from jshadow.errors import ConfigError, JshadowError, PromptError, check_integer, check_one_of
 from jshadow.evaluation.likelihood import Score, Scorer
 from jshadow.policies import Policy, parse_policy
 from jshadow.policies.capabilities import with_fitted
@@ -89,9 +89,8 @@ def _whole(name: str, value: Any) -> int:
     """Read an integer of at least 1 from a number or its text. Raises a ConfigError that names `name`."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
+    check_integer(name, value, least=1)
+    return int(value)
 
 
 def _policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
@@ -171,8 +170,7 @@ class JshadowLM(TemplateLM):
             raise ConfigError(
                 f"max_batch_size must be left out, because no batch size is searched, got {asked.max_batch_size!r}"
             )
-        if asked.truncation not in _TRUNCATIONS:
-            raise ConfigError(f"truncation must be one of {_TRUNCATIONS}, got {asked.truncation!r}")
+        check_one_of("truncation", asked.truncation, _TRUNCATIONS)
         chosen = _policy_of(policy, settings)
         attention = parse_prefill(asked.prefill)
         batch = _whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshadow.errors import ConfigError, Infeasible
+from jshadow.errors import ConfigError, Infeasible, check_integer
 from jshadow.evaluation.data import read_cases, whole_file
 from jshadow.evaluation.tasks import Case, Sample, ruler, sample_of
 from jshadow.evaluation.tasks.documents import document_case
@@ -166,6 +166,17 @@ class Evaluation:
         """The config of the model, and the digest of its weights."""
         return model_of(self.setup.params)
 
+    def with_policies(self, policies: Sequence[Policy]) -> "Evaluation":
+        """Return the evaluation of other policies on the same cases, without shares and sweeps.
+
+        Raises:
+            ConfigError: a policy cannot run.
+        """
+        measured = list(dict.fromkeys([Full(), *policies]))
+        entries = [_entries_of(self.setup, plan, measured, (), {}) for plan in self.plans]
+        plans = (dataclasses.replace(plan, entries=of_plan) for plan, of_plan in zip(self.plans, entries, strict=True))
+        return dataclasses.replace(self, plans=tuple(plans))
+
 
 def model_of(params: Any) -> str:
     """Return the config of a model and the digest of its weights."""
@@ -296,8 +307,7 @@ def plan_tasks(
             package or data is missing.
     """
     samples, shares = settings.samples, settings.shares
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
+    check_integer("samples", samples, least=1)
     lists: list[tuple[str, Any]] = [("tasks", tasks), ("lengths", lengths), ("policies", policies)]
     for name, values in lists[2 if (settings.data or settings.documents) and not tasks else 0 :]:
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:

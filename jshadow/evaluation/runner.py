@@ -15,10 +15,9 @@ import numpy as np
 from jshadow.cache import offload
 from jshadow.cache.state import Counters, KVState
 from jshadow.engine import decode
-from jshadow.engine.checks import check_piece
 from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.report import row_figures
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer
 from jshadow.evaluation import metrics
 from jshadow.evaluation.likelihood import generate_rows, greedy, padded_rows
 from jshadow.evaluation.plan import EvalSettings, Evaluation, Setup, TaskPlan, label, model_of, plan_tasks
@@ -380,7 +379,7 @@ def plan_evaluation(
 
     The arguments and the errors are those of `evaluate`.
     """
-    check_piece("together", asked.together)
+    check_integer("together", asked.together, least=1)
     setup = Setup(params, offload.resolve_fetch(asked.fetch), asked.prefill, asked.fitted or {}, asked.together)
     if isinstance(asked.data, str) or (not asked.data and (asked.truncate is not None or asked.limit is not None)):
         raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {asked.data!r}")

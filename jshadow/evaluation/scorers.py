@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jshadow.errors import ConfigError
+from jshadow.errors import check_one_of
 
 Scorer = Callable[[Sequence[str], str, Sequence[str]], float]
 LETTERS = "ABCD"
@@ -27,8 +27,7 @@ def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[st
     "string_match_all" needs all of the answers, and most other scorers need any of them. `choices` are all classes, for
     "classes". Raises ConfigError if the scorer is unknown.
     """
-    if scorer not in SCORERS:
-        raise ConfigError(f"scorer must be one of {sorted(SCORERS)}, got {scorer!r}")
+    check_one_of("scorer", scorer, sorted(SCORERS))
     if not output.strip() or not any(answers):
         return 0.0
     return float(SCORERS[scorer](answers, output, choices))

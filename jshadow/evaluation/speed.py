@@ -164,14 +164,14 @@ class Shape:
         )
 
 
-def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
+def random_prompt(shape: Shape, policy: LayerCache) -> PromptKV:
     """Return random keys and values [B, S, h_kv, d] of a prompt, and the random queries that a policy needs.
 
     The log-sum-exps are those of uniform attention. If the policy has its own prefill attention, `extra` is the initial
     value that its `begin` returns.
     """
     reads = policy.reads
-    keys, made = prompt_arrays(shape, reads.all_queries, reads.last_queries, reads.second_pass, np.uint32(seed))
+    keys, made = prompt_arrays(shape, reads.all_queries, reads.last_queries, reads.second_pass, np.uint32(0))
     prompt = PromptKV(k_pre=keys, k_post=keys, **made)
     attention, config = attention_of(policy), shape.config()
     extra = None if attention is None else attention.begin(config, config.attention_kind(0), prompt, None, None)

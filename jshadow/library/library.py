@@ -59,7 +59,6 @@ def ids_of(source: _Source, params: Params) -> tuple[np.ndarray, str]:
     Args:
         source: token ids, a text, or the path of a .txt, .md or .pdf file. A text is placed where a document comes in
             the first message of a chat, if the tokenizer has a chat template.
-        params: the model.
 
     Raises:
         PromptError: there are no tokens, an id is out of range, a text has no tokenizer, or a text is the name of a

@@ -292,7 +292,6 @@ class StateStore:
 
         Args:
             place: a directory, which need not exist, or the URL of an object store ("s3://bucket/path").
-            params: the model.
             policy: how keys and values are kept. None means ShadowKV().
             capacity: maximum number of tokens that a state can ever hold, with questions and answers.
             fetch: "auto", "resident", "device_put" or "zero_copy".

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer, check_one_of
 from jshadow.ops.rope import RopeConfig as RopeConfig
 
 # The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
@@ -32,8 +32,7 @@ NORMS = ("rms", "wide", "unit", "layer")
 def check_positive(owner: str, **fields: Any) -> None:
     """Raise ConfigError unless every field is an integer of at least 1."""
     for name, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{owner}.{name} must be an integer of at least 1, got {value!r}")
+        check_integer(f"{owner}.{name}", value, least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +157,7 @@ class Experts:
                 f"config.experts.chosen_groups must be at most groups={self.groups} and have at least "
                 f"chosen={self.chosen} experts, got {self.chosen_groups}"
             )
-        if self.router not in ROUTERS:
-            raise ConfigError(f"config.experts.router must be one of {ROUTERS}, got {self.router!r}")
+        check_one_of("config.experts.router", self.router, ROUTERS)
 
     @property
     def active_width(self) -> int:
@@ -298,16 +296,14 @@ class ModelConfig:
             raise ConfigError("config.query_scalar must be given with sliding_heads, so that layers have one scale")
         if not self.norm_eps > 0:
             raise ConfigError(f"config.norm_eps must be above 0, got {self.norm_eps!r}")
-        if self.norm not in NORMS:
-            raise ConfigError(f"config.norm must be one of {NORMS}, got {self.norm!r}")
+        check_one_of("config.norm", self.norm, NORMS)
         if self.parallel and not self.pre_norms:
             raise ConfigError(f"config.pre_norms must be true in a parallel block, got {self.pre_norms!r}")
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
         activations = sorted([*ACTIVATIONS.values(), _CLAMPED, _UNGATED])
-        if self.activation not in activations:
-            raise ConfigError(f"config.activation must be one of {activations}, got {self.activation!r}")
+        check_one_of("config.activation", self.activation, activations)
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -514,8 +510,7 @@ _ATTENTION_KEYS = (
 def activation_of(hf: Mapping[str, Any], key: str) -> str:
     """Return the activation that a key of config.json names, or "silu" if the key is missing."""
     name = hf.get(key) or "silu"
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"config.json {key} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    check_one_of(f"config.json {key}", name, sorted(ACTIVATIONS))
     return ACTIVATIONS[name]
 
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import ModelFamily, of_layer, read_part, write_part
 from jshadow.models.llama import DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, INTERLEAVED, NORMS, OUTPUT, VALUES
 from jshadow.models.sliding import layer_count
 
 _RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + GATE_AND_UP + DOWN
-_CORRECTION = Rule(
-    r"model\.layers\.(\d+)\.mlp\.moe_statics\.e_score_correction_bias", "layer_{0}/mlp/router/correction", "flatten"
-)
+_CORRECTION = of_layer(r"mlp\.moe_statics\.e_score_correction_bias", "mlp/router/correction", "flatten")
+_KEYS = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
 _DEFAULTS = {
     "vocab_size": 103424,
     "max_position_embeddings": 131072,
@@ -34,17 +33,11 @@ def _read_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers, first, last = layer_count(hf), hf["moe_layer_start_index"], hf["moe_layer_end_index"]
     check_positive("config.json", moe_layer_interval=hf["moe_layer_interval"], width=hf["moe_intermediate_size"])
     last = layers - 1 if last == -1 else last
-    experts = Experts(
-        hf["moe_num_experts"],
-        hf["moe_k"],
-        hf["moe_intermediate_size"],
-        tuple(
-            layer for layer in range(layers) if (layer + 1) % hf["moe_layer_interval"] == 0 and first <= layer <= last
-        ),
-        corrected=True,
-        least_sum=0.0,
-        shared_width=hf["moe_intermediate_size"] * hf["moe_num_shared_experts"],
-    )
+    having = [
+        layer for layer in range(layers) if (layer + 1) % hf["moe_layer_interval"] == 0 and first <= layer <= last
+    ]
+    shared = hf["moe_intermediate_size"] * hf["moe_num_shared_experts"]
+    experts = read_part(Experts, _KEYS, hf, layers=tuple(having), corrected=True, shared_width=shared)
     return {**_read(hf), "experts": experts}
 
 
@@ -52,9 +45,7 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
     experts = experts_of(config)
     return {
         **_write(config),
-        "moe_num_experts": experts.count,
-        "moe_k": experts.chosen,
-        "moe_intermediate_size": experts.width,
+        **write_part(experts, _KEYS),
         "moe_num_shared_experts": experts.shared_width // experts.width,
         "moe_layer_start_index": min(experts.layers, default=config.num_layers),
         "moe_layer_end_index": max(experts.layers, default=config.num_layers),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import ModelConfig, token_ids
+from jshadow.models.config import Experts, ModelConfig, Recurrent, token_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,42 @@ class Rule:
         name = self.pattern.replace(r"(\d+)", "{0}", 1).replace(r"(\d+)", "{1}").replace("\\", "")
         experts = range(shape[0]) if self.stacked else [""]
         return [name.format(*matched.groups() or [""], expert) for expert in experts]
+
+
+LAYER = r"model\.layers\.(\d+)\."  # what the names of a decoder layer's tensors begin with
+
+
+def of_layer(theirs: str, ours: str, transform: str = "copy", *parts: str, prefix: str = LAYER, **more: Any) -> Rule:
+    """Return the row of a tensor of each layer: `theirs` behind `prefix`, and `ours` behind the layer's path."""
+    return Rule(prefix + theirs, f"layer_{{0}}/{ours}", transform, parts or ("",), **more)
+
+
+def linear(theirs: str, ours: str, *parts: str, **more: Any) -> Rule:
+    """Return the row of the kernel of a linear layer. The arguments are those of `of_layer`."""
+    return of_layer(theirs + r"\.weight", ours + "/kernel", "transpose", *parts, **more)
+
+
+def read_part[Part: (Experts, Recurrent)](
+    part: type[Part], keys: Mapping[str, str], hf: Mapping[str, Any], /, **fields: Any
+) -> Part:
+    """Return the experts or the recurrent layers of a config.json.
+
+    Args:
+        part: Experts or Recurrent.
+        keys: the key of config.json that has a field.
+        hf: the parsed config.json.
+        fields: the other fields, and fields that are not read as their key says.
+    """
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(part)}
+    for name in keys.keys() - fields.keys():
+        value = hf[keys[name]]
+        fields[name] = types[name](value) if types[name] in (bool, float) else value
+    return part(**fields)
+
+
+def write_part(part: Experts | Recurrent, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Undo `read_part`."""
+    return {key: getattr(part, name) for name, key in keys.items()}
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import Experts, ModelConfig, activation_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import ModelFamily, linear, of_layer, read_part, write_part
 from jshadow.models.gemma import AROUND
-from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
+from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, GATED, OUTPUT, QK_NORMS, VALUES
 from jshadow.models.sliding import (
     FULL,
     SLIDING,
@@ -32,24 +32,17 @@ _NOT_BUILT = {
 }
 _HEADS = ("num_key_value_heads", "head_dim")
 _EXPERTS = (
-    *(
-        Rule(rf"model\.layers\.(\d+)\.mlp\.{name}_proj\.weight", f"layer_{{0}}/mlp/shared/{name}/kernel", "transpose")
-        for name in ("gate", "up", "down")
-    ),
-    Rule(
-        r"model\.layers\.(\d+)\.experts\.gate_up_proj",
-        "layer_{0}/mlp/experts/{1}/kernel",
-        "transpose",
-        ("gate", "up"),
-    ),
-    Rule(r"model\.layers\.(\d+)\.experts\.down_proj", "layer_{0}/mlp/experts/down/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.router\.proj\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.router\.scale", "layer_{0}/mlp/router/scale"),
-    Rule(r"model\.layers\.(\d+)\.router\.per_expert_scale", "layer_{0}/mlp/router/expert_scale"),
-    Rule(r"model\.layers\.(\d+)\.pre_feedforward_layernorm_2\.weight", "layer_{0}/mlp/experts_norm/scale"),
-    Rule(r"model\.layers\.(\d+)\.post_feedforward_layernorm_2\.weight", "layer_{0}/mlp/experts_post_norm/scale"),
-    Rule(r"model\.layers\.(\d+)\.post_feedforward_layernorm_1\.weight", "layer_{0}/mlp/shared_post_norm/scale"),
+    *(linear(rf"mlp\.{name}_proj", f"mlp/shared/{name}") for name in GATED),
+    of_layer(r"experts\.gate_up_proj", "mlp/experts/{1}/kernel", "transpose", "gate", "up"),
+    of_layer(r"experts\.down_proj", "mlp/experts/down/kernel", "transpose"),
+    linear(r"router\.proj", "mlp/router"),
+    of_layer(r"router\.scale", "mlp/router/scale"),
+    of_layer(r"router\.per_expert_scale", "mlp/router/expert_scale"),
+    of_layer(r"pre_feedforward_layernorm_2\.weight", "mlp/experts_norm/scale"),
+    of_layer(r"post_feedforward_layernorm_2\.weight", "mlp/experts_post_norm/scale"),
+    of_layer(r"post_feedforward_layernorm_1\.weight", "mlp/shared_post_norm/scale"),
 )
+_KEYS = {"count": "num_experts", "chosen": "top_k_experts", "width": "moe_intermediate_size"}
 
 
 def _full_heads(hf: Mapping[str, Any], full: tuple[int, ...]) -> tuple[int, int]:
@@ -86,14 +79,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     heads, width = _full_heads(hf, others(hf, near))
     experts = None
     if hf.get("enable_moe_block"):
-        experts = Experts(
-            hf["num_experts"],
-            hf["top_k_experts"],
-            hf["moe_intermediate_size"],
-            tuple(range(layer_count(hf))),
-            shared_width=hf["intermediate_size"],
-            own_norms=True,
-        )
+        layers, shared = tuple(range(layer_count(hf))), hf["intermediate_size"]
+        experts = read_part(Experts, _KEYS, hf, layers=layers, shared_width=shared, own_norms=True)
     return {
         "experts": experts,
         "sliding_window": hf["sliding_window"] if near else None,
@@ -119,10 +106,6 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     far = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
     heads, width = config.sliding_heads or (config.kv_heads, config.head_dim)
-    experts = {}
-    if config.experts is not None:
-        e = config.experts
-        experts = {"num_experts": e.count, "top_k_experts": e.chosen, "moe_intermediate_size": e.width}
     return {
         "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
         "sliding_window": config.sliding_window,
@@ -138,7 +121,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_cap,
         **dict.fromkeys(_NOT_BUILT, 0),
         "enable_moe_block": config.experts is not None,
-        **experts,
+        **({} if config.experts is None else write_part(config.experts, _KEYS)),
         **ropes_to_hf(config),
     }
 
@@ -149,7 +132,7 @@ GEMMA4_TEXT = ModelFamily(
     models="Gemma 4, text (31B; 26B-A4B with experts)",
     rules=(
         *(EMBEDDING + AROUND + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN),
-        Rule(r"model\.layers\.(\d+)\.layer_scalar", "layer_{0}/scale"),
+        of_layer("layer_scalar", "scale"),
         *_EXPERTS,
     ),
     differs="as `gemma3_text`; global layers have other heads, and their values may be the keys before the norm",

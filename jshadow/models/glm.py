@@ -3,11 +3,11 @@
 RoPE rotates half of each head. In GLM-4, the columns of a pair are neighbors. GLM-4.5 has experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import ModelFamily, of_layer, read_part, write_part
 from jshadow.models.llama import (
     DOWN,
     EMBEDDING,
@@ -23,11 +23,20 @@ from jshadow.models.llama import (
 from jshadow.models.sliding import layer_count
 
 _POST_NORMS = (
-    Rule(r"model\.layers\.(\d+)\.post_self_attn_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
-    Rule(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
+    of_layer(r"post_self_attn_layernorm\.weight", "attention_post_norm/scale"),
+    of_layer(r"post_mlp_layernorm\.weight", "mlp_post_norm/scale"),
 )
 _RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
-_CORRECTION = Rule(r"model\.layers\.(\d+)\.mlp\.gate\.e_score_correction_bias", "layer_{0}/mlp/router/correction")
+_CORRECTION = of_layer(r"mlp\.gate\.e_score_correction_bias", "mlp/router/correction")
+ROUTED = {
+    "count": "n_routed_experts",
+    "chosen": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalized": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "chosen_groups": "topk_group",
+}
 _DEFAULTS = {
     "vocab_size": 151552,
     "num_hidden_layers": 40,
@@ -52,21 +61,16 @@ def _glm4(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"output_bias": False, "post_norms": True}
 
 
+def routed(hf: Mapping[str, Any], layers: Sequence[int], **fields: Any) -> Experts:
+    """Return the experts of a config.json with the keys of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)."""
+    fields |= {"router": "sigmoid", "least_sum": 1e-20, "corrected": True}
+    count = hf.get("num_local_experts") or hf["n_routed_experts"]
+    return read_part(Experts, ROUTED, hf, count=count, layers=tuple(layers), **fields)
+
+
 def _glm4_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
-        count=hf.get("num_local_experts") or hf["n_routed_experts"],
-        chosen=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        layers=tuple(range(hf["first_k_dense_replace"], layer_count(hf))),
-        router="sigmoid",
-        normalized=bool(hf["norm_topk_prob"]),
-        least_sum=1e-20,
-        scale=float(hf["routed_scaling_factor"]),
-        corrected=True,
-        groups=hf["n_group"],
-        chosen_groups=hf["topk_group"],
-        shared_width=hf["n_shared_experts"] * hf["moe_intermediate_size"],
-    )
+    shared = hf["n_shared_experts"] * hf["moe_intermediate_size"]
+    experts = routed(hf, range(hf["first_k_dense_replace"], layer_count(hf)), shared_width=shared)
     return {"output_bias": False, "qk_norm": bool(hf.get("use_qk_norm")), "experts": experts}
 
 
@@ -75,14 +79,8 @@ def _write_moe(config: ModelConfig) -> dict[str, Any]:
     return {
         **_share(config),
         "use_qk_norm": config.qk_norm,
-        "n_routed_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.width,
+        **write_part(experts, ROUTED),
         "first_k_dense_replace": config.num_layers - len(experts.layers),
-        "norm_topk_prob": experts.normalized,
-        "routed_scaling_factor": experts.scale,
-        "n_group": experts.groups,
-        "topk_group": experts.chosen_groups,
         "n_shared_experts": experts.shared_width // experts.width,
     }
 

@@ -3,56 +3,42 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.config import ModelConfig, experts_of
+from jshadow.models.family import ModelFamily, linear, of_layer, write_part
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, VALUES
+from jshadow.models.mixtral import LOCAL, local_experts
 from jshadow.models.sliding import layer_count, layer_types, sliding_fields
 
-_SINKS = Rule(r"model\.layers\.(\d+)\.self_attn\.sinks", "layer_{0}/attention/sinks")
+_SINKS = of_layer(r"self_attn\.sinks", "attention/sinks")
 _EXPERTS = (
-    Rule(r"model\.layers\.(\d+)\.mlp\.router\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.mlp\.router\.bias", "layer_{0}/mlp/router/bias"),
-    *(
-        Rule(rf"model\.layers\.(\d+)\.mlp\.experts\.{theirs}", f"layer_{{0}}/mlp/experts/{ours}", transform, parts)
-        for theirs, ours, transform, parts in (
-            ("gate_up_proj", "{1}/kernel", "alternate", ("gate", "up")),
-            ("gate_up_proj_bias", "{1}/bias", "alternate", ("gate", "up")),
-            ("down_proj", "down/kernel", "copy", ("",)),
-            ("down_proj_bias", "down/bias", "copy", ("",)),
-        )
-    ),
+    linear(r"mlp\.router", "mlp/router"),
+    of_layer(r"mlp\.router\.bias", "mlp/router/bias"),
+    of_layer(r"mlp\.experts\.gate_up_proj", "mlp/experts/{1}/kernel", "alternate", "gate", "up"),
+    of_layer(r"mlp\.experts\.gate_up_proj_bias", "mlp/experts/{1}/bias", "alternate", "gate", "up"),
+    of_layer(r"mlp\.experts\.down_proj", "mlp/experts/down/kernel"),
+    of_layer(r"mlp\.experts\.down_proj_bias", "mlp/experts/down/bias"),
 )
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers = layer_count(hf)
-    experts = Experts(
-        hf["num_local_experts"],
-        hf["num_experts_per_tok"],
-        hf["intermediate_size"],
-        tuple(range(layers)),
-        "softmax_of_chosen",
-        biases=True,
-    )
     return {
         **sliding_fields(hf, [layer % 2 == 0 for layer in range(layers)]),
         "norm": "wide",
         "activation": "swiglu_clamped",
         "swiglu_alpha": float(hf["swiglu_alpha"]),
         "swiglu_limit": float(hf["swiglu_limit"]),
-        "experts": experts,
+        "experts": local_experts(hf, router="softmax_of_chosen", biases=True),
         "sinks": True,
     }
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
     return {
         "hidden_act": "silu",
         "swiglu_alpha": config.swiglu_alpha,
         "swiglu_limit": config.swiglu_limit,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
+        **write_part(experts_of(config), LOCAL),
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
     }

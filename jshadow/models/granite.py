@@ -3,24 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig, check_positive
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.config import ModelConfig, check_positive
+from jshadow.models.family import ModelFamily, linear, write_part
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, RULES, VALUES
-from jshadow.models.sliding import layer_count
+from jshadow.models.mixtral import LOCAL, local_experts
 
 _EXPERTS = (
-    Rule(r"model\.layers\.(\d+)\.block_sparse_moe\.router\.layer\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    Rule(
-        r"model\.layers\.(\d+)\.block_sparse_moe\.input_linear\.weight",
-        "layer_{0}/mlp/experts/{1}/kernel",
-        "transpose",
-        ("gate", "up"),
-    ),
-    Rule(
-        r"model\.layers\.(\d+)\.block_sparse_moe\.output_linear\.weight",
-        "layer_{0}/mlp/experts/down/kernel",
-        "transpose",
-    ),
+    linear(r"block_sparse_moe\.router\.layer", "mlp/router"),
+    linear(r"block_sparse_moe\.input_linear", "mlp/experts/{1}", "gate", "up"),
+    linear(r"block_sparse_moe\.output_linear", "mlp/experts/down"),
 )
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -58,20 +49,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _read_moe(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_positive("config.json", intermediate_size=hf["intermediate_size"])
-    experts = Experts(
-        hf["num_local_experts"],
-        hf["num_experts_per_tok"],
-        hf["intermediate_size"],
-        tuple(range(layer_count(hf))),
-        "softmax_of_chosen",
-    )
-    return {**_read(hf), "experts": experts}
+    return {**_read(hf), "experts": local_experts(hf, router="softmax_of_chosen")}
 
 
 def _write_moe(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
-    more = {"num_experts_per_tok": experts.chosen} if experts else {}
-    return {**_write(config), "num_local_experts": experts.count if experts else 0, **more}
+    return {**_write(config), **(write_part(experts, LOCAL) if experts else {"num_local_experts": 0})}
 
 
 GRANITE = ModelFamily(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, Recurrent, check_positive
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import LAYER, ModelFamily, Rule, linear, of_layer, read_part, write_part
 from jshadow.models.granite import GRANITE, GRANITE_MOE
 from jshadow.models.sliding import FULL, layer_count
 from jshadow.ops.rope import RopeConfig
@@ -14,7 +14,14 @@ from jshadow.ops.rope import RopeConfig
 _RECURRENT = "linear_attention"
 _KINDS = {FULL: FULL, "attention": FULL, _RECURRENT: _RECURRENT, "mamba": _RECURRENT}
 _NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None)  # of the time step, as files spell them
-_LAYER = r"model\.layers\.(\d+)\."
+_KEYS = {
+    "key_heads": "mamba_n_groups",
+    "value_heads": "mamba_n_heads",
+    "key_dim": "mamba_d_state",
+    "value_dim": "mamba_d_head",
+    "taps": "mamba_d_conv",
+    "tap_biases": "mamba_conv_bias",
+}
 
 
 def mamba_rules(prefix: str) -> tuple[Rule, ...]:
@@ -22,19 +29,17 @@ def mamba_rules(prefix: str) -> tuple[Rule, ...]:
 
     The convolution and the projections have x, B and C, which are values, keys and queries.
     """
-    table: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-        (r"in_proj\.weight", "{1}/kernel", "transpose", ("gate", "v", "k", "q", "decay")),
-        (r"conv1d\.weight", "{1}_taps", "taps", ("v", "k", "q")),
-        (r"conv1d\.bias", "{1}_biases", "copy", ("v", "k", "q")),
-        ("A_log", "a_log", "copy", ("",)),
-        ("dt_bias", "dt_bias", "copy", ("",)),
-        ("D", "skip", "copy", ("",)),
-        (r"norm\.weight", "norm_scale", "copy", ("",)),
-        (r"out_proj\.weight", "o/kernel", "transpose", ("",)),
+    table: tuple[tuple[str, ...], ...] = (
+        (r"in_proj\.weight", "{1}/kernel", "transpose", "gate", "v", "k", "q", "decay"),
+        (r"conv1d\.weight", "{1}_taps", "taps", "v", "k", "q"),
+        (r"conv1d\.bias", "{1}_biases", "copy", "v", "k", "q"),
+        ("A_log", "a_log"),
+        ("dt_bias", "dt_bias"),
+        ("D", "skip"),
+        (r"norm\.weight", "norm_scale"),
+        (r"out_proj\.weight", "o/kernel", "transpose"),
     )
-    return tuple(
-        Rule(prefix + name, f"layer_{{0}}/recurrent/{path}", transform, parts) for name, path, transform, parts in table
-    )
+    return tuple(of_layer(name, f"recurrent/{path}", *rest, prefix=prefix) for name, path, *rest in table)
 
 
 def refuse_limits(hf: Mapping[str, Any]) -> None:
@@ -44,9 +49,12 @@ def refuse_limits(hf: Mapping[str, Any]) -> None:
 
 
 _SHARED = tuple(  # alone in a model without experts, and beside them
-    Rule(rf"{_LAYER}shared_mlp\.{name}\.weight", f"layer_{{0}}/{mlp}/{path}/kernel", "transpose", parts)
+    rule
     for mlp in ("mlp", "mlp/shared")
-    for name, path, parts in (("input_linear", "{1}", ("gate", "up")), ("output_linear", "down", ("",)))
+    for rule in (
+        linear(r"shared_mlp\.input_linear", mlp + "/{1}", "gate", "up"),
+        linear(r"shared_mlp\.output_linear", mlp + "/down"),
+    )
 )
 
 
@@ -62,16 +70,8 @@ def _recurrent(hf: Mapping[str, Any]) -> Recurrent | None:
     refuse_limits(hf)
     check_positive("config.json", mamba_n_heads=hf["mamba_n_heads"], mamba_expand=hf["mamba_expand"])
     width = hf["mamba_expand"] * hf["hidden_size"] // hf["mamba_n_heads"]
-    return Recurrent(
-        layers=recurrent,
-        key_heads=hf["mamba_n_groups"],
-        value_heads=hf["mamba_n_heads"],
-        key_dim=hf["mamba_d_state"],
-        value_dim=width if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"],
-        taps=hf["mamba_d_conv"],
-        kind="mamba2",
-        tap_biases=bool(hf["mamba_conv_bias"]),
-    )
+    width = width if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"]
+    return read_part(Recurrent, _KEYS, hf, layers=recurrent, value_dim=width, kind="mamba2")
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,22 +98,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
     if r is None:
         return fields
-    return fields | {
-        "mamba_n_groups": r.key_heads,
-        "mamba_n_heads": r.value_heads,
-        "mamba_d_state": r.key_dim,
-        "mamba_d_head": r.value_dim,
-        "mamba_expand": r.value_heads * r.value_dim // config.model_dim,
-        "mamba_d_conv": r.taps,
-        "mamba_conv_bias": r.tap_biases,
-    }
+    return fields | write_part(r, _KEYS) | {"mamba_expand": r.value_heads * r.value_dim // config.model_dim}
 
 
 GRANITE_HYBRID = ModelFamily(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     models="Granite 4.0 (H-Micro, H-Tiny, H-Small, 1B)",
-    rules=GRANITE_MOE.rules + mamba_rules(rf"{_LAYER}mamba\.") + _SHARED,
+    rules=GRANITE_MOE.rules + mamba_rules(rf"{LAYER}mamba\.") + _SHARED,
     differs="as `granite`; most layers are Mamba-2; experts in some models; RoPE in some",
     defaults={
         **GRANITE_MOE.defaults,

@@ -6,48 +6,42 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import Experts, ModelConfig, Recurrent, check_positive, experts_of, flag_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import ModelFamily, Rule, linear, read_part, write_part
+from jshadow.models.family import of_layer as _part
 from jshadow.models.llama import ATTENTION, EMBEDDING, VALUES
+from jshadow.models.mixtral import NUMBERED
 from jshadow.models.sliding import FULL, layer_count
 
 _CONVOLUTION = "conv"
-_LAYER = r"model\.layers\.(\d+)\."
-_PROJECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
-
-
-def _part(name: str, path: str, transform: str = "copy", *parts: str) -> Rule:
-    return Rule(_LAYER + name, f"layer_{{0}}/{path}", transform, parts or ("",))
-
-
+_KEYS = {
+    "count": "num_experts",
+    "chosen": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalized": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+    "corrected": "use_expert_bias",
+}
 _RULES = (
     *(EMBEDDING[0], EMBEDDING[2], *ATTENTION[:2], *VALUES[:1]),
     Rule(r"model\.embedding_norm\.weight", "norm/scale"),  # in spite of its name, it stands before the head
     _part(r"operator_norm\.weight", "attention_norm/scale"),
     _part(r"ffn_norm\.weight", "mlp_norm/scale"),
-    _part(r"self_attn\.out_proj\.weight", "attention/o/kernel", "transpose"),
+    linear(r"self_attn\.out_proj", "attention/o"),
     *(_part(rf"self_attn\.{one}_layernorm\.weight", f"attention/{one}_norm/scale") for one in "qk"),
-    _part(r"conv\.in_proj\.weight", "recurrent/{1}/kernel", "transpose", "k", "q", "v"),
+    linear(r"conv\.in_proj", "recurrent/{1}", "k", "q", "v"),
     _part(r"conv\.in_proj\.bias", "recurrent/{1}/bias", "copy", "k", "q", "v"),
     _part(r"conv\.conv\.weight", "recurrent/v_taps", "taps"),
     _part(r"conv\.conv\.bias", "recurrent/v_biases"),
-    _part(r"conv\.out_proj\.weight", "recurrent/o/kernel", "transpose"),
+    linear(r"conv\.out_proj", "recurrent/o"),
     _part(r"conv\.out_proj\.bias", "recurrent/o/bias"),
-    *(
-        _part(rf"feed_forward\.{theirs}\.weight", f"mlp/{ours}/kernel", "transpose")
-        for theirs, ours in _PROJECTIONS.items()
-    ),
+    *(linear(rf"feed_forward\.{theirs}", f"mlp/{ours}") for theirs, ours in NUMBERED.items()),
 )
 _EXPERTS = (
-    _part(r"feed_forward\.gate\.weight", "mlp/router/kernel", "transpose"),
+    linear(r"feed_forward\.gate", "mlp/router"),
     _part(r"feed_forward\.expert_bias", "mlp/router/correction"),
     *(
-        Rule(
-            rf"{_LAYER}feed_forward\.experts\.(\d+)\.{theirs}\.weight",
-            f"layer_{{0}}/mlp/experts/{ours}/kernel",
-            "transpose",
-            stacked=True,
-        )
-        for theirs, ours in _PROJECTIONS.items()
+        linear(rf"feed_forward\.experts\.(\d+)\.{theirs}", f"mlp/experts/{ours}", stacked=True)
+        for theirs, ours in NUMBERED.items()
     ),
 )
 
@@ -101,17 +95,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
-        count=hf["num_experts"],
-        chosen=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        layers=tuple(range(hf["num_dense_layers"], layer_count(hf))),
-        router="sigmoid",
-        normalized=flag_of(hf, "norm_topk_prob"),
-        least_sum=1e-6,
-        scale=float(hf["routed_scaling_factor"]),
-        corrected=flag_of(hf, "use_expert_bias"),
-    )
+    layers = tuple(range(hf["num_dense_layers"], layer_count(hf)))
+    flags = {name: flag_of(hf, _KEYS[name]) for name in ("normalized", "corrected")}
+    experts = read_part(Experts, _KEYS, hf, layers=layers, router="sigmoid", least_sum=1e-6, **flags)
     return {**_read_common(hf), "experts": experts}
 
 
@@ -126,13 +112,8 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
     experts = experts_of(config)
     return {
         **_write(config),
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.width,
+        **write_part(experts, _KEYS),
         "num_dense_layers": config.num_layers - len(experts.layers),
-        "norm_topk_prob": experts.normalized,
-        "routed_scaling_factor": experts.scale,
-        "use_expert_bias": experts.corrected,
     }
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.family import ModelFamily, Rule, linear, of_layer
 
 EMBEDDING = (
     Rule(r"model\.embed_tokens\.weight", "embed/embedding"),
@@ -10,62 +10,32 @@ EMBEDDING = (
     Rule(r"lm_head\.weight", "head/kernel", "transpose"),
 )
 NORMS = (
-    Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
-    Rule(r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", "layer_{0}/mlp_norm/scale"),
+    of_layer(r"input_layernorm\.weight", "attention_norm/scale"),
+    of_layer(r"post_attention_layernorm\.weight", "mlp_norm/scale"),
 )
-ATTENTION = (
-    Rule(r"model\.layers\.(\d+)\.self_attn\.q_proj\.weight", "layer_{0}/attention/q/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.k_proj\.weight", "layer_{0}/attention/k/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.q_proj\.bias", "layer_{0}/attention/q/bias"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.k_proj\.bias", "layer_{0}/attention/k/bias"),
-)
+
+
+def _projections(theirs: str, ours: str, names: str) -> tuple[Rule, ...]:
+    """Return the rows of linear layers: their kernels, then their biases."""
+    kernels = [linear(rf"{theirs}\.{name}_proj", f"{ours}/{name}") for name in names.split()]
+    return (*kernels, *(of_layer(rf"{theirs}\.{name}_proj\.bias", f"{ours}/{name}/bias") for name in names.split()))
+
+
+ATTENTION = _projections("self_attn", "attention", "q k")
 INTERLEAVED = tuple(dataclasses.replace(rule, interleaved=True) for rule in ATTENTION)
-VALUES = (
-    Rule(r"model\.layers\.(\d+)\.self_attn\.v_proj\.weight", "layer_{0}/attention/v/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.v_proj\.bias", "layer_{0}/attention/v/bias"),
-)
-OUTPUT = (
-    Rule(r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight", "layer_{0}/attention/o/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.o_proj\.bias", "layer_{0}/attention/o/bias"),
-)
-QK_NORMS = (
-    Rule(r"model\.layers\.(\d+)\.self_attn\.q_norm\.weight", "layer_{0}/attention/q_norm/scale"),
-    Rule(r"model\.layers\.(\d+)\.self_attn\.k_norm\.weight", "layer_{0}/attention/k_norm/scale"),
-)
-GATE_AND_UP = (
-    Rule(r"model\.layers\.(\d+)\.mlp\.gate_proj\.weight", "layer_{0}/mlp/gate/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.mlp\.up_proj\.weight", "layer_{0}/mlp/up/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.mlp\.gate_proj\.bias", "layer_{0}/mlp/gate/bias"),
-    Rule(r"model\.layers\.(\d+)\.mlp\.up_proj\.bias", "layer_{0}/mlp/up/bias"),
-)
-FUSED_GATE_AND_UP = (
-    Rule(r"model\.layers\.(\d+)\.mlp\.gate_up_proj\.weight", "layer_{0}/mlp/{1}/kernel", "transpose", ("gate", "up")),
-)
-DOWN = (
-    Rule(r"model\.layers\.(\d+)\.mlp\.down_proj\.weight", "layer_{0}/mlp/down/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.mlp\.down_proj\.bias", "layer_{0}/mlp/down/bias"),
-)
+VALUES = _projections("self_attn", "attention", "v")
+OUTPUT = _projections("self_attn", "attention", "o")
+QK_NORMS = tuple(of_layer(rf"self_attn\.{name}_norm\.weight", f"attention/{name}_norm/scale") for name in "qk")
+GATE_AND_UP = _projections("mlp", "mlp", "gate up")
+FUSED_GATE_AND_UP = (linear(r"mlp\.gate_up_proj", "mlp/{1}", "gate", "up"),)
+DOWN = _projections("mlp", "mlp", "down")
 RULES = EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + GATE_AND_UP + DOWN
 
+GATED = ("gate", "up", "down")  # the projections of an MLP
 EXPERTS = (  # of the later families that have experts
-    Rule(r"model\.layers\.(\d+)\.mlp\.gate\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    *(
-        Rule(
-            rf"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.{name}_proj\.weight",
-            f"layer_{{0}}/mlp/experts/{name}/kernel",
-            "transpose",
-            stacked=True,
-        )
-        for name in ("gate", "up", "down")
-    ),
-    *(
-        Rule(
-            rf"model\.layers\.(\d+)\.mlp\.shared_experts\.{name}_proj\.weight",
-            f"layer_{{0}}/mlp/shared/{name}/kernel",
-            "transpose",
-        )
-        for name in ("gate", "up", "down")
-    ),
+    linear(r"mlp\.gate", "mlp/router"),
+    *(linear(rf"mlp\.experts\.(\d+)\.{name}_proj", f"mlp/experts/{name}", stacked=True) for name in GATED),
+    *(linear(rf"mlp\.shared_experts\.{name}_proj", f"mlp/shared/{name}") for name in GATED),
 )
 
 LLAMA = ModelFamily(

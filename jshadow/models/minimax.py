@@ -3,25 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.config import ModelConfig, check_positive, experts_of
+from jshadow.models.family import ModelFamily, write_part
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, QK_NORMS, VALUES
-from jshadow.models.sliding import layer_count
+from jshadow.models.mixtral import EXPERTS, LOCAL, local_experts
 from jshadow.ops.rope import RopeConfig
-
-EXPERTS = (
-    Rule(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight", "layer_{0}/mlp/router/kernel", "transpose"),
-    Rule(r"model\.layers\.(\d+)\.block_sparse_moe\.e_score_correction_bias", "layer_{0}/mlp/router/correction"),
-    *(
-        Rule(
-            rf"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.{theirs}\.weight",
-            f"layer_{{0}}/mlp/experts/{ours}/kernel",
-            "transpose",
-            stacked=True,
-        )
-        for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
-    ),
-)
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,23 +15,14 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if share is None and hf.get("rotary_dim") is not None:
         check_positive("config.json", rotary_dim=hf["rotary_dim"], head_dim=hf["head_dim"])
         share = hf["rotary_dim"] / hf["head_dim"]
-    experts = Experts(
-        hf["num_local_experts"],
-        hf["num_experts_per_tok"],
-        hf["intermediate_size"],
-        tuple(range(layer_count(hf))),
-        "sigmoid",
-        corrected=True,
-    )
+    experts = local_experts(hf, router="sigmoid", corrected=True)
     rope = RopeConfig.from_hf(hf if share is None else {**hf, "partial_rotary_factor": share})
     return {"rope": rope, "joint_qk_norm": True, "experts": experts}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
     return {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
+        **write_part(experts_of(config), LOCAL),
         "partial_rotary_factor": config.rope.rotary_share,
         "rotary_dim": config.rope.rotary_dim(config.head_dim),
     }

@@ -4,21 +4,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.models.config import Experts, ModelConfig, experts_of
-from jshadow.models.family import ModelFamily
+from jshadow.models.family import ModelFamily, linear, of_layer, read_part, write_part
 from jshadow.models.llama import ATTENTION, EMBEDDING, NORMS, OUTPUT, VALUES
-from jshadow.models.minimax import EXPERTS
 from jshadow.models.sliding import all_layers, layer_count
+
+LOCAL = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
+NUMBERED = {"w1": "gate", "w3": "up", "w2": "down"}  # the projections of an MLP in some checkpoints
+EXPERTS = (
+    linear(r"block_sparse_moe\.gate", "mlp/router"),
+    of_layer(r"block_sparse_moe\.e_score_correction_bias", "mlp/router/correction"),
+    *(
+        linear(rf"block_sparse_moe\.experts\.(\d+)\.{theirs}", f"mlp/experts/{ours}", stacked=True)
+        for theirs, ours in NUMBERED.items()
+    ),
+)
+
+
+def local_experts(hf: Mapping[str, Any], **fields: Any) -> Experts:
+    """Return the experts of a config.json with the keys of Mixtral, in which every layer has experts."""
+    return read_part(Experts, LOCAL, hf, width=hf["intermediate_size"], layers=tuple(range(layer_count(hf))), **fields)
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = (hf["num_local_experts"], hf["num_experts_per_tok"], hf["intermediate_size"])
-    return {**all_layers(hf), "experts": Experts(*sizes, tuple(range(layer_count(hf))))}
+    return {**all_layers(hf), "experts": local_experts(hf)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
-    sizes = {"num_local_experts": experts.count, "num_experts_per_tok": experts.chosen}
-    return {**sizes, "sliding_window": config.sliding_window}
+    return {**write_part(experts_of(config), LOCAL), "sliding_window": config.sliding_window}
 
 
 MIXTRAL = ModelFamily(

@@ -9,12 +9,14 @@ while it reads a prompt (https://github.com/huggingface/transformers/pull/48989)
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.models.config import Experts, ModelConfig, Recurrent, check_positive
-from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.config import ModelConfig, Recurrent, check_positive
+from jshadow.models.family import ModelFamily, Rule, linear, of_layer, read_part, write_part
+from jshadow.models.glm import ROUTED, routed
 from jshadow.models.granite_hybrid import mamba_rules, refuse_limits
 from jshadow.ops.rope import RopeConfig
 
@@ -34,14 +36,8 @@ _FIXED = {  # the only values that transformers computes with
 _LAYER = r"backbone\.layers\.(\d+)\."
 
 
-def _rule(name: str, path: str, transform: str = "copy", stacked: bool = False) -> Rule:
-    return Rule(_LAYER + name, "layer_{0}/" + path, transform, stacked=stacked)
-
-
-def _linear(name: str, path: str) -> Rule:
-    return _rule(rf"mixer\.{name}\.weight", f"{path}/kernel", "transpose")
-
-
+_rule = functools.partial(of_layer, prefix=_LAYER)
+_linear = functools.partial(linear, prefix=_LAYER + r"mixer\.")
 _MLP = tuple(
     rule
     for theirs, ours in (
@@ -58,13 +54,19 @@ _EXPERTS = (
         rule
         for name in ("up", "down")
         for rule in (
-            _rule(
-                rf"mixer\.experts\.(\d+)\.{name}_proj\.weight", f"mlp/experts/{name}/kernel", "transpose", stacked=True
-            ),
+            _linear(rf"experts\.(\d+)\.{name}_proj", f"mlp/experts/{name}", stacked=True),
             _rule(rf"mixer\.experts\.{name}_proj", f"mlp/experts/{name}/kernel", "transpose"),
         )
     ),
 )
+_RECURRENT = {
+    "key_heads": "n_groups",
+    "value_heads": "mamba_num_heads",
+    "key_dim": "ssm_state_size",
+    "value_dim": "mamba_head_dim",
+    "taps": "conv_kernel",
+    "tap_biases": "use_conv_bias",
+}
 _RULES = (
     Rule(r"backbone\.embeddings\.weight", "embed/embedding"),
     Rule(r"backbone\.norm_f\.weight", "norm/scale"),
@@ -99,37 +101,6 @@ def _pattern(hf: Mapping[str, Any]) -> str:
     return pattern
 
 
-def _recurrent(hf: Mapping[str, Any], layers: tuple[int, ...]) -> Recurrent:
-    return Recurrent(
-        layers=layers,
-        key_heads=hf["n_groups"],
-        value_heads=hf["mamba_num_heads"],
-        key_dim=hf["ssm_state_size"],
-        value_dim=hf["mamba_head_dim"],
-        taps=hf["conv_kernel"],
-        kind="mamba2",
-        tap_biases=bool(hf["use_conv_bias"]),
-    )
-
-
-def _experts(hf: Mapping[str, Any], layers: tuple[int, ...]) -> Experts:
-    return Experts(
-        count=hf.get("num_local_experts") or hf["n_routed_experts"],
-        chosen=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        layers=layers,
-        router="sigmoid",
-        normalized=bool(hf["norm_topk_prob"]),
-        least_sum=1e-20,
-        scale=float(hf["routed_scaling_factor"]),
-        corrected=True,
-        groups=hf["n_group"],
-        chosen_groups=hf["topk_group"],
-        shared_width=hf["moe_shared_expert_intermediate_size"],
-        latent_width=hf.get("moe_latent_size") or 0,
-    )
-
-
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, only in _FIXED.items():
         if (hf.get(key) or None) != (only or None):
@@ -146,7 +117,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     experts = blocks([kind == "E" for kind in after])
     shared = hf["moe_shared_expert_intermediate_size"]
     if experts:
-        latent = {"moe_latent_size": hf["moe_latent_size"]} if hf.get("moe_latent_size") is not None else {}
+        latent = {} if hf.get("moe_latent_size") is None else {"moe_latent_size": hf["moe_latent_size"]}
         check_positive("config.json", moe_shared_expert_intermediate_size=shared, **latent)
     return {
         "num_layers": len(mixers),
@@ -155,8 +126,10 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "wide",
         "activation": "relu2",
         "rope": RopeConfig(kind="none"),
-        "recurrent": _recurrent(hf, recurrent) if recurrent else None,
-        "experts": _experts(hf, experts) if experts else None,
+        "recurrent": read_part(Recurrent, _RECURRENT, hf, layers=recurrent, kind="mamba2") if recurrent else None,
+        "experts": routed(hf, experts, shared_width=shared, latent_width=hf.get("moe_latent_size") or 0)
+        if experts
+        else None,
         "layers_without_mlp": blocks([kind not in ("-", "E") for kind in after]),
     }
 
@@ -174,26 +147,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "mlp_hidden_act": "relu2",
     }
     if r is not None:
-        fields |= {
-            "n_groups": r.key_heads,
-            "mamba_num_heads": r.value_heads,
-            "ssm_state_size": r.key_dim,
-            "mamba_head_dim": r.value_dim,
-            "conv_kernel": r.taps,
-            "use_conv_bias": r.tap_biases,
-        }
+        fields |= write_part(r, _RECURRENT)
     if experts is not None:
-        fields |= {
-            "n_routed_experts": experts.count,
-            "num_experts_per_tok": experts.chosen,
-            "moe_intermediate_size": experts.width,
-            "moe_shared_expert_intermediate_size": experts.shared_width,
-            "moe_latent_size": experts.latent_width or None,
-            "n_group": experts.groups,
-            "topk_group": experts.chosen_groups,
-            "norm_topk_prob": experts.normalized,
-            "routed_scaling_factor": experts.scale,
-        }
+        fields |= write_part(experts, ROUTED | {"shared_width": "moe_shared_expert_intermediate_size"})
+        fields["moe_latent_size"] = experts.latent_width or None
     return fields
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
 from jshadow.models.config import ModelConfig
 
 AXES = ("data", "tp")  # of a mesh: rows, heads; the devices of the last one are neighbors, in one process if they fit
@@ -50,8 +50,7 @@ def check_mesh(mesh: Any) -> Mesh | None:
 
 def check_left(left: str) -> None:
     """Raise ConfigError unless `left` is one of LEFT."""
-    if left not in _LEFT:
-        raise ConfigError(f"left must be one of {_LEFT}, got {left!r}")
+    check_one_of("left", left, _LEFT)
 
 
 def check_heads(mesh: Mesh | None, config: ModelConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jshadow.errors import ConfigError
+from jshadow.errors import check_one_of
 from jshadow.ops.projections import KINDS, group_of, record_of
 
 CHOICES = (None, *KINDS)
@@ -29,8 +29,7 @@ _SHARES = (1, 0.92, 0.84, 0.76, 0.68, 0.6)  # of a group's range that the 16 cod
 
 def check_quantize(quantize: str | None) -> None:
     """Raise ConfigError unless `quantize` is None or one of KINDS."""
-    if quantize not in CHOICES:
-        raise ConfigError(f"quantize must be one of {CHOICES}, got {quantize!r}")
+    check_one_of("quantize", quantize, CHOICES)
 
 
 def kind_of_kernel(path: str, shape: tuple[int, ...], quantize: str | None) -> str | None:

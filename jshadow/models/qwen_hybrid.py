@@ -9,32 +9,38 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, Recurrent, check_positive, experts_of, recurrent_of
-from jshadow.models.family import ModelFamily, Rule
-from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, EXPERTS, GATE_AND_UP, NORMS, OUTPUT, QK_NORMS, VALUES
+from jshadow.models.family import ModelFamily, Rule, linear, of_layer, read_part, write_part
+from jshadow.models.llama import (
+    ATTENTION,
+    DOWN,
+    EMBEDDING,
+    EXPERTS,
+    GATE_AND_UP,
+    GATED,
+    NORMS,
+    OUTPUT,
+    QK_NORMS,
+    VALUES,
+)
 from jshadow.models.qwen_moe import QWEN3_MOE
 from jshadow.models.sliding import FULL, layer_count
 
 _RECURRENT = "linear_attention"
-_LAYER, _RECURRENT_PATH = r"model\.layers\.(\d+)\.", "layer_{0}/recurrent/"
+_KEYS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
 
 
 def _part(name: str, path: str, *parts: str, transform: str = "transpose", grouped: bool = False) -> Rule:
-    return Rule(
-        rf"{_LAYER}linear_attn\.{name}",
-        _RECURRENT_PATH + path,
-        transform,
-        parts or ("",),
-        groups=(lambda config: recurrent_of(config).key_heads) if grouped else None,
-    )
+    groups = (lambda config: recurrent_of(config).key_heads) if grouped else None
+    return of_layer(rf"linear_attn\.{name}", f"recurrent/{path}", transform, *parts, groups=groups)
 
 
-_QUERY_AND_GATE = Rule(
-    rf"{_LAYER}self_attn\.q_proj\.weight",
-    "layer_{0}/attention/{1}/kernel",
-    "transpose",
-    ("q", "gate"),
-    groups=lambda config: config.q_heads,
-)
+_QUERY_AND_GATE = linear(r"self_attn\.q_proj", "attention/{1}", "q", "gate", groups=lambda config: config.q_heads)
 _COMMON = (
     *(*EMBEDDING, *NORMS, _QUERY_AND_GATE, *ATTENTION[1:2], *VALUES[:1], *OUTPUT[:1], *QK_NORMS),
     _part(r"conv1d\.weight", "{1}_taps", "q", "k", "v", transform="taps"),
@@ -54,15 +60,12 @@ _APART = (
     _part(r"in_proj_a\.weight", "decay/kernel"),
 )
 _SHARED = (
-    *(
-        Rule(rf"{_LAYER}mlp\.shared_expert\.{name}_proj\.weight", f"layer_{{0}}/mlp/shared/{name}/kernel", "transpose")
-        for name in ("gate", "up", "down")
-    ),
-    Rule(rf"{_LAYER}mlp\.shared_expert_gate\.weight", "layer_{0}/mlp/shared_gate/kernel", "transpose"),
+    *(linear(rf"mlp\.shared_expert\.{name}_proj", f"mlp/shared/{name}") for name in GATED),
+    linear(r"mlp\.shared_expert_gate", "mlp/shared_gate"),
 )
 _STACKED = (
-    Rule(rf"{_LAYER}mlp\.experts\.gate_up_proj", "layer_{0}/mlp/experts/{1}/kernel", "transpose", ("gate", "up")),
-    Rule(rf"{_LAYER}mlp\.experts\.down_proj", "layer_{0}/mlp/experts/down/kernel", "transpose"),
+    of_layer(r"mlp\.experts\.gate_up_proj", "mlp/experts/{1}/kernel", "transpose", "gate", "up"),
+    of_layer(r"mlp\.experts\.down_proj", "mlp/experts/down/kernel", "transpose"),
 )
 _DENSE = (*GATE_AND_UP[:2], *DOWN[:1])
 _DEFAULTS = {
@@ -104,14 +107,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, only in (("attn_output_gate", True), ("attention_bias", False)):
         if hf.get(key, only) not in (only, None):
             raise ConfigError(f"config.json {key} must be {str(only).lower()}, got {hf[key]!r}")
-    recurrent = Recurrent(
-        layers=_recurrent_layers(hf),
-        key_heads=hf["linear_num_key_heads"],
-        value_heads=hf["linear_num_value_heads"],
-        key_dim=hf["linear_key_head_dim"],
-        value_dim=hf["linear_value_head_dim"],
-        taps=hf["linear_conv_kernel_dim"],
-    )
+    recurrent = read_part(Recurrent, _KEYS, hf, layers=_recurrent_layers(hf))
     return {
         "recurrent": recurrent if recurrent.layers else None,
         "output_gate": True,
@@ -133,26 +129,13 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         return {"layer_types": [FULL] * config.num_layers}
     return {
         "layer_types": [_RECURRENT if layer in r.layers else FULL for layer in range(config.num_layers)],
-        "linear_num_key_heads": r.key_heads,
-        "linear_num_value_heads": r.value_heads,
-        "linear_key_head_dim": r.key_dim,
-        "linear_value_head_dim": r.value_dim,
-        "linear_conv_kernel_dim": r.taps,
+        **write_part(r, _KEYS),
     }
 
 
 def _write_experts(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
-    return {
-        **_write(config),
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.width,
-        "shared_expert_intermediate_size": experts.shared_width,
-        "norm_topk_prob": experts.normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
-    }
+    fields = {name: value for name, value in QWEN3_MOE.write(config).items() if name != "use_sliding_window"}
+    return {**_write(config), **fields, "shared_expert_intermediate_size": experts_of(config).shared_width}
 
 
 QWEN3_NEXT = ModelFamily(

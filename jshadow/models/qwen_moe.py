@@ -5,9 +5,16 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import Experts, ModelConfig, check_positive, experts_of
-from jshadow.models.family import ModelFamily
+from jshadow.models.family import ModelFamily, read_part, write_part
 from jshadow.models.llama import EXPERTS, QK_NORMS, RULES
 from jshadow.models.sliding import layer_count
+
+_KEYS = {
+    "count": "num_experts",
+    "chosen": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalized": "norm_topk_prob",
+}
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,23 +25,15 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json mlp_only_layers must be a list, got {plain!r}")
     if hf.get("use_sliding_window"):
         raise ConfigError(f"config.json use_sliding_window must be false, got {hf['use_sliding_window']!r}")
-    experts = Experts(
-        count=hf.get("num_local_experts") or hf["num_experts"],  # published files have the second name
-        chosen=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        layers=tuple(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0),
-        normalized=bool(hf.get("norm_topk_prob")),
-    )
-    return {"qk_norm": True, "experts": experts}
+    count = hf.get("num_local_experts") or hf["num_experts"]  # published files have the second name
+    having = tuple(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0)
+    return {"qk_norm": True, "experts": read_part(Experts, _KEYS, hf, count=count, layers=having)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     experts = experts_of(config)
     return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.width,
-        "norm_topk_prob": experts.normalized,
+        **write_part(experts, _KEYS),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
         "use_sliding_window": False,
@@ -60,6 +59,7 @@ QWEN3_MOE = ModelFamily(
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
         "num_experts": 128,
+        "norm_topk_prob": False,
     },
     read=_read,
     write=_write,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
 from jshadow.models.cohere import COHERE2
 from jshadow.models.cwm import CWM
 from jshadow.models.ernie import ERNIE45, ERNIE45_MOE
@@ -73,8 +73,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 def family_of(hf: Mapping[str, Any]) -> ModelFamily:
     """Return the family of a parsed `config.json`. Raises ConfigError if its `model_type` is unknown."""
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
-        raise ConfigError(f"config.json model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
+    check_one_of("config.json model_type", model_type, sorted(FAMILIES))
     return FAMILIES[str(model_type)]
 
 

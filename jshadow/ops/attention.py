@@ -64,7 +64,6 @@ def attend_prefixes(
         q: [B, T, h_q, d], after RoPE.
         pieces: keys and values [B, h_kv, N, d], and the number of rows that each query sees, int32 [B, h_kv, T, 1]. Its
             axes B, h_kv and T may have size 1.
-        scale: factor by which the scores are multiplied.
         block: number of keys that are read at once.
         sinks: the logit of each query head's attention sink, or None.
 
@@ -183,7 +182,6 @@ def add_rows(
         q: [B, T, h_q, d], after RoPE.
         rows: keys and values [B, h_kv, T, N, d], and which rows each query sees, bool [B, h_kv, T, m]. Each flag stands
             for N / m neighboring rows.
-        scale: factor by which the scores are multiplied.
         before: the attention over the other rows and its log-sum-exp, as `attend_prefixes` returns them.
 
     Returns:
@@ -227,10 +225,23 @@ def _add_keys(
         key = start + jnp.arange(block)
         seen = (key >= index * block) & (key < end[..., None])
         scores = jnp.where(seen, scores, MASKED)
+    return _add_scores((top, total, out), scores, seen, lambda weight: product("bhqk,bhkd->bhqd", weight, v), v.dtype)
+
+
+def _add_scores(
+    carry: Softmax, scores: Array, seen: Array | None, weighted: Callable[[Array], Array], dtype: Any
+) -> Softmax:
+    """Add keys with these scores [B, h_kv, rows, K] to a softmax.
+
+    Args:
+        seen: which keys a row sees, or None if it may see all.
+        weighted: returns the sum of the values by weights of `dtype`, [B, h_kv, rows, d].
+    """
+    top, total, out = carry
     new_top = jnp.maximum(top, scores.max(-1))
     weight, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
     weight = weight if seen is None else jnp.where(seen, weight, 0.0)
-    part = product("bhqk,bhkd->bhqd", weight.astype(v.dtype), v)
+    part = weighted(weight.astype(dtype))
     return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
 
 
@@ -255,7 +266,6 @@ def whole_attention(
         k: keys after RoPE.
         v: values.
         lengths: number of real tokens of each row, int32. Rows are padded on the right.
-        scale: factor by which the scores are multiplied.
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
         implementation: "cudnn" is one kernel, which holds no scores in memory. "xla" holds an S x S matrix of scores
             for each head, and runs on every device.
@@ -368,25 +378,7 @@ def causal_attention(
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
         position = first + index * q_block + row
 
-        def key_block(j: Array, carry: tuple[Array, Array, Array], masked: bool = True) -> tuple[Array, Array, Array]:
-            top, total, out = carry
-            start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the previous one
-            k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
-            v_tile = lax.dynamic_slice_in_dim(v, start, k_block, axis=1)
-            scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32)
-            scores = scores if exact else scores * scale
-            if masked:
-                key = start + column
-                seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
-                if window is not None:
-                    seen &= key[None, :] > position[:, None] - window
-                scores = jnp.where(seen, scores, MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weight = jnp.exp(scores - new_top[..., None])
-            shrink = jnp.exp(top - new_top)
-            part = jnp.einsum("bhqk,bkhd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
-            return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
-
+        key_block = functools.partial(_add_causal, q_tile, (position, column), (k, v), (scale, window))
         start = nothing(q_tile, sinks)
         # Most blocks of keys are visible to every query of the block, and need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
@@ -401,6 +393,37 @@ def causal_attention(
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))
     lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
     return _from_blocks(out, q_block)[:, :length], lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+
+
+def _add_causal(
+    q: Array,
+    places: tuple[Array, Array],
+    rows: tuple[Array, Array],
+    scale_and_window: tuple[float, int | None],
+    index: Array,
+    carry: Softmax,
+    *,
+    masked: bool = True,
+) -> Softmax:
+    """Add block `index` of keys and values [B, S, h_kv, d] to the softmax of queries [B, h_kv, rows, d].
+
+    `places` has the positions of the queries, int32 [rows], and those of the keys in their block. Float32 queries have
+    their scale already.
+    """
+    (position, column), (scale, window) = places, scale_and_window
+    tokens, block = rows[0].shape[1], len(column)
+    start = jnp.minimum(index * block, tokens - block)  # the last block overlaps the previous one
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in rows)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("bhqd,bkhd->bhqk", q, k)
+    scores = scores if q.dtype == jnp.float32 else scores * scale
+    if masked:
+        key = start + column
+        seen = (key >= index * block)[None, :] & (key[None, :] <= position[:, None])
+        if window is not None:
+            seen &= key[None, :] > position[:, None] - window
+        scores = jnp.where(seen, scores, MASKED)
+    return _add_scores(carry, scores, None, lambda weight: product("bhqk,bkhd->bhqd", weight, v), v.dtype)
 
 
 def key_mass(
@@ -420,7 +443,6 @@ def key_mass(
         k: keys after RoPE, padded on the right.
         lse: float32 log-sum-exp of each query's scores.
         lengths: int32 [B], the number of real tokens of each row.
-        scale: factor by which the scores are multiplied.
 
     Returns:
         float32 [B, h_kv, S]. Padding has 0.
@@ -493,7 +515,6 @@ def attend(
     Args:
         q: [B, T, h_q, d], after RoPE.
         pieces: the keys and values. A query that may not see any row gets an output of 0.
-        scale: factor by which the scores are multiplied.
         sinks: the logit of each query head's attention sink, or None: `StepKV.sinks`.
 
     Returns:
@@ -601,7 +622,6 @@ def most_attention(q: Array, keys: Array, seen: Array, worth: Array, scale: floa
         keys: [N, h_kv, d].
         seen: which keys each query sees, bool [R, N].
         worth: the factor of each query, float32 or bool [R].
-        scale: factor by which the scores are multiplied.
 
     Returns:
         float32 [h_kv, group, N].
@@ -632,8 +652,6 @@ def output_products(projection: Mapping[str, Array], kv_heads: int, head_dim: in
 
     Args:
         projection: the weights of the output projection; see `jshadow.ops.projections.weights_of`.
-        kv_heads: number of KV heads.
-        head_dim: width of a head.
     """
     kernel = dequantized(Weights.of(projection), jnp.float32)
     kernel = kernel.reshape(kv_heads, -1, head_dim, kernel.shape[-1])

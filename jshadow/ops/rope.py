@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.rotation import rotate as rotate
 
@@ -94,8 +94,7 @@ class RopeConfig:
     KINDS = ("none", *_KEYS)
 
     def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise ConfigError(f"rope.kind must be one of {self.KINDS}, got {self.kind!r}")
+        check_one_of("rope.kind", self.kind, self.KINDS)
         if not (self.theta > 0 and math.isfinite(self.theta)):
             raise ConfigError(f"rope.theta must be above 0, got {self.theta!r}")
         if not self.factor >= 1:
@@ -155,8 +154,7 @@ class RopeConfig:
             raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         kind = _OLDER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
-        if kind not in _KEYS:
-            raise ConfigError(f"rope_scaling.rope_type must be one of {tuple(_KEYS)}, got {kind!r}")
+        check_one_of("rope_scaling.rope_type", kind, tuple(_KEYS))
         needed, optional = _KEYS[kind]
         if lacking := [key for key in needed if scaling.get(key) is None]:
             raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
@@ -264,7 +262,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
 
     Args:
         rope: the RoPE settings.
-        head_dim: width of a head.
         tokens: maximum number of tokens that a sequence can hold. "dynamic" and "longrope" change their frequencies if
             it exceeds the original context. All keys of a state use the same frequencies, so a key is rotated only
             once.

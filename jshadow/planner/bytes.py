@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import state_nbytes, total
 from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec, Shards, local_spec
 from jshadow.cache.state import Counters, KVState, of_layer, with_room
@@ -96,9 +96,7 @@ def cache_specs(
     """Return the static description of each layer's cache.
 
     Args:
-        config: the model.
         policy: the policy, resolved for this capacity.
-        batch: number of rows.
         capacity: maximum number of tokens that a row can hold.
         shortest: number of tokens in the shortest prompt. It decides how many tokens the windows must hold.
         dtype: name of the dtype of keys and values.
@@ -145,7 +143,6 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     """Return the state that the specs describe, with ShapeDtypeStructs in place of arrays.
 
     Args:
-        specs: the spec of each layer.
         policy: the resolved policy.
         fitted: arrays that the policy learned, or their ShapeDtypeStructs, or None.
     """
@@ -245,7 +242,7 @@ def prefill_parts(
         "second_pass": max(second, default=0),
         "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * workload.capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
-        "state": sum(device for device, _ in parts.values()),
+        "state": total(parts.values()).device,
     }
 
 
@@ -257,7 +254,6 @@ def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheS
     their float32 copies. On a mesh, a device has its part of the logits and all of them.
 
     Args:
-        config: the model.
         policy: the resolved policy.
         specs: the spec of each layer on one device, for the rows of the step.
     """

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jshadow.cache.offload import FETCH_MODES
 from jshadow.cache.spec import CacheSpec
 from jshadow.planner.gpu_specs import GIB
+from jshadow.planner.limits import MemoryLimits
 
 
 class ModeFigures(NamedTuple):
@@ -40,22 +41,17 @@ class FetchChoice(NamedTuple):
     reason: str | None
 
 
-def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: int | None) -> FetchChoice:
+def choose_fetch(modes: Sequence[ModeFigures], limits: MemoryLimits) -> FetchChoice:
     """Return the fetch mode with the most predicted tokens per second, and a sentence that says why.
 
     A mode must be served and fit into both memories. If no mode does, the result is the served mode that needs the
-    least device memory. If modes are equal, the first of them in FETCH_MODES is chosen.
-
-    Args:
-        modes: the figures of each mode, at least one of them served.
-        device_limit: bytes of device memory.
-        host_limit: bytes of host memory. None: no limit.
+    least device memory. If modes are equal, the first of them in FETCH_MODES is chosen. At least one must be served.
     """
     served = sorted((mode for mode in modes if not mode.refusal), key=lambda mode: FETCH_MODES.index(mode.fetch))
-    fitting = [mode for mode in served if _why_no_fit(mode, device_limit, host_limit) is None]
+    fitting = [mode for mode in served if _why_no_fit(mode, limits) is None]
     if fitting:
         best = max(fitting, key=lambda mode: mode.tokens_per_second)
-        memories = f"{best.device_bytes / GIB:.1f} of {device_limit / GIB:.1f} GiB of device memory"
+        memories = f"{best.device_bytes / GIB:.1f} of {(limits.device or 0) / GIB:.1f} GiB of device memory"
         if best.host_bytes:
             memories += f" and {best.host_bytes / GIB:.1f} GiB of host memory"
         reason = f"{best.fetch}: {requests(best.rows)} fit into {memories}, {speed(best)}"
@@ -66,21 +62,19 @@ def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: in
     for mode in modes:
         if mode.refusal:
             others.append(f"{mode.fetch} has no kernel for {mode.refusal}")
-        elif (missing := _why_no_fit(mode, device_limit, host_limit)) is not None:
+        elif (missing := _why_no_fit(mode, limits)) is not None:
             others.append(f"{mode.fetch} {missing}")
         elif mode is not best:
             others.append(f"{mode.fetch} {speed(mode)} with {requests(mode.rows)}")
     return FetchChoice(best.fetch, reason + (f" ({'; '.join(others)})" if others else ""))
 
 
-def _why_no_fit(mode: ModeFigures, device_limit: int, host_limit: int | None) -> str | None:
+def _why_no_fit(mode: ModeFigures, limits: MemoryLimits) -> str | None:
     """Return the memory that a mode lacks as text, or None if its requests fit."""
     if mode.rows == 0:
         return "holds no request"
-    if mode.device_bytes > device_limit:
-        return f"needs {mode.device_bytes / GIB:.1f} of {device_limit / GIB:.1f} GiB of device memory"
-    if host_limit is not None and mode.host_bytes > host_limit:
-        return f"needs {mode.host_bytes / GIB:.1f} of {host_limit / GIB:.1f} GiB of host memory"
+    for name, needed, limit in limits.excess((mode.device_bytes, mode.host_bytes)):
+        return f"needs {needed / GIB:.1f} of {limit / GIB:.1f} GiB of {name} memory"
     return None
 
 

@@ -6,7 +6,6 @@ of the data sheet. Several GPUs also exchange data. A real step is slower, becau
 reach these rates.
 """
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import ByteCount, state_nbytes, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
@@ -134,7 +133,7 @@ class PolicyPlan:
     fetch_reason: str | None
     repeat_share: float
     fallback: str | None
-    row_parts: dict[str, tuple[int, int]]
+    row_parts: dict[str, ByteCount]
     largest_batch: int
     prefill_batch: int | None
     batch: int
@@ -146,9 +145,9 @@ class PolicyPlan:
     prefill: PrefillTime
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes (device, host) of one request on one GPU."""
-        return sum(device for device, _ in self.row_parts.values()), sum(host for _, host in self.row_parts.values())
+    def row_bytes(self) -> ByteCount:
+        """Bytes of one request on one GPU."""
+        return total(self.row_parts.values())
 
     @property
     def figures(self) -> ModeFigures:
@@ -244,10 +243,8 @@ def capacity_plan(
     """Plan decoding on one GPU, or on several GPUs that share one model.
 
     Args:
-        config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
         gpu: the figures of each GPU, such as one of `gpu_specs.GPUS`.
-        workload: the requests.
         beside: other policies by name, which are planned in the same way.
 
     Returns:
@@ -357,7 +354,7 @@ class Planner:
         }
         figures = [plan.figures for plan in plans.values()]
         figures += [ModeFigures(mode, 0, 0, 0, 0.0, refusal) for mode, refusal in refusals.items()]
-        choice = choose_fetch(figures, self.gpu.memory_bytes, self.gpu.host_limit)
+        choice = choose_fetch(figures, self.gpu.limits)
         return dataclasses.replace(plans[choice.fetch], fetch_reason=choice.reason)
 
     def with_fetch(self, fetch: str) -> "Planner":
@@ -377,15 +374,14 @@ class Planner:
                 layout.check_kernel(spec.policy.name)
         row = abstract_of(specs, policy)
         parts = state_nbytes(row)
-        device, host = sum(size for size, _ in parts.values()), sum(size for _, size in parts.values())
+        device, host = total(parts.values())
+        limits = self.gpu.limits
 
-        def needed(rows: int) -> int:
-            return self.weights_bytes + rows * device + sum(self.temporaries(policy, rows).values()) + CONTEXT_RESERVE
+        def needed(rows: int) -> ByteCount:
+            beside = self.weights_bytes + sum(self.temporaries(policy, rows).values()) + limits.reserve
+            return ByteCount(beside + rows * device, rows * host * workload.tp)
 
-        most = max(1, self.gpu.memory_bytes // device)
-        if self.gpu.host_limit is not None and host:
-            most = min(most, self.gpu.host_limit // (host * workload.tp))
-        largest = bisect.bisect_right(range(1, most + 1), self.gpu.memory_bytes, key=needed)
+        largest = limits.most(needed, max(1, self.gpu.memory_bytes // device))
         rows = largest if batch is None else min(batch, largest) if capped else batch
         return PolicyPlan(
             policy=policy,
@@ -399,8 +395,8 @@ class Planner:
             batch=rows,
             fits=0 < rows <= largest,
             temporaries=self.temporaries(policy, rows),
-            device_bytes=needed(rows),
-            host_bytes=rows * host * workload.tp,
+            device_bytes=needed(rows).device,
+            host_bytes=needed(rows).host,
             step=self.step(policy, rows) if rows else None,
             prefill=self.prefill(policy, specs, device),
         )

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
+from jshadow.planner.limits import MemoryLimits
 
 GIB = 2**30
 XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
@@ -42,6 +43,11 @@ class Gpu:
     gather_bytes_per_second: float = HOST_GATHER
     host_limit: int | None = None
 
+    @property
+    def limits(self) -> MemoryLimits:
+        """Its memory and that of its host."""
+        return MemoryLimits(self.memory_bytes, self.host_limit, CONTEXT_RESERVE)
+
 
 # PCIe x16, one way: half of the nominal 64 and 128 GB/s for both ways, minus the overhead of the 128b/130b code.
 PCIE4, PCIE5 = 31.5e9, 63e9
@@ -74,8 +80,7 @@ DEFAULT_GPUS = ("a100-80gb", "h100", "h200")
 
 def gpu_named(name: str) -> Gpu:
     """Return the GPU with this name. Raises ConfigError if it is unknown. The message lists the known names."""
-    if name not in GPUS:
-        raise ConfigError(f"gpu must be one of {list(GPUS)}, got {name!r}")
+    check_one_of("gpu", name, list(GPUS))
     return GPUS[name]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshadow.cache import host_memory, offload
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import ByteCount, state_nbytes, total
 from jshadow.cache.state import KVState
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
@@ -17,6 +17,7 @@ from jshadow.planner.bytes import Workload, abstract_of, full_bytes, prefill_par
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu import PAPERS_REPEATS, Planner
 from jshadow.planner.gpu_specs import GIB, GPUS, XLA_SHARE, Gpu, gpu_of_device
+from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.mesh import mesh_shards, share_of
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
@@ -34,9 +35,7 @@ def fetch_here(
     memory that is free now: that of the device beside all arrays that it holds, and host memory.
 
     Args:
-        config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
-        workload: the requests.
         states: number of states of this size that the call makes. They share the memory equally.
         loading: bytes of weights that the device does not hold yet.
 
@@ -51,7 +50,7 @@ def fetch_here(
     (rates, free), limit = device_here(), host_memory.least_limit()
     free = max(0, free - loading)
     figures = mode_figures(config, policy, workload, rates, jax.default_backend() == "gpu")
-    return choose_fetch(figures, free // states, None if limit is None else limit.free // states)
+    return choose_fetch(figures, MemoryLimits(free // states, None if limit is None else limit.free // states))
 
 
 def device_here() -> tuple[Gpu, int]:
@@ -76,9 +75,6 @@ def mode_figures(
     are then bounded by those of the whole model on one device.
 
     Args:
-        config: the model.
-        policy: the policy.
-        workload: the requests.
         rates: the figures of the device, of which the memory is not read.
         has_kernels: whether the device runs the kernels of this project.
     """
@@ -96,8 +92,7 @@ def mode_figures(
             figures.append(ModeFigures(mode, rows, 0, 0, 0.0, refusal))
             continue
         now = planner.with_fetch(mode)
-        state = state_nbytes(abstract_of(now.specs(policy, rows), policy)).values()
-        held, host = (sum(part[place] for part in state) for place in (0, 1))
+        held, host = total(state_nbytes(abstract_of(now.specs(policy, rows), policy)).values())
         step = held + sum(now.temporaries(policy, rows).values())
         peak = prefill_parts(config, policy, dataclasses.replace(own, fetch=mode, shards=None))
         if shards is not None:
@@ -154,7 +149,7 @@ class _Footprint(TypedDict):
         full_bytes: bytes of full attention's cache at the same capacity.
     """
 
-    parts: dict[str, tuple[int, int]]
+    parts: dict[str, ByteCount]
     device_bytes: int
     host_bytes: int
     full_bytes: int
@@ -192,10 +187,11 @@ def footprint(
         config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch, room=room
     )
     parts = state_nbytes(state)
+    device, host = total(parts.values())
     return {
         "parts": parts,
-        "device_bytes": sum(device for device, _ in parts.values()),
-        "host_bytes": sum(host for _, host in parts.values()),
+        "device_bytes": device,
+        "host_bytes": host,
         "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
     }
 
@@ -222,9 +218,8 @@ def step_footprint(
     _check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, **options)
     layers = zip(state.specs, state.layers, strict=True)
-    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in layers]
-    moved = sum(host for step in steps for _, host in step.values())
-    return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
+    read, moved = total(size for spec, layer in layers for size in spec.policy.step_bytes(spec, layer).values())
+    return {"bytes_moved": moved, "bytes_read": read}
 
 
 def prefill_peak(

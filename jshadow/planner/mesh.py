@@ -20,7 +20,7 @@ from flax import traverse_util
 from jax.sharding import AbstractMesh
 
 from jshadow.cache.spec import Shards
-from jshadow.errors import ConfigError
+from jshadow.errors import check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.models.partition import AXES, check_left, sharding_of
 from jshadow.models.quantization import check_quantize, stored
@@ -42,8 +42,7 @@ def mesh_shards(tp: int = 1, left: str = "split") -> Shards | None:
     Raises:
         ConfigError: tp is not an integer of at least 1, or left is unknown.
     """
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise ConfigError(f"tp must be an integer of at least 1, got {tp!r}")
+    check_integer("tp", tp, least=1)
     check_left(left)
     return Shards(AbstractMesh((1, tp), AXES), left) if tp > 1 else None
 
@@ -77,8 +76,6 @@ def device_weights(
     """Return the weights that a device holds. They are split as `models.partition.sharding_of` says.
 
     Args:
-        config: the model.
-        shards: the mesh, or None.
         item: bytes of a number that is not quantized.
         quantize: as in `jshadow.load`.
 
@@ -113,8 +110,6 @@ def model_links(config: ModelConfig, shards: Shards | None, rows: int, item: int
     """Return the bytes that a device sends for the model's products in one step.
 
     Args:
-        config: the model.
-        shards: the mesh, or None.
         rows: number of query rows of the step, of all requests.
         item: bytes of a number of the residual stream.
     """

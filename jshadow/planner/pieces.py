@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import state_nbytes, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
@@ -67,9 +67,7 @@ def second_pass_bytes(config: ModelConfig, second: SecondPass, batch: int, token
     They are the hidden states of all requests, the scores, and the temporaries of one request of one layer.
 
     Args:
-        config: the model.
         second: the settings of the second pass.
-        batch: number of rows.
         tokens: number of tokens to which the prompts are padded.
         item: bytes of a number of the model's dtype.
     """
@@ -100,7 +98,6 @@ def whole_or_pieces(config: ModelConfig, window: int | None, dtype: Any, backend
     """Return the possible values of `attends_whole` on a backend. They differ between GPUs for wide heads.
 
     Args:
-        config: the model.
         window: number of tokens that a query of the layer sees. None means all of them.
         dtype: dtype of queries, keys and values.
         backend: "gpu" for any NVIDIA GPU of the planner, another name for another device, or None for this machine.
@@ -223,5 +220,5 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
         "piece": 4 * batch * size * token,
         "hooks": hooks,
         "logits": 2 * 4 * batch * config.vocab_size,
-        "state": sum(device for device, _ in state_nbytes(state).values()),
+        "state": total(state_nbytes(state).values()).device,
     }

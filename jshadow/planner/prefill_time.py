@@ -77,7 +77,6 @@ def request_operations(config: ModelConfig, window: int | None, prompt: int, tok
     The scores are the products of the queries with the keys of the chunk and of the request.
 
     Args:
-        config: the model.
         window: number of tokens that a query sees. None means all earlier tokens.
         prompt: number of tokens of the prompt.
         tokens: number of tokens of the request, which contains the chunk.
@@ -139,7 +138,6 @@ def prefill_time(
     Args:
         config: the model, or the share of it that one of several GPUs holds.
         specs: the cache of each layer.
-        gpu: the GPU.
         tokens: number of tokens in the prompt.
         device_bytes: device bytes of the state.
         step_seconds: time of a decode step of one row.

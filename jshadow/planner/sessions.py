@@ -6,25 +6,27 @@ device and once in host memory (`KVState.share`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jshadow.cache import offload
-from jshadow.cache.accounting import leaf_bytes, state_nbytes
+from jshadow.cache.accounting import ByteCount, leaf_bytes, state_nbytes, total
 from jshadow.cache.records import HostTier
-from jshadow.cache.spec import CacheSpec
+from jshadow.cache.spec import Shards
 from jshadow.cache.state import KVState, with_room
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload, abstract_of, on_backend, prefill_parts, step_temporaries, weight_bytes
 from jshadow.planner.fetch_choice import kernel_refusal
+from jshadow.planner.limits import MemoryLimits
 from jshadow.policies.base import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.settings import policy_settings
 
-_Parts = dict[str, tuple[int, int]]  # bytes (device, host) by the name of the part
+_Parts = dict[str, ByteCount]  # by the name of the part
 _PLAIN: tuple[str, ...] = (
     "fetch",
     "prompt_parts",
@@ -62,25 +64,14 @@ class SessionClass:
         """Number of tokens that each session may hold."""
         return self.prompt + self.room
 
-
-@dataclasses.dataclass(frozen=True)
-class MemoryLimits:
-    """The memory that an engine may take.
-
-    Attributes:
-        device: bytes of device memory. None: no limit.
-        host: bytes of host memory for states. None: no limit.
-        reserve: bytes of device memory outside of arrays.
-    """
-
-    device: int | None = None
-    host: int | None = None
-    reserve: int = 0
+    def session(self, dtype: str, fetch: str, shards: Shards | None = None) -> Workload:
+        """Return one session as a workload."""
+        return Workload(self.prompt, self.room, 1, dtype, fetch, room=self.room, shards=shards)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassPlan:
-    """The bytes of one class of sessions. Pairs are (device, host).
+    """The bytes of one class of sessions.
 
     Attributes:
         sizes: the class, with the number of its groups.
@@ -98,25 +89,25 @@ class ClassPlan:
     fetch: str
     prompt_parts: _Parts
     live_parts: _Parts
-    document_live: tuple[int, int]
+    document_live: ByteCount
     temporaries: dict[str, int]
-    prefill: tuple[int, int]
+    prefill: ByteCount
 
     @property
-    def documents_bytes(self) -> tuple[int, int]:
-        """Bytes (device, host) of all shared prompt halves, each with the live half for new sessions."""
-        return _scaled(self.sizes.documents, added(total(self.prompt_parts), self.document_live))
+    def documents_bytes(self) -> ByteCount:
+        """Bytes of all shared prompt halves, each with the live half for new sessions."""
+        return total([*self.prompt_parts.values(), self.document_live]).times(self.sizes.documents)
 
     @property
-    def group_bytes(self) -> tuple[int, int]:
-        """Bytes (device, host) of one group: its live halves, and its prompt halves unless they are shared."""
-        live, prompt = total(self.live_parts), total(self.prompt_parts)
-        return _scaled(self.sizes.group_rows, live if self.sizes.documents else added(live, prompt))
+    def group_bytes(self) -> ByteCount:
+        """Bytes of one group: its live halves, and its prompt halves unless they are shared."""
+        prompt = () if self.sizes.documents else self.prompt_parts.values()
+        return total([*self.live_parts.values(), *prompt]).times(self.sizes.group_rows)
 
     @property
-    def state_bytes(self) -> tuple[int, int]:
-        """Bytes (device, host) of all documents and groups."""
-        return added(self.documents_bytes, _scaled(self.sizes.groups or 0, self.group_bytes))
+    def state_bytes(self) -> ByteCount:
+        """Bytes of all documents and groups."""
+        return total([self.documents_bytes, self.group_bytes.times(self.sizes.groups or 0)])
 
     @property
     def sessions(self) -> int:
@@ -161,21 +152,25 @@ class SessionPlan:
         return max(sum(plan.temporaries.values()) for plan in self.classes)
 
     @property
-    def prefill_bytes(self) -> tuple[int, int]:
-        """Bytes (device, host) of one prompt that is being read, for the class in which it takes the most."""
-        device, host = zip(*(plan.prefill for plan in self.classes), strict=True)
-        return max(device), max(host)
+    def prefill_bytes(self) -> ByteCount:
+        """Bytes of one prompt that is being read, for the class in which it takes the most."""
+        return ByteCount(*map(max, zip(*(plan.prefill for plan in self.classes), strict=True)))
+
+    @property
+    def needed(self) -> ByteCount:
+        """Bytes of weights, states, one step, one prefill and the reserve."""
+        beside = ByteCount(self.weights_bytes + self.temporaries_bytes + self.limits.reserve)
+        return total([beside, self.prefill_bytes, *(plan.state_bytes for plan in self.classes)])
 
     @property
     def device_bytes(self) -> int:
-        """Bytes in device memory: weights, states, one step, one prefill and the reserve."""
-        states = sum(plan.state_bytes[0] for plan in self.classes)
-        return self.weights_bytes + states + self.temporaries_bytes + self.prefill_bytes[0] + self.limits.reserve
+        """Bytes in device memory (`needed`)."""
+        return self.needed.device
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory: states, and the one that is being built."""
-        return sum(plan.state_bytes[1] for plan in self.classes) + self.prefill_bytes[1]
+        return self.needed.host
 
     @property
     def fits(self) -> bool:
@@ -184,11 +179,9 @@ class SessionPlan:
 
     def excess(self) -> list[str]:
         """Return a text for each memory that is too small, with the bytes needed and the limit."""
-        needs = (("device", self.device_bytes, self.limits.device), ("host", self.host_bytes, self.limits.host))
         return [
             f"{self.sessions} sessions need {needed} bytes of {name} memory, and the limit is {limit}"
-            for name, needed, limit in needs
-            if limit is not None and needed > limit
+            for name, needed, limit in self.limits.excess(self.needed)
         ]
 
     def check(self) -> None:
@@ -207,21 +200,6 @@ class SessionPlan:
         names = ("sessions", "weights_bytes", "temporaries_bytes", "prefill_bytes", "device_bytes", "host_bytes")
         figures = {name: getattr(self, name) for name in (*names, "fits")}
         return figures | {"classes": classes, "limits": dataclasses.asdict(self.limits)}
-
-
-def total(parts: _Parts) -> tuple[int, int]:
-    """Return the bytes (device, host) of all parts."""
-    return sum(device for device, _ in parts.values()), sum(host for _, host in parts.values())
-
-
-def added(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
-    """Return the sums of device bytes and of host bytes."""
-    return one[0] + two[0], one[1] + two[1]
-
-
-def _scaled(count: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Return `count` times the device bytes and the host bytes."""
-    return count * size[0], count * size[1]
 
 
 def session_plan(
@@ -258,19 +236,23 @@ def session_plan(
     if not classes or sum(sizes.groups is None for sizes in classes) > 1:
         raise ConfigError(f"classes must be at least one, with groups=None in at most one, got {tuple(classes)!r:.200}")
     offload.check_fetch(fetch)
-    plans = []
+    plans, weights = [], weight_bytes(config, dtype, quantize)
+    free = next((place for place, sizes in enumerate(classes) if sizes.groups is None), None)
     for mode in ("resident", "zero_copy", "device_put") if fetch == "auto" else (fetch,):
-        specs = [class_specs(config, sizes.policy or policy, sizes, dtype, mode, backend) for sizes in classes]
+        each = [
+            ((sizes.policy or policy).resolve(config, sizes.capacity), sizes, sizes.session(dtype, mode))
+            for sizes in classes
+        ]
         if mode == "zero_copy" and backend == "gpu":
+            specs = [one.specs(config, resolved) for resolved, _, one in each]
             if fetch == "auto" and any(map(kernel_refusal, specs)):
                 continue
-            for spec in (spec for group in specs for spec in group):
+            for spec in itertools.chain(*specs):
                 if (layout := spec.policy.host_layout(spec)) is not None:
                     layout.check_kernel(spec.policy.name)
-        made = [
-            class_plan(config, sizes.policy or policy, sizes, rows) for sizes, rows in zip(classes, specs, strict=True)
-        ]
-        plans.append(_filled(made, weight_bytes(config, dtype, quantize), limits))
+        made = tuple(class_plan(config, *one, backend) for one in each)
+        plan = SessionPlan(made, weights, limits)
+        plans.append(plan if free is None else _filled(plan, free))
     # The first of equal ones. If no mode fits, it is the one that needs the least device memory.
     return max(plans, key=lambda plan: (not plan.excess(), plan.sessions, -plan.device_bytes if plan.excess() else 0))
 
@@ -290,78 +272,61 @@ def _check_class(config: ModelConfig, sizes: SessionClass) -> None:
         raise ConfigError(f"documents must be at least 0, got {sizes.documents}")
 
 
-def class_specs(
-    config: ModelConfig, policy: Policy, sizes: SessionClass, dtype: str, fetch: str, backend: str
-) -> tuple[CacheSpec, ...]:
-    """Return the spec of each layer for one session of a class, whose room is that of the class."""
-    policy = policy.resolve(config, sizes.capacity)
-    workload = Workload(sizes.prompt, sizes.room, 1, dtype, fetch, room=sizes.room)
-    return on_backend(workload.specs(config, policy), backend)
-
-
 def class_plan(
     config: ModelConfig,
     policy: Policy,
     sizes: SessionClass,
-    specs: tuple[CacheSpec, ...],
+    workload: Workload,
+    backend: str,
     *,
     prefill_chunk: int = 2048,
     attention: PrefillAttention | None = None,
 ) -> ClassPlan:
-    """Return the plan of a class, from the specs of one session. The number of groups is that of `sizes`.
+    """Return the plan of a class.
 
-    `prefill_chunk` and `attention` are as in `prefill_peak`.
+    Args:
+        policy: the resolved policy.
+        sizes: the class. The number of groups is that of `sizes`.
+        workload: one session of the class (`SessionClass.session`).
+        backend: "gpu" for an NVIDIA GPU, or the name of another backend.
+        prefill_chunk, attention: as in `prefill_peak`.
     """
-    policy = policy.resolve(config, sizes.capacity)
+    specs = on_backend(workload.specs(config, policy), backend)
     prompt, live = halves(abstract_of(specs, policy))
-    document = total(halves(abstract_of(with_room(specs, 0), policy))[1])
+    document = total(halves(abstract_of(with_room(specs, 0), policy))[1].values())
     group = tuple(dataclasses.replace(spec, batch=sizes.group_rows) for spec in specs)
-    room = 0 if sizes.documents else sizes.room
-    peak = prefill_parts(
-        config,
-        policy,
-        Workload(sizes.prompt, sizes.room, 1, specs[0].dtype, specs[0].fetch, room=room),
-        prefill_chunk=prefill_chunk,
-        attention=attention,
-        backend="gpu" if specs[0].keep == "gpu" else None,
-    )
-    held = added(total(prompt), document if sizes.documents else total(live))
-    reading = sum(peak.values()) - peak["weights"] - peak["state"] + held[0]
+    alone = dataclasses.replace(workload, room=0 if sizes.documents else sizes.room, shards=None)
+    peak = prefill_parts(config, policy, alone, prefill_chunk=prefill_chunk, attention=attention)
+    held = total([*prompt.values(), *([document] if sizes.documents else live.values())])
     return ClassPlan(
         sizes=sizes,
         policy=policy,
-        fetch=specs[0].fetch,
+        fetch=workload.fetch,
         prompt_parts=prompt,
         live_parts=live,
         document_live=document,
         temporaries=step_temporaries(config, policy, group),
-        prefill=(reading, held[1]),
+        prefill=ByteCount(sum(peak.values()) - peak["weights"] - peak["state"] + held.device, held.host),
     )
 
 
-def _filled(classes: Sequence[ClassPlan], weights: int, limits: MemoryLimits) -> SessionPlan:
-    """Return the plan with as many groups as fit in the class that leaves their number out."""
-    plan = SessionPlan(tuple(classes), weights, limits)
-    for place, free in enumerate(classes):
-        if free.sizes.groups is not None:
-            continue
-        rest = [
-            (limit - used) // size
-            for limit, used, size in zip(
-                (limits.device, limits.host), (plan.device_bytes, plan.host_bytes), free.group_bytes, strict=True
-            )
-            if limit is not None and size
-        ]
-        if not rest:
-            raise ConfigError("groups must be given where no memory has a limit, got None")
-        sizes = dataclasses.replace(free.sizes, groups=0 if plan.excess() else min(rest))
-        done = (*classes[:place], dataclasses.replace(free, sizes=sizes), *classes[place + 1 :])
-        plan = dataclasses.replace(plan, classes=done)
-    return plan
+def _filled(plan: SessionPlan, place: int) -> SessionPlan:
+    """Return the plan with as many groups of the class at `place` as fit."""
+    free, limits = plan.classes[place], plan.limits
+    sizes = zip((limits.device, limits.host), free.group_bytes, strict=True)
+    most = [limit // size for limit, size in sizes if limit is not None and size]
+    if not most:
+        raise ConfigError("groups must be given where no memory has a limit, got None")
+
+    def with_groups(groups: int) -> SessionPlan:
+        one = dataclasses.replace(free, sizes=dataclasses.replace(free.sizes, groups=groups))
+        return dataclasses.replace(plan, classes=(*plan.classes[:place], one, *plan.classes[place + 1 :]))
+
+    return with_groups(limits.most(lambda groups: with_groups(groups).needed, min(most)))
 
 
 def halves(state: KVState) -> tuple[_Parts, _Parts]:
-    """Return the bytes (device, host) of the prompt half and of the live half of a state, by part.
+    """Return the bytes of the prompt half and of the live half of a state, by part.
 
     The lengths, the last tokens and the counters are "counts". Arrays that the policy learned are left out.
     """
@@ -371,5 +336,5 @@ def halves(state: KVState) -> tuple[_Parts, _Parts]:
     counts = jax.tree.leaves((state.lengths, state.last, state.counters))
     return (
         state_nbytes(state.replace(layers=prompt, shared=None, fitted=None)),
-        state_nbytes(state.replace(layers=live, fitted=None)) | {"counts": (sum(map(leaf_bytes, counts)), 0)},
+        state_nbytes(state.replace(layers=live, fitted=None)) | {"counts": ByteCount(sum(map(leaf_bytes, counts)))},
     )

@@ -5,11 +5,10 @@ computes n + 1 times as much. If they lie in host memory (`Offloaded`), it also 
 prediction adds the times of all of this, as for a step (`gpu.py`).
 """
 
-import bisect
 import dataclasses
 from typing import Any, NamedTuple
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import Workload
 from jshadow.planner.gpu import Planner, PolicyPlan, checked
@@ -90,8 +89,7 @@ class Drafting(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigError if a number is out of range."""
-        if isinstance(self.drafts, bool) or not isinstance(self.drafts, int) or self.drafts < 1:
-            raise ConfigError(f"drafts must be an integer of at least 1, got {self.drafts!r}")
+        check_integer("drafts", self.drafts, least=1)
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must lie in [0, 1], got {self.acceptance!r}")
 
@@ -115,7 +113,6 @@ def speculation_plan(
     """Predict the speed of exact attention with speculation.
 
     Args:
-        config: the model.
         gpu: the figures of the GPU.
         workload: the requests. With "auto", keys and values of `Offloaded()` are in host memory.
         drafting: how tokens are drafted.
@@ -138,14 +135,12 @@ def speculation_plan(
     exact = planner.plan(target, 1, capped=False)
     sparse = None if drafting.policy is None else planner.plan(drafting.policy, 1, capped=False)
     device, host = drafting.row_bytes(sparse)
-    limit = gpu.host_limit
 
-    def fits(rows: int) -> bool:
+    def needed(rows: int) -> tuple[int, int]:
         on_device = planner.plan(target, rows, capped=False).device_bytes + rows * device
-        in_host = rows * (exact.row_bytes[1] + host)
-        return on_device <= gpu.memory_bytes and (limit is None or in_host <= limit)
+        return on_device, rows * (exact.row_bytes.host + host)
 
-    largest = bisect.bisect_left(range(1, exact.largest_batch + 1), True, key=lambda rows: not fits(rows))
+    largest = gpu.limits.most(needed, exact.largest_batch)
     batch = largest if workload.batch is None else workload.batch
     if not 0 < batch <= largest:
         raise ConfigError(f"batch must be at least 1 and at most {largest} on {gpu.name}, got {batch}")

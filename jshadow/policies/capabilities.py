@@ -96,7 +96,6 @@ class Learns(Policy):
         """Learn the arrays from a text.
 
         Args:
-            params: the model's Params.
             tokens: token ids of the text, int32 [S] or [B, S], without padding.
             progress: called with (parts done, number of parts).
 

@@ -23,7 +23,7 @@ from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, Pro
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
-from jshadow.ops.layout import top_k, write_rows
+from jshadow.ops.layout import top_k
 from jshadow.policies.base import HookInputs, LayerCache, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_range
@@ -122,9 +122,7 @@ class KeepsLaterTokens(LayerCache):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         slots, window = step.positions - state.frozen.lengths[:, None], state.live.window
-        k = write_rows(window.k, step.k_post, slots, step.valid)
-        v = write_rows(window.v, step.v, slots, step.valid)
-        return state.replace(live=LaterTokens(KeyValues(k, v))), None
+        return state.replace(live=LaterTokens(window.written(step.k_post, step.v, slots, step.valid))), None
 
 
 class EvictingPolicy(UniformPolicy, KeepsLaterTokens):
@@ -175,8 +173,7 @@ class EvictingPolicy(UniformPolicy, KeepsLaterTokens):
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         slots, window = step.positions - state.frozen.lengths[:, None], state.live.window
         rows = (jnp.repeat(x, self.heads(spec) // spec.kv_heads, axis=2) for x in (step.k_post, step.v))
-        k, v = (write_rows(old, new, slots, step.valid) for old, new in zip((window.k, window.v), rows, strict=True))
-        return state.replace(live=LaterTokens(KeyValues(k, v))), None
+        return state.replace(live=LaterTokens(window.written(*rows, slots, step.valid))), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

@@ -460,21 +460,10 @@ class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized):
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the token to the ring. If a whole block leaves the window in this step, write it to the tail."""
         slots, live, position = self.ring_slots(spec), state.live, step.positions
-        ring = KeyValues(
-            *(
-                write_rows(old, new, position % slots, step.valid)
-                for old, new in ((live.ring.k, step.k_pre), (live.ring.v, step.v))
-            )
-        )
+        ring = live.ring.written(step.k_pre, step.v, position % slots, step.valid)
         if live.sinks.k.shape[2]:
             early = step.valid & (position < live.sinks.k.shape[2])
-            sinks = KeyValues(
-                *(
-                    write_rows(old, new, position, early)
-                    for old, new in ((live.sinks.k, step.k_pre), (live.sinks.v, step.v))
-                )
-            )
-            live = live.replace(sinks=sinks)
+            live = live.replace(sinks=live.sinks.written(step.k_pre, step.v, position, early))
         fresh = (jnp.arange(slots) == position % slots) & step.valid
         live = live.replace(ring=ring, mass=jnp.where(fresh[:, None], 0, live.mass))
         if self.host_layout(spec) is None:

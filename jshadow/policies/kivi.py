@@ -245,12 +245,11 @@ class KIVI(UniformPolicy, Sized):
         old = jnp.take_along_axis(ring.v, slot[:, None, :, None], axis=2)
         gone = step.valid[:, :1] & (leaving >= 0)
         values = put(later.values, self.quantize_values(old), leaving - start_value, gone)
-        k = write_rows(ring.k, step.k_post[:, :1], slot, step.valid[:, :1])
-        v = write_rows(ring.v, step.v[:, :1], slot, step.valid[:, :1])
+        recent = ring.written(step.k_post[:, :1], step.v[:, :1], slot, step.valid[:, :1])
         full = step.valid[:, :1] & (slot == self.residual - 1)
         place = position // self.residual - (state.frozen.lengths // self.residual)[:, None]
-        keys = put(later.keys, self.quantize_keys(k[:, :, None]), place, full)
-        return state.replace(live=KiviLive(Quantized(keys, values), KeyValues(k, v))), None
+        keys = put(later.keys, self.quantize_keys(recent.k[:, :, None]), place, full)
+        return state.replace(live=KiviLive(Quantized(keys, values), recent)), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

@@ -307,7 +307,6 @@ def filter_masses(
     and nearly every layer ranks it high. So all shares are large and differ little. Only their order matters.
 
     Args:
-        params: the model's Params.
         tokens: int32 [S] or [B, S], without padding.
         budget: number of tokens that a layer chooses. It must be less than S.
         queries: maximum number of queries that are measured in each row. They are evenly spaced among those that can

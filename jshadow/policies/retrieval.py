@@ -284,8 +284,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens to the ring, and the units they are in, even incomplete ones, to the tail."""
         slots, ring, basis = self.ring_slots(spec), state.live.recent, state.frozen.basis
-        k = write_rows(ring.k, self.stored(step.k_post, basis), step.positions % slots, step.valid)
-        v = write_rows(ring.v, step.v, step.positions % slots, step.valid)
+        recent = ring.written(self.stored(step.k_post, basis), step.v, step.positions % slots, step.valid)
         touched = (step.positions.shape[1] - 1) // self.unit + 2 - (self.unit == 1)
         units = step.positions[:, :1] // self.unit + jnp.arange(touched)
         tokens = units[..., None] * self.unit + jnp.arange(self.unit)
@@ -293,7 +292,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         there = tokens < end[:, None, None]
         index = (tokens % slots).reshape(spec.batch, 1, -1, 1)
         shape = (spec.batch, spec.kv_heads, touched, self.unit, spec.head_dim)
-        rows = (jnp.take_along_axis(x, index, axis=2).reshape(shape) for x in (k, v))
+        rows = (jnp.take_along_axis(x, index, axis=2).reshape(shape) for x in (recent.k, recent.v))
         keys, values = (jnp.where(there[:, None, ..., None], x, 0) for x in rows)
         planes = [values] if self.from_values(spec) else [keys, values]
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
@@ -303,7 +302,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted):
         if self.kept_summaries(spec):
             fresh = self.summarize(spec, keys, there, basis)
             summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), summaries, fresh)
-        live = state.live.replace(recent=KeyValues(k, v), summaries=summaries)
+        live = state.live.replace(recent=recent, summaries=summaries)
         return state.replace(live=live), HostWrite(data, place, valid)
 
     # One step

@@ -7,7 +7,7 @@ from typing import overload
 
 import jax
 
-from jshadow.cache.accounting import layer_nbytes, leaf_bytes
+from jshadow.cache.accounting import layer_nbytes, leaf_bytes, total
 from jshadow.cache.recurrence import row_bytes
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, Infeasible
@@ -43,7 +43,6 @@ def at_share[P: Policy](policy: P, fraction: float, num_tokens: int, config: Mod
         fraction: the share, above 0, of the bytes that full attention takes for `num_tokens` tokens, sliding layers
             included.
         num_tokens: the capacity in tokens, which a prompt fills completely.
-        config: the model.
 
     Raises:
         ConfigError: fraction is not above 0, or the policy is not `Sized`.
@@ -86,7 +85,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     for spec in specs:
         if spec.policy not in sizes:
             state = jax.eval_shape(functools.partial(spec.policy.init, spec))
-            sizes[spec.policy] = sum(device for device, _ in layer_nbytes(state).values())
+            sizes[spec.policy] = total(layer_nbytes(state).values()).device
     return (others + small + sum(sizes[spec.policy] for spec in specs)) / (others + full)
 
 

@@ -11,7 +11,6 @@ from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, Pro
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
-from jshadow.ops.layout import write_rows
 from jshadow.ops.rope import cos_sin, query_factor, rotate
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
@@ -94,10 +93,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         slots = self.slot_of(spec, step.positions)
-        cache = state.live.cache
-        k = write_rows(cache.k, step.k_pre, slots, step.valid)
-        v = write_rows(cache.v, step.v, slots, step.valid)
-        return state.replace(live=OneCache(KeyValues(k, v))), None
+        return state.replace(live=OneCache(state.live.cache.written(step.k_pre, step.v, slots, step.valid))), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

@@ -2,25 +2,26 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
+from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.host_memory import least_limit
-from jshadow.cache.spec import CacheSpec, local_spec
+from jshadow.cache.spec import CacheSpec
 from jshadow.cache.system_memory import available_memory
 from jshadow.engine.placement import fetch_for, shards_of
 from jshadow.engine.rows import RowParts, RowSettings, row_of
 from jshadow.engine.types import Fitted
-from jshadow.errors import CapacityError, ConfigError
+from jshadow.errors import CapacityError, ConfigError, check_integer
 from jshadow.models.config import ModelConfig
-from jshadow.planner.bytes import Workload
+from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import device_here
-from jshadow.planner.sessions import SessionClass, class_plan, class_specs
+from jshadow.planner.sessions import SessionClass, class_plan
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.full import or_full
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.serving.requests import check_integer
 from jshadow.weights.params import Params
 
 _LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
@@ -101,26 +102,24 @@ class EngineOptions:
         return RowParts(params.config.vocab_size, self.penalties, self.bias_limit, self.grammar)
 
 
+_NONE = ByteCount()
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupBytes:
     """The bytes that a group needs.
 
     Attributes:
-        device: bytes of its rows in device memory, with their sampling settings.
-        host: bytes of its rows in host memory.
+        rows: bytes of its rows, with their sampling settings.
         step: an upper bound on the device bytes of a step beside weights and rows.
-        reading: an upper bound on the device bytes of the reading of one prompt, beside the weights.
-        reading_host: bytes in host memory of the row that is being read.
-        shared_device, shared_host: bytes of the prompt half of the document that the rows share.
+        reading: an upper bound on the bytes of the reading of one prompt, beside the weights.
+        shared: bytes of the prompt half of the document that the rows share.
     """
 
-    device: int
-    host: int = 0
-    step: int = 0
-    reading: int = 0
-    reading_host: int = 0
-    shared_device: int = 0
-    shared_host: int = 0
+    rows: ByteCount
+    step: int
+    reading: ByteCount
+    shared: ByteCount = _NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,25 +181,19 @@ def _plan_class(params: Params, policy: Policy | None, row_class: RowClass, opti
     resolved, fallback = effective_policy(config, policy, capacity)
     if not fallback:
         check_fitted(resolved, config, options.fitted)
-    rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
-    fetch = fetch_for(params, resolved, Workload(prompt, room, rows, dtype, options.fetch, room=room)).fetch
-    sizes = SessionClass(prompt, room, rows)
-    shards = shards_of(params, 1)
-    specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
-    specs = tuple(local_spec(spec, shards) for spec in specs)
-    piece = options.piece(row_class)
-    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=piece, attention=options.prefill)
-    device, host = plan.group_bytes
-    reading, reading_host = plan.prefill
-    needed = GroupBytes(
-        device + rows_bytes(options.parts(params), rows), host, sum(plan.temporaries.values()), reading, reading_host
-    )
-    return PlannedClass(row_class, resolved, fallback, fetch, needed)
+    sizes = SessionClass(row_class.prompt, row_class.room, row_class.rows)
+    session = sizes.session(dtype, options.fetch, shards_of(params, 1))
+    session = session.with_fetch(fetch_for(params, resolved, session.with_batch(row_class.rows)).fetch)
+    kinds: dict[str, Any] = {"prefill_chunk": options.piece(row_class), "attention": options.prefill}
+    plan = class_plan(config, resolved, sizes, session, jax.default_backend(), **kinds)
+    rows = total([plan.group_bytes, settings_bytes(options.parts(params), row_class.rows)])
+    needed = GroupBytes(rows, sum(plan.temporaries.values()), plan.prefill)
+    return PlannedClass(row_class, resolved, fallback, plan.fetch, needed)
 
 
-def rows_bytes(parts: RowParts, rows: int) -> int:
+def settings_bytes(parts: RowParts, rows: int) -> ByteCount:
     """Return the bytes of the sampling settings of rows."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows
+    return ByteCount(sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows)
 
 
 def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
@@ -288,11 +281,8 @@ class Admission:
 
         `paused` are the classes of other prompts, whose reading is paused.
         """
-        device, host = needed_bytes(plans)
-        for plan in paused:
-            device, host = device + plan.bytes.reading, host + plan.bytes.reading_host
-        most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
-        return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
+        needed = total([needed_bytes(plans), *(plan.bytes.reading for plan in paused)])
+        return MemoryLimits(self.limits.device_bytes, self.limits.host_bytes).fits(needed)
 
     def check(self, plan: PlannedClass) -> None:
         """Raise CapacityError if not even one group of this plan fits."""
@@ -306,27 +296,20 @@ class Admission:
             )
 
 
-def needed_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
-    """Return the bytes that groups of these plans need on the device and on the host.
+def needed_bytes(plans: Iterable[PlannedClass]) -> ByteCount:
+    """Return the bytes that groups of these plans need.
 
     The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest
     reading count once.
     """
     plans = list(plans)
-    device, host = held_bytes(plans)
-    sizes = [plan.bytes for plan in plans]
-    device += max((one.step for one in sizes), default=0) + max((one.reading for one in sizes), default=0)
-    return device, host + max((one.reading_host for one in sizes), default=0)
+    step = ByteCount(max((plan.bytes.step for plan in plans), default=0))
+    readings = zip(_NONE, *(plan.bytes.reading for plan in plans), strict=True)
+    return total([held_bytes(plans), step, ByteCount(*map(max, readings))])
 
 
-def held_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
-    """Return the bytes on the device and on the host that the rows of these plans take. A document counts once."""
-    device = host = 0
-    documents = set()
-    for plan in plans:
-        sizes = plan.bytes
-        device, host = device + sizes.device, host + sizes.host
-        if plan.document not in documents:
-            documents.add(plan.document)
-            device, host = device + sizes.shared_device, host + sizes.shared_host
-    return device, host
+def held_bytes(plans: Iterable[PlannedClass]) -> ByteCount:
+    """Return the bytes that the rows of these plans take. A document counts once."""
+    plans = list(plans)
+    shared = {plan.document: plan.bytes.shared for plan in plans}
+    return total([*(plan.bytes.rows for plan in plans), *shared.values()])

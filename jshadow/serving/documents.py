@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, same_arrays, with_room
 from jshadow.engine.placement import commit
@@ -15,9 +16,9 @@ from jshadow.errors import CheckpointError, ConfigError, DocumentError
 from jshadow.library.shelf import DOCUMENT
 from jshadow.planner.bytes import abstract_of, step_temporaries
 from jshadow.planner.pieces import extend_peak
-from jshadow.planner.sessions import halves, total
+from jshadow.planner.sessions import halves
 from jshadow.policies import Policy
-from jshadow.serving.admission import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
+from jshadow.serving.admission import GroupBytes, PlannedClass, RowClass, effective_policy, settings_bytes
 from jshadow.serving.groups import Programs
 from jshadow.serving.jobs import Job, typed
 
@@ -58,7 +59,6 @@ def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState | No
     Return None if it has left memory since it was prepared. Then it is to be prepared again.
 
     Args:
-        job: the job.
         held: the states of the documents that groups have. Such a state is not loaded again.
 
     Raises:
@@ -84,17 +84,14 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
     room, specs = next(found for found in _rooms_of(base, one.room) if _holds(base, found[1], new))
     rows = max(2, one.rows)  # one row alone would own the prompt half
     config, policy, options = programs.params.config, base.policy, programs.options
-    prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
+    prompt, live = (total(parts.values()) for parts in halves(abstract_of(specs, policy)))
     peak = extend_peak(config, abstract_of(specs, policy), options.turn_chunk)
     group = tuple(dataclasses.replace(spec, batch=rows) for spec in specs)
     sizes = GroupBytes(
-        device=rows * live[0] + rows_bytes(programs.parts, rows),
-        host=rows * live[1],
+        rows=total([live.times(rows), settings_bytes(programs.parts, rows)]),
         step=sum(step_temporaries(config, policy, group).values()),
-        reading=peak["piece"] + peak["hooks"] + peak["logits"] + live[0],
-        reading_host=live[1],
-        shared_device=prompt[0],
-        shared_host=prompt[1],
+        reading=total([live, ByteCount(peak["piece"] + peak["hooks"] + peak["logits"])]),
+        shared=prompt,
     )
     return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
 

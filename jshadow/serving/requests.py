@@ -12,7 +12,7 @@ from jax import Array
 
 from jshadow.engine.rows import MOST_LIKELY, WORD, RowSettings, pack_mask
 from jshadow.engine.types import OnePrompt
-from jshadow.errors import ConfigError, JshadowError
+from jshadow.errors import ConfigError, JshadowError, check_integer
 from jshadow.policies import Policy
 
 # Maps the new tokens so far to those that may follow: bool [V], or the bit mask of `pack_mask`, uint32 [W].
@@ -277,13 +277,6 @@ class Answer:
         self._changed.notify_all()
         for callback in self._listeners:
             callback()
-
-
-def check_integer(name: str, value: object, *, least: int | None = None) -> None:
-    """Raise ConfigError unless a value is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ConfigError(f"{name} must be an integer{bound}, got {value!r:.80}")
 
 
 class DrawnToken(NamedTuple):

@@ -13,7 +13,7 @@ from flax import traverse_util
 from jax import Array
 from jax.sharding import Mesh
 
-from jshadow.errors import CheckpointError, ConfigError
+from jshadow.errors import CheckpointError, ConfigError, check_integer, check_one_of
 from jshadow.models.config import ModelConfig
 from jshadow.models.layers import dtype_of
 from jshadow.models.partition import check_heads, check_left, check_mesh, sharding_of
@@ -141,15 +141,27 @@ def load(
     check_left(left)
     check_path("path_or_hub_id", path_or_hub_id)
     directory = locate(path_or_hub_id)
-    put = _placing(target, quantize, mesh)
     if directory.suffix == ".gguf":
-        source = open_gguf(directory)
-        check_heads(mesh, source.config)
-        check_records(quantize, source.config, mesh)
-        with tempfile.TemporaryDirectory() as folder:
-            source.accompany(Path(folder))
-            tokenizer = load_tokenizer(Path(folder))
-        return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
+        return _load_gguf(directory, _placing(target, quantize, mesh), quantize, mesh, left)
+    return _load_directory(directory, target, quantize, mesh, left, verify)
+
+
+def _load_gguf(file: Path, put: Put, quantize: str | None, mesh: Mesh | None, left: str) -> Params:
+    """Load a GGUF file. The arguments are those of `load`, checked."""
+    source = open_gguf(file)
+    check_heads(mesh, source.config)
+    check_records(quantize, source.config, mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        source.accompany(Path(folder))
+        tokenizer = load_tokenizer(Path(folder))
+    return Params(read_source(source, put), _ended(source.config, tokenizer), tokenizer, left)
+
+
+def _load_directory(
+    directory: Path, target: np.dtype[Any], quantize: str | None, mesh: Mesh | None, left: str, verify: bool
+) -> Params:
+    """Load a directory. The arguments are those of `load`, checked."""
+    put = _placing(target, quantize, mesh)
     with readable(directory):
         hf, family, config = read_config(directory)
         check_heads(mesh, config)
@@ -257,10 +269,8 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
     """
     config, dtype = params.config, params.dtype.name
     check_dtype(dtype)
-    if format not in KINDS:
-        raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
-    if config.model_type not in FAMILIES:
-        raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
+    check_one_of("format", format, KINDS)
+    check_one_of("config.model_type", config.model_type, sorted(FAMILIES))
     held = {leaf.dtype for leaf in jax.tree.leaves(params.weights)}
     if codes := [kind for kind, code in CODES.items() if code in held]:
         raise ConfigError(f"params must hold plain weights, got {codes[-1]}: save what they were loaded from")
@@ -297,8 +307,7 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> P
         ConfigError: the dtype is unknown, or the seed is not an integer of at least 0.
     """
     target = check_dtype(dtype)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    check_integer("seed", seed, least=0)
     flat = {}
     for index, (path, shape) in enumerate(sorted(flat_abstract(config).items())):
         values = _initial(path, shape, np.random.default_rng((seed, index)))

@@ -31,7 +31,6 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
     """Return the chat template. Of several, it is that of tools if there are some, the default or the only one.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         tools: whether the chat has tools.
 
     Raises:
@@ -62,7 +61,6 @@ def rendered(
     """Return a chat as text.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         messages: the messages, as the template wants them.
         tools: the functions that the model may call.
         answer: whether the beginning of the next answer follows.

@@ -54,7 +54,6 @@ def encode(tokenizer: Any, text: str, *, begins: bool = False) -> list[int]:
     """Return the token ids of a text without special tokens around it, and without a warning about long texts.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         text: the text. Halves of surrogate pairs in it are mended.
         begins: whether the text begins a sequence. If not, it continues one.
     """
@@ -75,7 +74,6 @@ def encode_parts(tokenizer: Any, parts: Sequence[str], *, begins: bool = True) -
     """Return the token ids of the parts of one text, which are encoded one by one.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         parts: the parts, in order.
         begins: as in `encode`, for the first part.
     """
@@ -114,7 +112,6 @@ def decode(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
     """Return the text of token ids that continue a sequence. The first blank is kept.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         ids: the token ids.
         special: whether the texts of special tokens are part of the text.
     """

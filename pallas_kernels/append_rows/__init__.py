@@ -24,7 +24,6 @@ def append_rows(
             rounded to the dtype of k.
         factor: the rotated columns of the queries are multiplied by it.
         unit: number of slots that new.first counts as one.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         The queries after RoPE, in the shape and dtype of new.q, and the new k and v.

@@ -23,8 +23,6 @@ def attend_chunks(
         q: floating [B, 1, h_q, d], where h_q is a multiple of h_kv, and at most 16 times h_kv for the kernel.
         values: value rows of all chunks.
         keys: the arrays that keys are rebuilt from, and the ids of at least one selected chunk.
-        scale: factor by which the scores are multiplied.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         [B, 1, h_q, d] in q's dtype.

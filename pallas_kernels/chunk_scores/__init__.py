@@ -41,10 +41,8 @@ def chunk_scores(
             packed instead: uint8 [B, h_kv, m, d * bits / 8], two's complement codes of 8 or 4 bits in the layout of
             `pallas_kernels.bits`.
         candidates: bool [B, h_kv, n], the chunks that are scored.
-        scale: factor by which the products are multiplied.
         landmark_scale: floating [B, h_kv, m, 1], the step of each landmark's codes.
         spread: floating [B, h_kv, m, 1], the root mean square difference of the keys from their landmark.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         float32 [B, h_kv, T, n]. Chunks that are not candidates have -1.

@@ -26,7 +26,6 @@ def joined(each: list[jax.Array], interpret: bool) -> jax.Array:
     Args:
         each: float32 logits, one array for each landmark of a chunk. Chunks that are not candidates have MASKED, and
             keep it: a sum of masses changes such a number by less than its precision.
-        interpret: whether JAX's interpreter runs the kernel.
     """
     if len(each) == 1:
         return each[0]
@@ -44,7 +43,6 @@ def finish_kernel(partial, candidates, out, *, group, interpret):  # type: ignor
         candidates: bool [B, h_kv, n].
         out: float32 [B, h_kv, T, n].
         group: number of query heads of a KV head.
-        interpret: whether JAX's interpreter runs the program.
     """
     logits, top, total = partial
     j, t, h, b = (pl.program_id(axis) for axis in range(4))

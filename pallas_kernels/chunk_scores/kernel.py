@@ -114,7 +114,6 @@ def landmark_logits(queries: list[jax.Array], chunks: Any, rows: Rows, scale: fl
         queries: the result of `query_tiles`.
         chunks: the kernel's refs, as Chunks.
         rows: the rows of the landmarks.
-        scale: factor by which the products are multiplied.
     """
     b, h, number, there = rows
     landmarks, start = chunks.landmarks, 0

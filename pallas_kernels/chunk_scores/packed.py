@@ -137,7 +137,6 @@ def fixed_point(q: Any, place: Place, size: int, tile: Tile) -> Queries:
         q: ref of the queries, [B, h_kv, R, d].
         place: the rows, int32 [rows].
         size: bytes of a landmark.
-        tile: the sizes of the program.
     """
     b, h, row = place
     loaded = []
@@ -210,7 +209,6 @@ def chunk_logits(queries: Queries, chunks: Any, place: Place, tile: Tile) -> jax
         queries: the query rows.
         chunks: the kernel's refs, as Chunks.
         place: the chunks, int32 [warp, group, chunk].
-        tile: the sizes of the program.
     """
     b, h, number = place
     at = by_lane(number)

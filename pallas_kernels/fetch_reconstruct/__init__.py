@@ -24,7 +24,6 @@ def fetch_reconstruct(
         values: value rows of all chunks.
         keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.
         kept: a cache of keys and values on the device, or None to fetch and rebuild all chunks.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         Keys [B, h_kv, k * c, d] in `keys.dtype` and values [B, h_kv, k * c, d] in `values.value_dtype`, on the device.

@@ -45,8 +45,6 @@ def level_scores(
         levels: the landmarks.
         count: number of groups.
         size: number of chunks of a group. The last group may have fewer.
-        scale: factor by which the products are multiplied.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         The scores and ids of m = size * min(count, ceil(n / size)) chunks, for each query. Groups are in rising order,

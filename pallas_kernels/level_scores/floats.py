@@ -79,7 +79,6 @@ def tile_logits(
         levels: refs of the landmarks.
         chunks: the chunks, and which of them are candidates, [n] each.
         place: the indices of the program.
-        sizes: the sizes of the program.
     """
     ids, there = chunks
 

@@ -46,7 +46,6 @@ def level_logits_kernel(operands, groups, ids, logits, top, total, *, sizes):  #
         logits: ref, float32 [B, h_kv, T, group, m].
         top: ref of the largest logit of each block, float32 [B, h_kv, T, blocks, group].
         total: ref of the masses of each block, relative to its largest logit. The shape is that of `top`.
-        sizes: the sizes of the program.
     """
     number = blocks(sizes.chunks, sizes.block)
     program = pl.program_id(0)

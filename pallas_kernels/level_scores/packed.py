@@ -53,7 +53,6 @@ def score(
         ids: ref of the chunks.
         scratch: refs of the chosen groups, and of the logits.
         place: the indices of the query and the KV head.
-        sizes: the sizes of the program.
         j: the number of the block.
 
     Returns:
@@ -91,7 +90,6 @@ def tile_logits(
         operands: refs of the queries, of the scores, and of the landmarks.
         chunks: the chunks, and which of them are candidates, [4, 8, 4] each.
         place: the indices of the program.
-        sizes: the sizes of the program.
     """
     (_, scores, levels), (b, h, _), (ids, there) = operands, place, chunks
     assert sizes.bits is not None

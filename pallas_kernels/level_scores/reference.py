@@ -49,7 +49,6 @@ def level_logits(rows: jax.Array, near: TwoLevels, scale: float) -> jax.Array:
     Args:
         rows: query rows [B, h, R, d].
         near: the landmarks of m chunks, [B, h, m, ...] each.
-        scale: factor by which the products are multiplied.
 
     Returns:
         float32 [B, h, R, m * s], with the s landmarks of a chunk side by side.

@@ -16,7 +16,6 @@ def reconstruct_keys(keys: ChosenKeys, *, implementation: str = "auto") -> jax.A
 
     Args:
         keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         [B, h_kv, k * c, d] in the dtype of `left`, or of `mean` if the keys are packed codes.

@@ -49,7 +49,6 @@ def select_chunks(
             cache has MOST_AGE in every place. None: the cache holds only the chunks that were chosen last.
         numbers: int32 [B, h, n], the number of each candidate's chunk, rising in each head. None: candidate i is
             chunk i.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         The chosen chunks, and the cache for the next call.

@@ -19,7 +19,6 @@ def bit_planes(keys: list[jax.Array], interpret: bool) -> list[jax.Array]:
 
     Args:
         keys: 32 arrays, int32 [lanes].
-        interpret: whether JAX's interpreter runs the kernel.
 
     Returns:
         32 planes, int32 [lanes]. Bit i of plane b is bit b of key i.

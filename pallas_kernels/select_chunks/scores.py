@@ -45,7 +45,6 @@ def planes_of(load: Callable[[jax.Array], jax.Array], groups: int, lanes: int, i
         load: loads the scores at the given indices. Past the end they are below 0.
         groups: number of words of each lane.
         lanes: number of lanes.
-        interpret: whether JAX's interpreter runs the kernel.
     """
     planes = []
     for group in range(groups):

@@ -31,10 +31,8 @@ def sparse_attention(
             are [B, h_kv, T, N, d] if each query has separate rows, which only "xla" supports. They are
             [B, h_kv, P, c * d] if the rows are those of a list of places. valid tells which rows each query may see:
             see `Piece`.
-        scale: factor by which the scores are multiplied.
         sinks: None, or floating [h_q], a logit of each query head. It takes part in the head's softmax as the score of
             one more row, whose value is 0.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         [B, T, h_q, d] in q's dtype.

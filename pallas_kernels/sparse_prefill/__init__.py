@@ -33,7 +33,6 @@ def sparse_prefill(
         keys: the prompt's keys and values, at least up to the last query.
         lists: the keys of each of n query blocks. A query block has M = P / n queries.
         first: position of the first query, int32 []. It is a multiple of M.
-        scale: factor by which the scores are multiplied.
         sinks: None, or floating [h_q], a logit of each query head. It takes part in the head's softmax as the score of
             one more key, whose value is 0.
         implementation: "auto", "xla", "pallas" or "interpret". "xla" holds a float32 matrix [B, h_q, P, S].

@@ -127,7 +127,6 @@ def one_tile(
         keys: the refs of Keys.
         key: positions of the keys, int32 [N]. Those from S on do not exist.
         chosen: which keys each query attends to, bool [rows, N], or None for all of them. A causal mask is added.
-        scale: factor by which the scores are multiplied.
         carry: the running softmax. Its maximum is that of scores * log2(e).
     """
     peak, mass, parts = carry

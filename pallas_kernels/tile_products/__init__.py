@@ -33,7 +33,6 @@ def tile_products(
         tiles: the rows of each tile, and its matrix.
         height: most rows of a tile.
         dtype: of the result. None: that of x.
-        implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
         [N, F]. Rows in no tile may have any value.

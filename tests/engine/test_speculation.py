@@ -310,7 +310,7 @@ def test_draws_and_stop_tokens_of_a_loop():
 def test_a_loop_that_cannot_speculate_is_refused():
     params, tokens = small()[0], random_tokens(2, 13, config=SMALLEST)
     _, state = decode.prefill(params, tokens, [13, 6], jshadow.H2O(heavy=2, recent=4), capacity=24)
-    with pytest.raises(TypeError, match="unexpected keyword arguments"):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         decode.decode_steps(params, [1, 2], state, 4, speculat=LOOKUP)
     with pytest.raises(ConfigError, match="policy must be able to give tokens back to speculate"):
         decode.decode_steps(params, [1, 2], state, 4, speculate=LOOKUP)

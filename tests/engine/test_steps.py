@@ -551,7 +551,7 @@ def test_what_is_refused_changes_nothing():
     for error, told, turn, options in (
         (CapacityError, "row 0 holds 61 tokens", too_long, {"extend_chunk": 64}),
         *((ConfigError, whole, few, {"extend_chunk": chunk}) for chunk in (0, -1, 2.0, True)),
-        (TypeError, r"unexpected keyword arguments \['extend_chunks'\]", few, {"extend_chunks": 4}),
+        (TypeError, r"unexpected keyword argument 'extend_chunks'", few, {"extend_chunks": 4}),
     ):
         with pytest.raises(error, match=told):
             decode.extend(model(), *turn, state, **options)

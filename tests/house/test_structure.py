@@ -23,7 +23,7 @@ TREES = {path: ast.parse(text) for path, text in TEXTS.items() if path.parts[0] 
 MOST_LINES, MOST_PARAMETERS, MOST_ENTRIES = 800, 7, 16
 # Public functions whose settings are keywords, and one traceable core whose signature programs outside rely on.
 KEYWORD_FACES = {"generate", "stream", "prefill", "prefill_many", "prefill_peak", "generate_steps", "abstract_state"}
-KEYWORD_FACES |= {"session_plan"}
+KEYWORD_FACES |= {"session_plan", "extend", "decode_steps"}
 # The rooms from the bottom up. A module imports from its own room and from the rooms before it.
 ROOMS = ["errors", "ops", "models", "cache", "policies", "weights", "planner", "engine", "generate", "evaluation"]
 ROOMS += ["library", "serving", "cli", "__init__", "__main__"]

@@ -22,6 +22,7 @@ from jshadow.planner.bytes import Workload
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import GIB, GPUS, gpu_of_device
+from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import abstract_state, footprint
 from jshadow.policies import Full, Quest, ShadowKV
 from jshadow.policies.settings import with_settings
@@ -50,28 +51,29 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_fastest_mode_that_fits(case):
     modes, device, host, wanted = CHOICES[case]
-    limits = device * GIB, host and host * GIB
-    choice = choose_fetch(modes, *limits)
-    assert choice == choose_fetch(modes[::-1], *limits)._replace(reason=choice.reason)
+    limits = MemoryLimits(device * GIB, host and host * GIB)
+    choice = choose_fetch(modes, limits)
+    assert choice == choose_fetch(modes[::-1], limits)._replace(reason=choice.reason)
     assert choice.fetch == wanted
     assert choice.reason.startswith(f"{wanted}: ")
 
 
 def test_the_reason_has_the_figures():
-    assert choose_fetch(MODES, 130 * GIB, 80 * GIB).reason == (
+    assert choose_fetch(MODES, MemoryLimits(130 * GIB, 80 * GIB)).reason == (
         "resident: 37 requests fit into 120.0 of 130.0 GiB of device memory, predicted 2,500 tokens/s (device_put "
         "predicted 400 tokens/s with 37 requests; zero_copy predicted 1,700 tokens/s with 37 requests)"
     )
-    assert choose_fetch((RESIDENT, GATHERED, REFUSED), 119 * GIB, None).reason == (
+    assert choose_fetch((RESIDENT, GATHERED, REFUSED), MemoryLimits(119 * GIB)).reason == (
         "device_put: 37 requests fit into 60.0 of 119.0 GiB of device memory and 70.0 GiB of host memory, predicted "
         "400 tokens/s (resident needs 120.0 of 119.0 GiB of device memory; zero_copy has no kernel for shadowkv with "
         "keys='exact')"
     )
-    assert choose_fetch((RESIDENT._replace(rows=1),), GIB, None).reason == (
+    assert choose_fetch((RESIDENT._replace(rows=1),), MemoryLimits(GIB)).reason == (
         "resident: no mode fits, and this one needs the least device memory (resident needs 120.0 of 1.0 GiB of device "
         "memory)"
     )
-    assert "zero_copy needs 70.0 of 69.0 GiB of host memory" in choose_fetch(MODES, 130 * GIB, 69 * GIB).reason
+    few = MemoryLimits(130 * GIB, 69 * GIB)
+    assert "zero_copy needs 70.0 of 69.0 GiB of host memory" in choose_fetch(MODES, few).reason
 
 
 def planned(policy, fetch="auto", host=None, **settings):

@@ -12,9 +12,10 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.planner.bytes import Workload
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS, custom_gpu, gpu_named
+from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import footprint
 from jshadow.planner.mesh import mesh_shards
-from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+from jshadow.planner.sessions import SessionClass, session_plan
 from jshadow.planner.speculation import Drafting, speculation_plan
 from jshadow.policies import Full, InfLLM, ShadowKV, SnapKV, StreamingLLM
 from jshadow.policies.shadowkv import ExactKeys

@@ -10,8 +10,9 @@ from real_shapes import LLAMA_31_8B
 from jshadow.cache.offload import host_bytes
 from jshadow.errors import CapacityError
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
+from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import abstract_state
-from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+from jshadow.planner.sessions import SessionClass, session_plan
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import Values
 

@@ -13,7 +13,7 @@ import pallas_kernels
 from aot.compiler import place
 from aot.models import EXPERTS, HYBRID, LLAMA, ONE_LAYER
 from jshadow.cache import recurrence
-from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.accounting import state_nbytes, total
 from jshadow.cache.state import KVState, Reads
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Given, LayerPlan
@@ -339,6 +339,5 @@ def planned(task: Task) -> tuple[int, int]:
     config = next(config for config in (LLAMA, HYBRID, ONE_LAYER) if config.num_layers == spec.num_layers)
     sizes = (1, spec.capacity, spec.capacity - 64, "bfloat16", spec.fetch)
     specs = on_backend(cache_specs(config, task.state.policy, *sizes), "gpu")
-    parts = state_nbytes(abstract_of(specs, task.state.policy)).values()
-    device, host = (sum(part[place] for part in parts) for place in (0, 1))
+    device, host = total(state_nbytes(abstract_of(specs, task.state.policy)).values())
     return device * spec.batch, host * spec.batch

@@ -14,12 +14,12 @@ from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec, Shards
 from jshadow.cache.state import check_room_size
 from jshadow.engine.agree import run_together
-from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
+from jshadow.engine.checks import check_capacity, check_logits, check_policy, check_tokens
 from jshadow.engine.placement import check_shards, fetch_for, shards_of
 from jshadow.engine.prefill import layer as prefill_layer
 from jshadow.engine.prefill.layer import Begun, Given, LayerPlan, Requests, SecondWork, read_request, requests_of
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import capability_here
 from jshadow.planner import prefill_time
@@ -260,7 +260,7 @@ def check_job(
     token_ids, row_lengths = check_tokens(config, tokens, lengths, least=1)
     check_logits(options.logits)
     check_capacity(config, options.capacity, int(row_lengths.max()))
-    check_piece("prefill_chunk", options.prefill_chunk)
+    check_integer("prefill_chunk", options.prefill_chunk, least=1)
     check_room_size(options.room)
     capacity, dtype = int(options.capacity), str(params.dtype)
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)

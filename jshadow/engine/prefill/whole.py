@@ -6,8 +6,8 @@ import functools
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from jshadow.engine.types import (
     Joined,
     Logits,
     PrefillKeywords,
-    PrefillManyKeywords,
     PrefillProgress,
     Progress,
     Tokens,
@@ -386,28 +385,6 @@ def _run(job: PrefillJob) -> list[tuple[Any, KVState]]:
     return _end(partial)
 
 
-@overload
-def prefill_many(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    policies: Sequence[Policy | None],
-    *,
-    capacity: int,
-    logits: WholeLogits = "last",
-    **options: Unpack[PrefillManyKeywords],
-) -> list[tuple[Array, KVState]]: ...
-@overload
-def prefill_many(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    policies: Sequence[Policy | None],
-    *,
-    capacity: int,
-    logits: Callable[[Array], Joined],
-    **options: Unpack[PrefillManyKeywords],
-) -> list[tuple[Joined, KVState]]: ...
 def prefill_many(
     params: Params,
     tokens: Tokens,
@@ -417,13 +394,13 @@ def prefill_many(
     capacity: int,
     fetch: str | Sequence[str] = "auto",
     fitted: Fitted | None = None,
-    logits: WholeLogits | Callable[[Array], Joined] = "last",
+    logits: Logits[Joined] = "last",
     prefill_chunk: int = 2048,
     shortest: int | None = None,
     progress: Progress | None = None,
     attention: PrefillAttention | None = None,
     room: int | None = None,
-) -> list[tuple[Array, KVState]] | list[tuple[Joined, KVState]]:
+) -> list[tuple[Joined, KVState]]:
     """Prefill a batch of prompts once, and make one state for each policy.
 
     Args:
@@ -448,28 +425,6 @@ def prefill_many(
     return _run(check_job(params, tokens, lengths, policies, fetch, options))
 
 
-@overload
-def prefill(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    policy: Policy | None = None,
-    *,
-    capacity: int,
-    logits: WholeLogits = "last",
-    **options: Unpack[PrefillKeywords],
-) -> tuple[Array, KVState]: ...
-@overload
-def prefill(
-    params: Params,
-    tokens: Tokens,
-    lengths: Tokens,
-    policy: Policy | None = None,
-    *,
-    capacity: int,
-    logits: Callable[[Array], Joined],
-    **options: Unpack[PrefillKeywords],
-) -> tuple[Joined, KVState]: ...
 def prefill(
     params: Params,
     tokens: Tokens,
@@ -479,11 +434,11 @@ def prefill(
     capacity: int,
     fetch: str = "auto",
     fitted: Fitted | None = None,
-    logits: WholeLogits | Callable[[Array], Joined] = "last",
+    logits: Logits[Joined] = "last",
     prefill_chunk: int = 2048,
     attention: PrefillAttention | None = None,
     room: int | None = None,
-) -> tuple[Array, KVState] | tuple[Joined, KVState]:
+) -> tuple[Joined, KVState]:
     """Run a ragged batch of prompts through the model. Return logits and the KV state of the prompts.
 
     Args:

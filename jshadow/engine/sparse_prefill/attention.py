@@ -29,7 +29,7 @@ from jshadow.engine.sparse_prefill.lines import (
     make_lines,
     strip_blocks,
 )
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer
 from jshadow.models.config import AttentionKind, ModelConfig, check_positive
 from jshadow.ops.attention import MASKED, causal_attention
 from jshadow.ops.layout import KeyLists, Keys, attend_over, run
@@ -458,9 +458,7 @@ class VerticalSlash(SparsePrefill):
         super().__post_init__()
         names = ("vertical", "slash", "last_queries", "local_diagonals")
         check_positive(self.name, **{name: getattr(self, name) for name in names})
-        first = self.first_columns
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ConfigError(f"{self.name}.first_columns must be an integer of at least 0, got {first!r}")
+        check_integer(f"{self.name}.first_columns", self.first_columns, least=0)
         if isinstance(self.pattern, str):
             object.__setattr__(self, "pattern", load_pattern(self.pattern))
         if self.pattern is not None and not isinstance(self.pattern, Pattern):

@@ -17,7 +17,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_one_of
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import top_k
 from jshadow.weights.tokenizer import read_text
@@ -134,8 +134,7 @@ class HeadPattern:
     sizes: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigError(f"pattern: kind must be one of {sorted(_KINDS)}, got {self.kind!r}")
+        check_one_of("pattern: kind", self.kind, sorted(_KINDS))
         whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in self.sizes)
         if not isinstance(self.sizes, tuple) or len(self.sizes) != 2 or not whole:
             wanted = ", ".join(_KINDS[self.kind])

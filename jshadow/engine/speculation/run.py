@@ -14,7 +14,7 @@ B rows, w proposed tokens, n steps.
 import dataclasses
 import functools
 from collections.abc import Container, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -235,13 +235,6 @@ class SpeculativeRun:
             "proposed_tokens": int(tally.proposed[row]),
             "accepted_tokens": int(tally.accepted[row]),
         }
-
-
-class StepsKeywords(TypedDict, total=False):
-    """Keyword arguments of `decode_steps` for speculation."""
-
-    speculate: Drafter | None
-    before: Sequence[Sequence[int]] | None
 
 
 @dataclasses.dataclass(frozen=True)

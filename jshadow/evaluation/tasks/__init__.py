@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer, check_one_of
 from jshadow.evaluation.tasks import questions
 from jshadow.evaluation.tasks.agreement_texts import PACKAGE_TASKS, agreement, agreement_bible, agreement_code
 from jshadow.evaluation.tasks.framing import Case
@@ -78,8 +78,7 @@ TASKS: dict[str, Task] = {
 def check(length: Any, depth: Any, seed: Any) -> None:
     """Raise ConfigError unless length is an integer >= 1, seed is an integer >= 0, and depth is a number in [0, 1]."""
     for name, value, least in (("length", length, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        check_integer(name, value, least=least)
     if isinstance(depth, bool) or not isinstance(depth, int | float) or not 0 <= depth <= 1:
         raise ConfigError(f"depth must be a number in [0, 1], got {depth!r}")
 
@@ -99,8 +98,7 @@ def make(task: str, tokenizer: Any, length: int, depth: float, seed: int) -> Cas
         ConfigError: the task is unknown, there is no tokenizer, length, depth or seed is out of range, length is too
             short for the task, or a text is not installed.
     """
-    if task not in TASKS:
-        raise ConfigError(f"task must be one of {sorted(TASKS)}, got {task!r}")
+    check_one_of("task", task, sorted(TASKS))
     if tokenizer is None:
         raise ConfigError(f"task {task} needs a tokenizer, and the checkpoint has none")
     check(length, depth, seed)

@@ -24,7 +24,6 @@ def document_case(tokenizer: Any, name: str, text: str, questions: Sequence[str]
     not part of the prompt.
 
     Args:
-        tokenizer: tokenizer of the model.
         name: name of the document, for error messages.
         text: the document.
         questions: questions about it, or none.

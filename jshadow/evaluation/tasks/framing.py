@@ -215,7 +215,6 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
     """Compose a text of `room` tokens, or of a few less if the tokenizer allows no other number.
 
     Args:
-        tokenizer: a transformers tokenizer.
         compose: returns the text for (number of pieces, padding). It puts the padding at a harmless place.
         room: number of tokens.
         least: the smallest number of pieces. If its text is too long, TooShort is raised.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshadow.errors import ConfigError
+from jshadow.errors import ConfigError, check_integer, check_one_of
 from jshadow.evaluation.scorers import SCORERS
 from jshadow.evaluation.tasks import ruler_scripts
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of
@@ -90,8 +90,7 @@ def read_tasks(names: Sequence[str]) -> list[_RulerTask]:
             template = model_template.format(task_template=prompt["template"]) + prompt.get("answer_prefix", "")
             script = folder / "data" / "synthetic" / f"{kind}.py"
             scorer = scores[kind]["metric_fn"].__name__
-            if scorer not in SCORERS:
-                raise ConfigError(f"the scorer of ruler_{name} must be one of {sorted(SCORERS)}, got {scorer!r}")
+            check_one_of(f"the scorer of ruler_{name}", scorer, sorted(SCORERS))
             tasks.append(_RulerTask(name, script, template, prompt["tokens_to_generate"], scorer, settings))
     except (ImportError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{DISTRIBUTION} in {folder} cannot be read ({error!r}): {INSTALL}") from error
@@ -165,7 +164,6 @@ def cases_at(tasks: Sequence[str], tokenizer: Any, length: int, samples: int, se
 
     Args:
         tasks: names in RULER_TASKS.
-        tokenizer: a transformers tokenizer.
         length: number of tokens of a prompt and its answer.
         samples: number of cases of each task.
         seed: seed of the cases. Seed 0 is the seed that the package uses by itself.
@@ -178,8 +176,7 @@ def cases_at(tasks: Sequence[str], tokenizer: Any, length: int, samples: int, se
     """
     if tokenizer is None:
         raise ConfigError(f"task {tasks[0]} needs a tokenizer, and the checkpoint has none")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    check_integer("seed", seed, least=0)
     check_tasks(tasks, [length])
     cases: dict[str, list[Case]] = {}
     rooms = {task: length - len(opening(tokenizer)) for task in tasks}

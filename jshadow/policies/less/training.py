@@ -300,7 +300,6 @@ def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
 
     Args:
         policy: H2O or LESS. Settings that are None are resolved for a capacity of the text's length.
-        params: the model's Params.
         tokens: token ids, int32 [S] or [B, S], without padding. There must be more than heavy + recent + 1 of them.
         fitted: the arrays that `LESS.fit` returned.
 

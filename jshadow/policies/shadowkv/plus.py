@@ -278,12 +278,11 @@ class ShadowKVPlus(ShadowKV):
         """Store the new tokens in the ring, and their left rows. Then add the chunks that have left the window."""
         live: PlusLive = state.live
         slots = step.positions % self.ring_slots
-        k = write_rows(live.window.k, step.k_post, slots, step.valid)
-        v = write_rows(live.window.v, step.v, slots, step.valid)
+        window = live.window.written(step.k_post, step.v, slots, step.valid)
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         rows = self._left_rows(spec, state.frozen, step.k_pre)
         left = write_rows(by_token(live.left, self.chunk_size), rows, places, step.valid).reshape(live.left.shape)
-        live = live.replace(window=KeyValues(k, v), left=left)
+        live = live.replace(window=window, left=left)
         return self.join(spec, state.replace(live=live), step)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:

@@ -20,7 +20,6 @@ def form_of(body: Drawing, tokenizer: Any, template: str = "") -> str | None:
 
     Args:
         body: the body of the request.
-        tokenizer: the tokenizer of the model.
         template: the chat template of a chat, which tells how the model writes calls.
 
     Raises:

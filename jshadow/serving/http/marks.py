@@ -218,7 +218,6 @@ class Splitter:
         """Begin an answer.
 
         Args:
-            tokenizer: the tokenizer of the model.
             thoughts: "possible" if the answer may begin with reasoning, "begun" if it does without a mark, else "none".
             wanted: the calls. None: no call is looked for.
             stops: stop strings, before which the content ends.

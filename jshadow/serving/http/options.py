@@ -5,8 +5,7 @@ import ipaddress
 import re
 from pathlib import Path
 
-from jshadow.errors import CheckpointError, ConfigError
-from jshadow.serving.requests import check_integer
+from jshadow.errors import CheckpointError, ConfigError, check_integer
 from jshadow.weights.tokenizer import read_text
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshadow.errors import ConfigError
+from jshadow.errors import check_integer, check_one_of
 from jshadow.models.config import ModelConfig
 from jshadow.weights.convert.files import (
     KINDS,
@@ -71,10 +71,8 @@ def convert(
         ConfigError: the model, tokenizer, dtype or format is not supported.
     """
     check_dtype(dtype)
-    if format not in KINDS:
-        raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
-    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
-        raise ConfigError(f"shard_bytes must be an integer of at least 1, got {shard_bytes!r}")
+    check_one_of("format", format, KINDS)
+    check_integer("shard_bytes", shard_bytes, least=1)
     check_path("src", src)
     target = check_path("dst", dst)
     refuse_existing(target)  # checked here because a download may take minutes

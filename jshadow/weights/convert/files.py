@@ -52,7 +52,6 @@ def check_file(path: Path, kind: str) -> int:
     """Check that a file can be a weight file, before a parser reads it. Return its size.
 
     Args:
-        path: the file.
         kind: description of the expected kind for the error message, such as "a safetensors file".
 
     Returns:

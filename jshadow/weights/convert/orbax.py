@@ -268,9 +268,7 @@ def read_orbax(
     """Read all weights of a directory.
 
     Args:
-        directory: the checkpoint.
         config: the config of the checkpoint.
-        dtype: dtype of the result.
         put: turns each weight into leaves, one weight after another (see `huggingface.read_weights`). With None, all
             weights are read at once, directly onto their devices.
         sharding: called with (weight path, shape), returns the sharding of the weight. None means the default device.

@@ -9,10 +9,12 @@ from few import slow
 from serving_cases import CLASSES, END, PARAMS, SHADOW, engine_of, prompt_of, run
 
 import jshadow
+from jshadow.cache.accounting import total
 from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.library.tiers import DEVICE, HOST, TierLimits
-from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+from jshadow.planner.limits import MemoryLimits
+from jshadow.planner.sessions import SessionClass, session_plan
 from jshadow.serving import Limits, Request, RowClass
 from jshadow.serving.admission import held_bytes, needed_bytes
 
@@ -64,7 +66,7 @@ def test_rows_of_their_own():
     engine = engine_of(**BOTH)
     group, arrays, settings = all_read(engine, [prompt_of(60 + row, row) for row in range(10)])
     device, host = planned(0).group_bytes
-    assert by_memory(arrays) == (device + settings, host) == (group.plan.bytes.device, group.plan.bytes.host)
+    assert by_memory(arrays) == (device + settings, host) == group.plan.bytes.rows
     assert host > 0
     run(engine)
     assert engine.report().counts.finished == 10
@@ -80,14 +82,14 @@ def test_ten_sessions_hold_the_prompt_half_of_their_document_once(tmp_path):
         group, arrays, settings = all_read(engine, [[*DOCUMENT, *prompt_of(3, row)] for row in range(10)])
         device, host = plan.group_bytes
         sizes = group.plan.bytes
-        assert by_memory(arrays) == (device + settings, host) == (sizes.device, sizes.host)  # not of the prompt half
+        assert by_memory(arrays) == (device + settings, host) == sizes.rows  # not of the prompt half
         prompt = by_memory(jax.tree.leaves(library.load(library.longest(DOCUMENT).key).reads()))
-        assert (sizes.shared_device, sizes.shared_host) == prompt
-        assert min(sizes.step, sizes.reading, *prompt) > 0
+        assert sizes.shared == prompt
+        assert min(sizes.step, sizes.reading.device, *prompt) > 0
         more = engine.submit(Request([*DOCUMENT, 4], 5))  # it takes a second group, which shares the half too
         run(engine, more)
         one, two = groups = engine._loop.groups
-        assert held_bytes(each.plan for each in groups) == (2 * sizes.device + prompt[0], 2 * sizes.host + prompt[1])
+        assert held_bytes(each.plan for each in groups) == total([sizes.rows, sizes.rows, prompt])
         halves = [jax.tree.leaves(each.pool.state.reads()) for each in (one, two)]
         assert all(leaf is same for leaf, same in zip(*halves, strict=True))
         run(engine)
@@ -101,7 +103,7 @@ def test_the_bytes_of_a_document_are_admitted(tmp_path, one, fetch):
         library.add(DOCUMENT)
         settings = {"classes": [one], "library": library, "fetch": fetch}
         plan = all_read(engine_of(**settings), [[*DOCUMENT, row] for row in range(3, 3 + one.rows)])[0].plan
-        assert (plan.bytes.shared_host > 0) == (fetch == FETCH)
+        assert (plan.bytes.shared.host > 0) == (fetch == FETCH)
         device, host = needed_bytes([plan] * 2)  # a row that reads its document needs more
         engine, endless = engine_of(**settings), RowSettings(logit_bias={END: -100.0})
         prompts = [[*DOCUMENT, row] for row in range(3, 5 + 2 * one.rows)]

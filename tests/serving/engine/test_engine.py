@@ -130,7 +130,7 @@ def test_many_requests_of_one_client_or_of_one_body_delay_another_by_few():
 
 def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
     long, short = Request(prompt_of(100), 5, WARM, priority=-1), Request(prompt_of(90, 2), 5)
-    both = needed_bytes([engine.plans[1]])[0] + engine.plans[1].bytes.reading
+    both = needed_bytes([engine.plans[1]]).device + engine.plans[1].bytes.reading.device
     for limit, first in ((both, short), (both - 1, long)):
         tight = engine_of(limits=Limits(device_bytes=limit))
         answers = [tight.submit(long)]
@@ -182,7 +182,7 @@ def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
     while not waits.done:
         assert not later._pieces
         small.run_once()
-        assert small.report().device_bytes <= long.bytes.device + short.bytes.device
+        assert small.report().device_bytes <= long.bytes.rows.device + short.bytes.rows.device
     assert first.done
     run(small)
     assert later.result(0).tokens == offline(later.request).tokens

@@ -15,6 +15,7 @@ from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
 from jshadow import errors
+from jshadow.cache.accounting import ByteCount
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.engine.text import TextStream
 from jshadow.library.shelf import Stored
@@ -37,7 +38,7 @@ from jshadow.serving.loop import Loop
 from jshadow.serving.requests import Answer, Request
 
 PLANS = tuple(
-    PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
+    PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(ByteCount(size), 1, ByteCount(2)))
     for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
 )
 STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read
@@ -125,7 +126,7 @@ PROGRAMS = types.SimpleNamespace(
 def plan_rows(programs, job, base):
     """The plan of rows on a document. The prompt half takes a byte for each token."""
     one = min(job.rooms, key=lambda row_class: row_class.room)
-    sizes = GroupBytes(5 * one.rows, 0, 1, 2, shared_device=len(base))
+    sizes = GroupBytes(ByteCount(5 * one.rows), 1, ByteCount(2), ByteCount(len(base)))
     return PlannedClass(RowClass(job.read, one.room, one.rows), Full(), None, "resident", sizes, job.document)
 
 

@@ -57,7 +57,6 @@ def query_weights(
     Args:
         q_tail: queries after RoPE of each row's last w tokens. Rows shorter than w are padded in front.
         lengths: number of tokens in each row.
-        kv_heads: number of KV heads.
         rotated: how many of the d numbers RoPE rotates. Number i is paired with number i + rotated / 2.
         axis: the axis of a mesh that splits the heads, inside shard_map, or None.
 
