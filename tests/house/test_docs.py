@@ -2,9 +2,12 @@
 
 import argparse
 import ast
+import collections
+import importlib.util
 import json
 import re
 import shlex
+import tomllib
 
 import pytest
 import yaml
@@ -77,7 +80,7 @@ def command_lines(text: str, *, inline: bool = True) -> list[str]:
     """Every `jshadow ...` of a page's code, also in sentences, with continued lines joined and comments left out."""
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash")]
     lines = [re.sub(r"\s+# .*", "", line) for body in blocks for line in body.replace("\\\n", " ").splitlines()]
-    lines = [line.removeprefix("$ ").strip() for line in lines]
+    lines = [line.removeprefix("$ ").removeprefix(".venv/bin/").strip() for line in lines]
     lines += re.findall(r"`(jshadow [^`]*)`", without_code(text)) if inline else []
     return [line for line in lines if line.startswith("jshadow ")]
 
@@ -138,6 +141,33 @@ def test_the_first_commands_parse():
     for line in lines:
         command = command_of(parser().parse_args(shlex.split(line)[1:]))
         parse_policy(getattr(command, "policy", None) or "shadowkv", getattr(command, "set", ()))
+
+
+def test_the_other_first_commands_exist():
+    """Every line of a block starts with a known program. `make` has its target, `pip` its extras, and -m its module."""
+    makefile, project = (REPO / "Makefile").read_text(), tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lines = [
+        re.sub(r"\s+# .*", "", line).removeprefix(".venv/bin/").split()
+        for page in FIRST
+        for language, body in FENCE.findall(PAGES.get(page) or GITHUB[page])
+        if language in ("", "console", "bash")
+        for line in body.replace("\\\n", " ").splitlines()
+        if not line.startswith(("[", "│", "shadowkv has nothing"))  # what a command prints
+    ]
+    lines += [line.split() for page in FIRST for line in re.findall(r"`(make [a-z-]+|pip [^`]*)`", PAGES.get(page, ""))]
+    seen = collections.Counter(line[0] for line in lines)
+    assert seen.keys() == {"jshadow", "make", "pip", "python", "export", "vllm", "llama-server"}
+    for program, *words in lines:
+        if program == "make":
+            assert f"\n{words[0]}:" in makefile, words
+        if program == "pip":
+            extras = re.search(r"\[(.*)\]", words[-1])
+            assert words[0] == "install"
+            assert not extras or set(extras[1].split(",")) <= project["optional-dependencies"].keys(), words
+        if program == "python":
+            assert words[0] == "-m"
+            assert importlib.util.find_spec(words[1])
+            assert words[2] in TASKS
 
 
 @pytest.mark.slow
