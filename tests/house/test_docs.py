@@ -4,6 +4,7 @@ import argparse
 import ast
 import collections
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from jshadow.cache.system_memory import POOL_VARIABLE
 from jshadow.cli.fields import command_of
 from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
+from jshadow.evaluation.tasks.__main__ import main as prompt_of_a_task
 from jshadow.models.published import published_config, published_names
 from jshadow.models.registry import FAMILIES, family_of
 from jshadow.planner.gpu_specs import GIB, GPUS
@@ -371,3 +373,28 @@ def test_examples_run_on_the_small_model(page, smollm2_dir, tmp_path, monkeypatc
         device, host, full = map(int, out.strip().splitlines()[-1].split())
         assert device < full
         assert host > 0
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_first_commands_run_on_the_small_model(smollm2_dir, tmp_path, monkeypatch, capsys):
+    """Those of README.md and getting_started.md that name its directory: they write a prompt, answer it, and chat."""
+    (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
+    monkeypatch.chdir(tmp_path)
+    blocks = [body for page in FIRST[:2] for kind, body in FENCE.findall(PAGES.get(page) or GITHUB[page]) if not kind]
+    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines() if smollm2_dir.name in line]
+    commands = list(dict.fromkeys(line.removeprefix(".venv/bin/") for line in lines))
+    assert len(commands) == 3  # a prompt, its answer, and the chat of both pages
+    for command in sorted(commands, key=lambda line: (not line.startswith("python"), line)):
+        words, out = shlex.split(command.split(">")[0]), command.partition("> ")[2]
+        if words[0] == "python":
+            assert prompt_of_a_task(words[3:]) == 0
+            (tmp_path / out).write_text(capsys.readouterr().out)
+            [(fact, city, number)] = re.findall(r"(The secret number of (\w+) is (\d+))", (tmp_path / out).read_text())
+            continue
+        if "--file" in words:
+            calm = "The sea is calm today. The wind is low. " * 60
+            (tmp_path / "book.txt").write_text(f"{calm}{fact}. {calm}")
+            monkeypatch.setattr("sys.stdin", io.StringIO(f"What is the secret number of {city}?\n"))
+        assert main(words[1:]) == 0
+        assert number in capsys.readouterr().out
