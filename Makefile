@@ -21,7 +21,7 @@ demo: $(BIN)/.demo
 	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32 --expect 4719362
 	@echo "Next:"
 	@echo "  make serve"
-	@echo "  $(BIN)/jshadow chat $(MODEL) --file .cache/demo.txt"
+	@echo "  $(BIN)/jshadow chat $(MODEL) --file .cache/demo.txt --dtype float32 --max-new-tokens 64"
 	@echo "  $(BIN)/jshadow policies shadowkv"
 	@echo "  $(BIN)/jshadow plan llama-3.1-8b --context 122880 --gpu h200"
 

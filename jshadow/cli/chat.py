@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jshadow.cli.compile_cache import CacheOptions
-from jshadow.cli.console import SlowProgress, read_text
+from jshadow.cli.console import SlowProgress, read_text, waiting
 from jshadow.cli.fields import Command, option
 from jshadow.cli.generate import why_larger, write_answer
 from jshadow.cli.options import (
@@ -148,7 +148,8 @@ class Conversation:
                     f"{len(tokens)}: start it anew with a larger --room or --capacity"
                 )
         generation = self._run(tokens, most)
-        self.state = generation.state
+        with waiting("compiling the step that keeps the answer"):
+            self.state = generation.state
         self.turns += 1
         return generation
 

@@ -365,7 +365,7 @@ COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_do
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers:
-    """The data of all layers. A layer needs it to fetch units for another layer.
+    """The data of all layers. A layer needs it to fetch rows of host memory (units) for another layer.
 
     Attributes:
         specs: the spec of each layer.

@@ -48,7 +48,10 @@ class _Directory:
         return self.folder / f"{key}{SUFFIX}"
 
     def change(self) -> int | None:
-        """Return when the folder changed, in ns. 0: it is missing. None: the next change may have the same time."""
+        """Return when the folder changed last, in ns, or 0 if it is missing.
+
+        None: it changed so lately that a next change could have the same time.
+        """
         try:
             time_ns = self.folder.stat().st_mtime_ns
         except OSError:

@@ -49,7 +49,7 @@ class RecurrentPrefill(PrefillAttention):
         return out.astype(heads.v.dtype), after
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Count twice what the convolution gives and the state reads and gives, and some states."""
+        """Return an upper bound: two copies of the inputs and outputs of a piece's tokens, and eight states."""
         r = recurrent_of(config)
         if not r.has_state:
             return 4 * batch * 2 * size * r.value_heads * r.value_dim

@@ -47,7 +47,7 @@ class HostRows:
 
     @property
     def places(self) -> int:
-        """How many numbers an element of a row holds: those of a word, or 1 if values are not packed."""
+        """How many numbers one element of a row holds: as many as fit into a word, or 1 if values are not packed."""
         return 1 if self.bits is None else layout.WORD // self.bits
 
     def token_width(self, dim: int) -> int:

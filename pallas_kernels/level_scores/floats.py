@@ -83,7 +83,7 @@ def tile_logits(
     ids, there = chunks
 
     def product(level: Any, first: int) -> jax.Array:
-        """Return the products with the row of a level that begins at column `first`."""
+        """Return the products of the queries and one landmark of each chunk, whose numbers begin at column `first`."""
         out, start = jnp.zeros((sizes.parts * sizes.heads, sizes.block), jnp.float32), 0
         for query in queries.tiles:
             column = iota(start, query.shape[1])

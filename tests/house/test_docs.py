@@ -2,9 +2,13 @@
 
 import argparse
 import ast
+import collections
+import importlib.util
+import io
 import json
 import re
 import shlex
+import tomllib
 
 import pytest
 import yaml
@@ -15,6 +19,7 @@ from jshadow.cache.system_memory import POOL_VARIABLE
 from jshadow.cli.fields import command_of
 from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
+from jshadow.evaluation.tasks.__main__ import main as prompt_of_a_task
 from jshadow.models.published import published_config, published_names
 from jshadow.models.registry import FAMILIES, family_of
 from jshadow.planner.gpu_specs import GIB, GPUS
@@ -77,7 +82,7 @@ def command_lines(text: str, *, inline: bool = True) -> list[str]:
     """Every `jshadow ...` of a page's code, also in sentences, with continued lines joined and comments left out."""
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash")]
     lines = [re.sub(r"\s+# .*", "", line) for body in blocks for line in body.replace("\\\n", " ").splitlines()]
-    lines = [line.removeprefix("$ ").strip() for line in lines]
+    lines = [line.removeprefix("$ ").removeprefix(".venv/bin/").strip() for line in lines]
     lines += re.findall(r"`(jshadow [^`]*)`", without_code(text)) if inline else []
     return [line for line in lines if line.startswith("jshadow ")]
 
@@ -138,6 +143,33 @@ def test_the_first_commands_parse():
     for line in lines:
         command = command_of(parser().parse_args(shlex.split(line)[1:]))
         parse_policy(getattr(command, "policy", None) or "shadowkv", getattr(command, "set", ()))
+
+
+def test_the_other_first_commands_exist():
+    """Every line of a block starts with a known program. `make` has its target, `pip` its extras, and -m its module."""
+    makefile, project = (REPO / "Makefile").read_text(), tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lines = [
+        re.sub(r"\s+# .*", "", line).removeprefix(".venv/bin/").split()
+        for page in FIRST
+        for language, body in FENCE.findall(PAGES.get(page) or GITHUB[page])
+        if language in ("", "console", "bash")
+        for line in body.replace("\\\n", " ").splitlines()
+        if not line.startswith(("[", "│", "shadowkv has nothing"))  # what a command prints
+    ]
+    lines += [line.split() for page in FIRST for line in re.findall(r"`(make [a-z-]+|pip [^`]*)`", PAGES.get(page, ""))]
+    seen = collections.Counter(line[0] for line in lines)
+    assert seen.keys() == {"jshadow", "make", "pip", "python", "export", "vllm", "llama-server"}
+    for program, *words in lines:
+        if program == "make":
+            assert f"\n{words[0]}:" in makefile, words
+        if program == "pip":
+            extras = re.search(r"\[(.*)\]", words[-1])
+            assert words[0] == "install"
+            assert not extras or set(extras[1].split(",")) <= project["optional-dependencies"].keys(), words
+        if program == "python":
+            assert words[0] == "-m"
+            assert importlib.util.find_spec(words[1])
+            assert words[2] in TASKS
 
 
 @pytest.mark.slow
@@ -341,3 +373,28 @@ def test_examples_run_on_the_small_model(page, smollm2_dir, tmp_path, monkeypatc
         device, host, full = map(int, out.strip().splitlines()[-1].split())
         assert device < full
         assert host > 0
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_first_commands_run_on_the_small_model(smollm2_dir, tmp_path, monkeypatch, capsys):
+    """Those of README.md and getting_started.md that name its directory: they write a prompt, answer it, and chat."""
+    (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
+    monkeypatch.chdir(tmp_path)
+    blocks = [body for page in FIRST[:2] for kind, body in FENCE.findall(PAGES.get(page) or GITHUB[page]) if not kind]
+    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines() if smollm2_dir.name in line]
+    commands = list(dict.fromkeys(line.removeprefix(".venv/bin/") for line in lines))
+    assert len(commands) == 3  # a prompt, its answer, and the chat of both pages
+    for command in sorted(commands, key=lambda line: (not line.startswith("python"), line)):
+        words, out = shlex.split(command.split(">")[0]), command.partition("> ")[2]
+        if words[0] == "python":
+            assert prompt_of_a_task(words[3:]) == 0
+            (tmp_path / out).write_text(capsys.readouterr().out)
+            [(fact, city, number)] = re.findall(r"(The secret number of (\w+) is (\d+))", (tmp_path / out).read_text())
+            continue
+        if "--file" in words:
+            calm = "The sea is calm today. The wind is low. " * 60
+            (tmp_path / "book.txt").write_text(f"{calm}{fact}. {calm}")
+            monkeypatch.setattr("sys.stdin", io.StringIO(f"What is the secret number of {city}?\n"))
+        assert main(words[1:]) == 0
+        assert number in capsys.readouterr().out

@@ -165,7 +165,7 @@ class ShadowCosts(ShadowSettings):
         return StepCosts(flops, passes, kept, self._links(spec))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the scores and the sorting of all chunks, the places of the selected chunks, their rows, and scores.
+        """Count the bytes of scoring and sorting all chunks, and of the rows and scores of the selected ones.
 
         Selected keys are float32 until they are rotated. Selected values exist twice: as fetched, and as attended to.
         """

@@ -239,12 +239,12 @@ def mean_kind(kind: str) -> str:
 
 
 def first_level(landmarks: StoredLandmarks) -> Array | Scaled:
-    """Return the part of landmarks that every query reads."""
+    """Return the landmarks that every query reads: the means of the chunks if there are two levels, else all."""
     return landmarks.means if isinstance(landmarks, Levels) else landmarks
 
 
 def first_spread(spread: Any) -> Array | None:
-    """Return the part of spreads that every query reads."""
+    """Return the spreads of the landmarks that every query reads, which are those of the first level."""
     return spread[0] if isinstance(spread, tuple) else spread
 
 
