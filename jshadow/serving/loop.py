@@ -313,8 +313,8 @@ class Loop:
         self._open = {job for job in self._open if not job.answer.done}
         for job in self._open.difference(self._jobs()):
             error = ServingError("the engine lost this request, which is a defect of jshadow; please report it")
-            lost = "the request %r is lost after %d tokens of its answer: %s"
-            _LOG.error(lost, job.request.name, len(job.stream.tokens), self.counts)
+            count, name = len(job.stream.tokens), job.request.name
+            _LOG.error("request lost after %d tokens of its answer, its name is %r: %s", count, name, self.counts)
             self._fail(job, error)
             self._open.discard(job)
 
