@@ -296,7 +296,8 @@ def class_plan(
     document = total(halves(abstract_of(with_room(specs, 0), policy))[1].values())
     group = tuple(dataclasses.replace(spec, batch=sizes.group_rows) for spec in specs)
     alone = dataclasses.replace(workload, room=0 if sizes.documents else sizes.room, shards=None)
-    peak = prefill_parts(config, policy, alone, prefill_chunk=prefill_chunk, attention=attention)
+    options: dict[str, Any] = {"prefill_chunk": prefill_chunk, "attention": attention, "backend": backend}
+    peak = prefill_parts(config, policy, alone, **options)
     held = total([*prompt.values(), *([document] if sizes.documents else live.values())])
     return ClassPlan(
         sizes=sizes,

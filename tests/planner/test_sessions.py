@@ -11,7 +11,7 @@ from jshadow.cache.offload import host_bytes
 from jshadow.errors import CapacityError
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
 from jshadow.planner.limits import MemoryLimits
-from jshadow.planner.machine import abstract_state
+from jshadow.planner.machine import abstract_state, prefill_peak
 from jshadow.planner.sessions import SessionClass, session_plan
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.policies.shadowkv import Values
@@ -89,6 +89,16 @@ def test_one_more_group_does_not_fit(documents):
         name, needed, limit = ("host", again[1].host_bytes, 128 * GIB)
     with pytest.raises(CapacityError, match=rf"{needed} bytes of {name} memory, and the limit is {limit}"):
         again[1].check()
+
+
+def test_a_prefill_is_that_of_the_gpu_of_the_plan():
+    """And not that of the process that plans: attention to a whole prompt takes another memory there."""
+    plan = planned().classes[0]
+    sizes = {"batch": 1, "tokens": 122_880, "capacity": 122_880 + 1024, "room": 1024, "fetch": plan.fetch}
+    on = {name: prefill_peak(LLAMA_31_8B, plan.policy, **sizes, backend=name) for name in ("gpu", "cpu")}
+    needed = {name: sum(parts.values()) - parts["weights"] - parts["state"] for name, parts in on.items()}
+    held = sum(size.device for size in [*plan.prompt_parts.values(), *plan.live_parts.values()])
+    assert plan.prefill.device - held == needed["gpu"] != needed["cpu"]
 
 
 def test_classes_share_weights_temporaries_and_a_prefill():
