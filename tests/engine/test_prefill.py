@@ -355,15 +355,15 @@ def device_bytes():
 @pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
 def test_live_bytes_grow_by_the_compressed_state_alone(policy):
     """Between layers nothing stays but the hidden states and one more layer's compressed state."""
-    config, tokens, params = WIDE, 4096, init_params(WIDE)
+    config, tokens, params = WIDE, 2048, init_params(WIDE)
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
     sizes, before, after = {"capacity": tokens + 64, "fetch": "device_put"}, device_bytes(), []
     note = {"progress": lambda progress: progress.units or after.append(device_bytes() - before)}
-    jshadow.prefill_many(params, prompt, [tokens], [policy], prefill_chunk=1024, **sizes, **note)
+    jshadow.prefill_many(params, prompt, [tokens], [policy], prefill_chunk=512, **sizes, **note)
     abstract = abstract_state(config, policy, batch=1, prompt=tokens, dtype="float32", **sizes)
     layer = [sum(device for device, _ in layer_nbytes(one).values()) for one in abstract.layers]
     assert np.diff(after).tolist() == layer[1:]
-    peak = peak_of(config, policy, tokens, 1024)
+    peak = peak_of(config, policy, tokens, 512)
     assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
     assert after[-1] <= peak["hidden"] + peak["state"] + 64
     assert layer[0] < (tokens + 64) * config.key_columns * 4  # half of full attention's

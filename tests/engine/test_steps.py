@@ -177,11 +177,11 @@ GUESSING = SpeCache(bits=1, group=8, residual=8, fetched=6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sliding"),
-    [(GUESSING, (0, 1, 2)), (DenseFirst(GUESSING, layers=3), ()), (DenseFirst(GUESSING, layers=1), (1, 2))],
+    [(GUESSING, (0, 1)), (DenseFirst(GUESSING, layers=2), ()), (DenseFirst(GUESSING, layers=1), (1,))],
 )
 def test_a_turn_beside_a_guess_that_no_layer_uses(policy, sliding):
     """SpeCache's guess belongs to the whole policy, also where no layer is its own."""
-    config = dataclasses.replace(TINY, sliding_window=8 if sliding else None, sliding_layers=sliding)
+    config = dataclasses.replace(TINY, num_layers=2, sliding_window=8 if sliding else None, sliding_layers=sliding)
     _, state = decode.prefill(model(config), PROMPT, LENGTHS, policy, capacity=CAPACITY)
     last, _ = decode.extend(model(config), STEPS[:, :7], [7, 3, 0], state.fork())
     by_steps, _ = run_steps(model(config), state, STEPS[:, :7], np.arange(7) < np.array([7, 3, 0])[:, None])

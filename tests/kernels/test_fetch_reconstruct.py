@@ -5,7 +5,7 @@ import kernel_cases as table
 import kernel_truth
 import numpy as np
 import pytest
-from few import quick
+from few import quick, slow
 from kernel_calls import fetch_reconstruct, operands, reconstruct_keys
 from random_arrays import array
 
@@ -78,7 +78,7 @@ def test_values_on_the_device_will_do(implementation):
     np.testing.assert_allclose(keys, kernel_truth.kept_or_rebuilt(**inputs), **table.TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("form", [Form(16, 4), Form(128, 8, 64, 2)])
+@pytest.mark.parametrize("form", [Form(16, 4), slow(Form(128, 8, 64, 2))])
 def test_every_form_of_the_kernel_gives_the_same(form):
     """Also parts with bytes left over, and programs that do not hold whole chunks."""
     for case in PACKED[-2:]:

@@ -6,7 +6,7 @@ import pytest
 from few import one_of
 from kernel_calls import select_chunks
 from kernel_cases import name
-from selection_cases import Selections, calls_in_a_row, new_cache, selection_truth
+from selection_cases import SELECTIONS, Selections, calls_in_a_row, new_cache, selection_inputs, selection_truth
 
 from pallas_kernels.select_chunks.planes import WORD, bit_planes, bits_of, reach
 
@@ -40,13 +40,18 @@ def test_calls_in_a_row(case):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_that_is_not_chosen_for_long_keeps_the_largest_age(kind):
-    scores, asked = np.float32([[[0, -1]]]), np.ones(1, bool)
-    cache = {"resident": np.int32([[[1, 0]]]), "ages": np.int32([[[253, 7]]])}
+    """In the program of a case of test_definitions.py. Chunk 0 is the only candidate, and place 1 has it."""
+    inputs = selection_inputs(SELECTIONS[4])
+    scores, resident, ages = (np.array(inputs[key]) for key in ("scores", "resident", "ages"))
+    scores[:], resident[:] = -1, -1
+    scores[..., 0], resident[..., :2], ages[..., :2] = 0, (1, 0), (253, 7)
+    numbers = np.broadcast_to(np.arange(scores.shape[2], dtype=np.int32), scores.shape)
+    inputs |= {"scores": scores, "numbers": numbers, "resident": resident, "ages": ages, "asked": np.ones(1, bool)}
     for age in (254, 255, 255):
-        chosen = select_chunks(scores, asked, count=1, **cache, implementation=kind)
-        assert chosen.ages.tolist() == [[[age, 0]]]
-        assert chosen.held.tolist() == [[[1, 0]]]
-        cache = {"resident": chosen.held, "ages": chosen.ages}
+        chosen = select_chunks(**inputs, implementation=kind)
+        assert chosen.ages[..., :2].tolist() == [[[age, 0]] * 2]
+        assert chosen.held[..., :2].tolist() == [[[1, 0]] * 2]
+        inputs |= {"resident": chosen.held, "ages": chosen.ages}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ POLICIES = {
     "chunks": KVzip(kept=9, chunk=17, normalized=True),
     "short": KVzip(kept=9, chunk=3, sinks=5),
 }
-LENGTHS = (40, 17, 1)
+LENGTHS, TEXT = (40, 17, 1), 144  # of the prompts; of the longest prompt with a request, or more
 
 
 def model(name, dtype="float32", words=False):
@@ -77,8 +77,12 @@ def requests(params, ids, chunk):
 
 
 def layers_of(params, text):
-    """For each layer: queries, keys and values after RoPE of a text [S, h, d], and the norms of its inputs [S]."""
-    config = params.config
+    """For each layer: queries, keys and values after RoPE of a text [S, h, d], and the norms of its inputs [S].
+
+    Texts are padded to one length, so that they share programs. No token sees the padding behind it.
+    """
+    config, size = params.config, len(text)
+    text = [*text, *[0] * (TEXT - size)]
 
     def keep(heads, turn, kind):
         q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
@@ -86,7 +90,7 @@ def layers_of(params, text):
         return out, (q, k, heads.v, jnp.linalg.norm(heads.x_in.astype(jnp.float32), axis=-1))
 
     for found in walk_layers(params, check_text(config, text), keep):
-        yield found and [np.asarray(x[0], np.float64) for x in found]
+        yield found and [np.asarray(x[0], np.float64)[:size] for x in found]
 
 
 def oracle(params, policy, ids):

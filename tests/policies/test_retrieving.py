@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from cases import TINY, model, random_tokens, run_steps
+from cases import CONFIGS, TINY, model, random_tokens, run_steps
 from few import slow
 from oracle_maths import softmax
 from policy_inputs import DEEP
@@ -25,11 +25,13 @@ from jshadow.policies import DenseFirst, Full, InfiniGen, InfLLM, Loki, OmniKV, 
 from jshadow.policies.omnikv import OmniKVFilter, OmniKVSparse
 from jshadow.policies.retrieval import within_share
 
+ONE = dataclasses.replace(TINY, num_layers=1)  # what a layer does does not need more of them
 
-def fed(policy, tokens, lengths, steps, **options):
+
+def fed(policy, tokens, lengths, steps, config=TINY, **options):
     """Logits and state after prompts [B, S] and steps [B, T]."""
-    _, state = decode.prefill(model(), tokens, lengths, policy, **options)
-    return run_steps(model(), state, steps)
+    _, state = decode.prefill(model(config), tokens, lengths, policy, **options)
+    return run_steps(model(config), state, steps)
 
 
 @pytest.mark.slow
@@ -42,7 +44,7 @@ def test_a_capacity_below_a_page_is_no_error():
 
 @pytest.mark.slow
 def test_top_p_attends_to_fewer_and_a_flat_context_to_more():
-    given = random_tokens(1, 90, seed=8), [90], random_tokens(1, 4, seed=9)
+    given = random_tokens(1, 90, seed=8), [90], random_tokens(1, 4, seed=9), ONE
     policies = [Quest(budget=64, unit=4, dense_layers=0, top_p=share) for share in (1.0, 0.9, 0.3)]
     attended = [float(fed(policy, *given, capacity=128)[1].counters.attended[0]) for policy in policies]
     assert attended[0] > attended[1] > attended[2]
@@ -157,12 +159,13 @@ def test_a_prefill_of_its_own_is_not_shared():
 @pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])
 def test_specache_that_fetches_everything_is_full(fetch):
-    """Keys and values have one bit, and all of them are replaced by exact ones."""
-    given = random_tokens(2, 50, seed=14), [50, 31], random_tokens(2, 9, seed=15)
+    """Keys and values have one bit, and all of them are replaced by exact ones. A second layer is foreseen."""
+    given = random_tokens(2, 50, seed=14), [50, 31], random_tokens(2, 9, seed=15), CONFIGS["group2"]
     every, few = (SpeCache(bits=1, group=8, residual=8, fetched=fetched) for fetched in (64, 2))
     want, _ = fed(Full(), *given, capacity=64)
     np.testing.assert_allclose(fed(every, *given, capacity=64, fetch=fetch)[0], want, atol=1e-4)
-    assert np.abs(fed(few, *given, capacity=64, fetch=fetch)[0] - want).max() > 0.05
+    if fetch == "resident":  # the modes give the same
+        assert np.abs(fed(few, *given, capacity=64, fetch=fetch)[0] - want).max() > 0.05
 
 
 def test_omnikv_s_plan_of_layers():
@@ -182,13 +185,13 @@ def test_omnikv_s_plan_of_layers():
 @pytest.mark.parametrize("block", [7, 1, 16, 500])
 def test_a_stream_is_full_attention(block):
     """Blocks of any size, prompts that end inside a block, and long turns. `all_tokens` is Full's."""
-    outs, states = [], []
+    params, outs, states = model(ONE), [], []
     for policy, fetch in ((Full(), "resident"), (Offloaded(block=block), "device_put")):
         logits, state = decode.prefill(
-            model(), random_tokens(3, 61, seed=3), [61, 27, 5], policy, capacity=192, fetch=fetch
+            params, random_tokens(3, 61, seed=3), [61, 27, 5], policy, capacity=192, fetch=fetch
         )
-        turn, state = decode.extend(model(), random_tokens(3, 70, seed=4), [70, 3, 0], state, logits="all")
-        steps, state = run_steps(model(), state, random_tokens(3, 2, seed=5))
+        turn, state = decode.extend(params, random_tokens(3, 70, seed=4), [70, 3, 0], state, logits="all")
+        steps, state = run_steps(params, state, random_tokens(3, 2, seed=5))
         outs.append(np.concatenate([logits[:, None], turn, steps], axis=1))
         states.append(state)
     real = np.ones((3, 73), bool)
@@ -196,15 +199,14 @@ def test_a_stream_is_full_attention(block):
     np.testing.assert_allclose(outs[1][real], outs[0][real], atol=2e-5)
     size = states[1].policy.block
     assert size == min(block, 192)
-    rows, blocks = TINY.num_layers * 2 * TINY.kv_heads * TINY.head_dim * 4, -(-61 // size)  # of the longest prompt
+    rows, blocks = 2 * TINY.kv_heads * TINY.head_dim * 4, -(-61 // size)  # of the longest prompt
     passes = np.array([3, 3, 2])  # the turn, unless a row has no tokens in it, and two steps
     moved = np.asarray(states[1].counters.fetched).astype(int) * 64
     assert moved.tolist() == (passes * blocks * size * rows).tolist()
-    for index in range(TINY.num_layers):
-        want, got = (state.specs[index].policy.all_tokens(state.specs[index], state.layers[index]) for state in states)
-        for row, length in enumerate(np.asarray(states[0].lengths)):
-            np.testing.assert_allclose(got.k[row, :, :length], want.k[row, :, :length], atol=1e-5)
-            np.testing.assert_allclose(got.v[row, :, :length], want.v[row, :, :length], atol=1e-5)
+    want, got = (state.specs[0].policy.all_tokens(state.specs[0], state.layers[0]) for state in states)
+    for row, length in enumerate(np.asarray(states[0].lengths)):
+        np.testing.assert_allclose(got.k[row, :, :length], want.k[row, :, :length], atol=1e-5)
+        np.testing.assert_allclose(got.v[row, :, :length], want.v[row, :, :length], atol=1e-5)
 
 
 MODELS = {"group2": TINY, "group5": dataclasses.replace(TINY, q_heads=5, kv_heads=1, head_dim=8)}
@@ -336,11 +338,11 @@ def test_no_token_of_an_evicted_prompt_is_given_back(scores):
     """A row of which nothing was dropped gives back tokens of its prompt, and takes them again."""
     tokens = random_tokens(2, 61, seed=5)
     policy = RocketKV(kept=31, budget=96, unit=4, scores=scores)
-    _, state = decode.prefill(model(), tokens, [61, 30], policy, capacity=96)
+    _, state = decode.prefill(model(ONE), tokens, [61, 30], policy, capacity=96)
     with pytest.raises(StateMismatch, match="row 0 must lie in"):
         state.fork().rewind([60, 29])
-    logits, _ = decode.decode_step(model(), tokens[:, 29], state.fork().rewind([61, 29]), active=[False, True])
-    want, _ = decode.prefill(model(), tokens[1:, :30], [30], policy, capacity=96)
+    logits, _ = decode.decode_step(model(ONE), tokens[:, 29], state.fork().rewind([61, 29]), active=[False, True])
+    want, _ = decode.prefill(model(ONE), tokens[1:, :30], [30], policy, capacity=96)
     np.testing.assert_allclose(logits[1], want[0], atol=2e-5)
 
 
@@ -348,7 +350,7 @@ def test_no_token_of_an_evicted_prompt_is_given_back(scores):
 @pytest.mark.parametrize("scores", ["snapkv", "expected_attention", "keydiff", "kvzip"])
 def test_every_scorer_serves_both_stages(scores):
     policy = RocketKV(kept=16, budget=8, unit=4, scores=scores)
-    _, some = decode.prefill(model(), random_tokens(2, 60, seed=3), [60, 31], policy, capacity=90)
-    logits, some = run_steps(model(), some, random_tokens(2, 12, seed=4))
+    _, some = decode.prefill(model(ONE), random_tokens(2, 60, seed=3), [60, 31], policy, capacity=90)
+    logits, some = run_steps(model(ONE), some, random_tokens(2, 12, seed=4))
     assert np.isfinite(logits).all()
     assert some.layers[0].frozen.evicted.tolist() == [44, 15]

@@ -30,6 +30,7 @@ from jshadow.policies.sizing import at_share, device_share
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
 KINDS = (ShadowKV, ShadowKVPlus)
+ONE = dataclasses.replace(TINY, num_layers=1)  # codes are the business of a layer
 PACKED = dict(landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
 ODD_HEAD = dataclasses.replace(TINY, head_dim=15, rope=RopeConfig(rotary_share=0.8))
 
@@ -243,11 +244,11 @@ SHORT = {
 @pytest.mark.parametrize("name", one_of(3, SHORT))
 def test_a_capacity_without_a_whole_chunk(name):
     """There is no chunk to select or to pack, because all tokens are in the window."""
-    wanted, dense = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], capacity=39)
-    logits, state = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], SHORT[name], capacity=39, fetch="device_put")
+    wanted, dense = decode.prefill(model(ONE), PROMPT[:, :12], [12, 3, 1], capacity=39)
+    logits, state = decode.prefill(model(ONE), PROMPT[:, :12], [12, 3, 1], SHORT[name], capacity=39, fetch="device_put")
     assert state.specs[0].policy.max_chunks(39) == 0
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
-    steps = [run_steps(model(), one, STEPS[:, :4])[0] for one in (state, dense)]
+    steps = [run_steps(model(ONE), one, STEPS[:, :4])[0] for one in (state, dense)]
     np.testing.assert_allclose(*steps, atol=1e-4)
 
 
@@ -369,8 +370,8 @@ def divergence(policy, prompt: int = 24, new: int = 60) -> np.ndarray:
     """KL from full attention after each of `new` random tokens, of which all may be selected, [B, new]."""
     tokens, logits = random_tokens(2, prompt + new, seed=3), []
     for one in (Full(), policy):
-        _, state = decode.prefill(model(), tokens[:, :prompt], [prompt] * 2, one, capacity=160, fetch="resident")
-        out, _ = decode.extend(model(), tokens[:, prompt:], [new] * 2, state, logits="all")
+        _, state = decode.prefill(model(ONE), tokens[:, :prompt], [prompt] * 2, one, capacity=160, fetch="resident")
+        out, _ = decode.extend(model(ONE), tokens[:, prompt:], [new] * 2, state, logits="all")
         logits.append(np.asarray(out))
     return np.stack([metrics.kl(*pair) for pair in zip(*logits, strict=True)])
 
@@ -426,7 +427,7 @@ MODES = {
 @pytest.mark.parametrize("name", MODES)
 def test_codes_beside_those_of_the_laws_come_alike_in_every_fetch_mode(name):
     policies, modes = [MODES[name]] * len(FETCH_MODES), list(FETCH_MODES)
-    prefilled = decode.prefill_many(model(), PROMPT, LENGTHS, policies, capacity=96, fetch=modes)
-    logits = [run_steps(model(), state, STEPS)[0] for _, state in prefilled]
+    prefilled = decode.prefill_many(model(ONE), PROMPT, LENGTHS, policies, capacity=96, fetch=modes)
+    logits = [run_steps(model(ONE), state, STEPS)[0] for _, state in prefilled]
     for one in logits[1:]:
         np.testing.assert_allclose(one, logits[0], atol=1e-5)

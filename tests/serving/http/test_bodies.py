@@ -59,12 +59,14 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])
-@pytest.mark.parametrize("data", MANY.values(), ids=MANY)
-def test_a_body_of_many_values_is_refused_before_it_is_parsed(client, monkeypatch, path, data):
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [*((CHAT, kind) for kind in MANY), *((path, "lists") for path in (COMPLETION, "/tokenize", "/detokenize"))],
+)
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(client, monkeypatch, path, kind):
     with monkeypatch.context() as never:
         never.setattr(access.json, "loads", lambda _: pytest.fail("it must not be parsed"))
-        answer = client.post(path, content=b'{"prompt":[' + data, headers={"content-type": "application/json"})
+        answer = client.post(path, content=b'{"prompt":[' + MANY[kind], headers={"content-type": "application/json"})
     assert error_of(answer) == (400, "body_too_large")
     assert str(MOST_VALUES) in answer.json()["error"]["message"]
 

@@ -106,7 +106,7 @@ def test_a_file_is_one_document_on_every_day(client, monkeypatch, data):
         assert status == 200
         made.append(told["id"])
         assert client.get(f"{FILES}/{told['id']}/content").content == TEXT
-        for question in ("What burns?", "</s>?", "x"):
+        for question in ("What burns?", "</s>?", "x") if data == TEXT else ["x"]:
             messages = about({"file_id": told["id"]}, question)
             usage = posted(client, CHAT, messages=messages, max_tokens=1)["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= len(TEXT)

@@ -166,6 +166,9 @@ def test_stop_strings_do_not_count_in_a_call(client, stop):
     assert answer["finish_reason"] == "tool_calls"
     [call], [told] = answer["message"]["tool_calls"], want["message"]["tool_calls"]
     assert call["function"] == told["function"]
+
+
+def test_stop_strings_end_a_form_beside_tools(client):
     form = {"type": "regex", "regex": "[xyz]{2}[!;]abc"}
     answers = [
         choice_of(client, tools=[FIND], response_format=form, stop=["!", ";"], logprobs=True, seed=seed)
