@@ -388,7 +388,7 @@ def stream_response(
         except Exception as error:
             told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
-                _LOG.exception("the stream of the request %r has failed", name)
+                _LOG.exception("a stream has failed, that of the request %r", name)
             failed(told.status)
             yield _event(body_of(told))
         finally:

@@ -33,6 +33,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import CheckpointError
 from jshadow.library import Library
 from jshadow.serving.http import uploads
+from jshadow.serving.http.service import Caller
 from jshadow.serving.http.uploads import Upload
 from jshadow.serving.requests import DrawnToken
 from jshadow.weights.templates import document_ids, frame
@@ -173,7 +174,7 @@ def test_equal_uploads_at_once_are_read_once(service):
     before = service.engine.report().counts.finished
 
     async def run():
-        return await asyncio.gather(*(service.add(Upload(f"{index}.txt", TEXT), "") for index in range(20)))
+        return await asyncio.gather(*(service.add(Upload(f"{index}.txt", TEXT), Caller("", "")) for index in range(20)))
 
     assert len({one.key for one in asyncio.run(run())}) == 1
     assert service.engine.report().counts.finished == before + 1
