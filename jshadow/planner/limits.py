@@ -28,7 +28,7 @@ class MemoryLimits:
         return [(name, size, limit) for name, size, limit in memories if limit is not None and size > limit]
 
     def fits(self, needed: tuple[int, int]) -> bool:
-        """Whether no memory is too small (`excess`)."""
+        """Return whether the bytes fit into both memories."""
         return not self.excess(needed)
 
     def most(self, needed: Callable[[int], tuple[int, int]], most: int) -> int:

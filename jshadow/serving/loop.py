@@ -469,11 +469,12 @@ class Loop:
         A job that waits for the first group of its class is passed only by those of a higher priority.
         """
         full, paused = set(), [reading.job.plan for reading in self.readings]
+        ranks = [(reading.job.priority, reading.reader.rest) for reading in self.readings]
         held: Job | None = None
         for job in self.waiting if len(self.readings) < _MOST_READINGS else ():
             if held is not None and job.priority <= held.priority:
                 continue
-            if not all(self._goes_before(job, reading) for reading in self.readings):
+            if not all(_goes_before(job, *rank) for rank in ranks):
                 held = held or (None if self.groups.has(job.plan) else job)
                 continue
             if job.waits_for_file or (job.planned and job.plan.key in full):
@@ -493,9 +494,12 @@ class Loop:
                 return self.waiting.hold(job)
             full.add(job.plan.key)
 
-    @staticmethod
-    def _goes_before(job: Job, reading: _Reading) -> bool:
-        """Whether a waiting job has a higher priority than a prompt that is being read, or is much shorter."""
-        if job.priority != reading.job.priority:
-            return job.priority > reading.job.priority
-        return _SHORTER * (len(job.ids) - job.read) <= reading.reader.rest
+
+def _goes_before(job: Job, priority: int, rest: float) -> bool:
+    """Return whether a waiting job is read before a prompt of this priority with `rest` tokens left.
+
+    It is if its priority is higher. With the same priority, it must be much shorter.
+    """
+    if job.priority != priority:
+        return job.priority > priority
+    return _SHORTER * (len(job.ids) - job.read) <= rest

@@ -237,7 +237,7 @@ class Access:
         return Caller(str((scope.get("client") or ("",))[0]), name)
 
     def _note(self, scope: _Message, status: int, seconds: float, size: int) -> None:
-        """Write a line of the access log, a JSON object. A key is told by the first digits of its digest."""
+        """Write a JSON object to the access log. In place of a key, it has the first digits of its digest."""
         if not _LOG.isEnabledFor(logging.INFO):
             return
         caller: Caller = scope[CALLER]

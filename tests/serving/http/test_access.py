@@ -54,7 +54,7 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
 
 
 def test_each_request_has_an_id_in_its_response_and_in_the_log(service, monkeypatch, caplog):
-    """Also one that is refused, and one that fails outside of the app. A wrong id is replaced. No key is told."""
+    """Refused requests and failures of the server have ids too. A malformed id is replaced. No key is logged."""
     caplog.set_level("INFO", logger=access.ACCESS_LOG)
     monkeypatch.setattr(service, "options", ServerOptions(NAME, api_keys=("first",)))
     monkeypatch.setattr(service, "check_model", lambda name: 1 / 0)
