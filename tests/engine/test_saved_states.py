@@ -25,10 +25,11 @@ from small_state import LENGTHS_SMALL, POLICY, SMALL, equal, file_size_limit, sa
 from tiny_text import byte_tokenizer
 
 from jshadow import load_fitted, load_state, save_fitted, save_state
+from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.saved import file as saved_file
-from jshadow.engine.saved.file import Split, block_digests, cut, padded, read_slice, sizes, within
+from jshadow.engine.saved.file import Split, block_digests, cut, padded, read_slice, sizes, whole, within, without_zeros
 from jshadow.engine.saved.fitted import FORMAT, read_fitted_info
 from jshadow.engine.saved.state import StateContent, places, read_state_info
 from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
@@ -65,6 +66,40 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
     assert decode._step._cache_size() == compiled
     np.testing.assert_array_equal(loaded_logits, logits)
     assert difference(loaded_after, after, stepped=True) == "none"
+
+
+def test_a_file_takes_the_bytes_of_its_own_length(tmp_path):
+    """Of every array that has a place for each token, the file of a short prompt has the places of its tokens."""
+    params = init_params(dataclasses.replace(SMALL, context=4096))
+    sizes = []
+    for capacity in (16, 4096):
+        state = prefill_small(params, capacity=capacity).take([0]).with_room(0)
+        save_state(tmp_path / "state", state, params)
+        assert equal(load_state(tmp_path / "state", params), state)
+        sizes.append(StateContent.of(state, params, None, {}).nbytes)
+    assert sizes[1] <= 1.15 * sizes[0]
+    assert sum(map(leaf_bytes, jax.tree.leaves(state))) > 10 * sizes[1]
+
+
+def test_what_is_not_stored_is_zero_to_the_bit():
+    """Not a negative zero, nor a small number or NaN of any dtype; at least one index of an axis stays."""
+    random = np.random.default_rng(0)
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool"):
+        for _ in range(40):
+            shape = tuple(random.integers(1, 7, random.integers(1, 5)))
+            axis, value = random.integers(len(shape)), random.integers(0, 2, shape).astype(jnp.dtype(dtype))
+            np.moveaxis(value, axis, 0)[random.integers(shape[axis]) :] = 0
+            if dtype == "float32" and random.random() < 0.3:
+                np.moveaxis(value, axis, 0)[-1].flat[0] = random.choice([-0.0, np.nan, 1e-45])
+            kept = without_zeros(value)
+            assert sum(a != b for a, b in zip(kept, shape, strict=True)) <= 1
+            again = padded(whole(shape), kept, value.dtype, lambda place: value[within(place, whole(shape))])  # noqa: B023
+            assert again.tobytes() == value.tobytes()
+            smaller = np.moveaxis(value, axis, 0)[:-1]
+            last_is_zero = not any(np.moveaxis(value, axis, 0)[-1].tobytes())
+            assert math.prod(kept) <= (smaller.size if last_is_zero and len(smaller) else value.size)
+    assert without_zeros(np.zeros((3, 5), np.uint8)) in ((1, 5), (3, 1))
+    assert without_zeros(np.float32(0)[()].reshape(())) == ()
 
 
 def prefill_small(params: Params | None = None, policy=POLICY, capacity=16, lengths=LENGTHS_SMALL) -> KVState:
@@ -111,11 +146,15 @@ def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
     assert (info["config"]["rope"]["theta"], info["weights"]) == (TINY.rope.theta, model().digest)
     assert info["windows"] == [spec.window for spec in state.specs]
     assert (info["batch"], info["capacity"], info["dtype"], info["fetch"]) == (BATCH, CAPACITY, "float32", "device_put")
-    assert (info["tokenizer"], info["fitted"], info["version"]) == (None, None, 3)
+    assert (info["tokenizer"], info["fitted"], info["version"]) == (None, None, 4)
     assert info["nbytes"] == path.stat().st_size
     with safe_open(path, "numpy") as file:
         names = set(file.keys())
-        np.testing.assert_array_equal(file.get_tensor("layers.1.host.prompt"), state.layers[1].host.prompt.array)
+        kept = file.get_tensor("layers.1.host.prompt")
+        held = np.asarray(state.layers[1].host.prompt.array)
+        assert kept.shape == (*held.shape[:2], 16, held.shape[3])  # 63 tokens in units of 4, of a capacity of 88
+        np.testing.assert_array_equal(kept, held[:, :, :16])
+        assert not held[:, :, 16:].any()
         assert file.get_tensor("tokens.2").tolist() == tokens[2]
         assert file.get_tensor("counters.steps").dtype == np.uint32
         assert file.get_tensor("layers.0.frozen.candidates").dtype == bool
@@ -368,7 +407,7 @@ def test_the_parts_are_the_state(halves, tmp_path):
     save_state(tmp_path / "again", loaded, small()[0], tokens=TOKENS)
     assert (tmp_path / "again").read_bytes() == alone
     metadata = TensorFile(tmp_path / "alone").metadata
-    assert (metadata["format"], metadata["version"]) == ("jshadow KV state", "3")
+    assert (metadata["format"], metadata["version"]) == ("jshadow KV state", "4")
     assert {"run", "parts", "leaves"} & metadata.keys() == set()
     assert told == [path.stat().st_size + sum(part.stat().st_size for part in parts_of(path))] * 2
     # no number is in both parts

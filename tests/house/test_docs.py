@@ -2,24 +2,18 @@
 
 import argparse
 import ast
-import collections
-import importlib.util
-import io
 import json
 import re
-import shlex
-import tomllib
 
 import pytest
 import yaml
 from conftest import REPO
+from pages import BENCHMARKS, DOCS, GITHUB, PAGES, code_of, command_lines, without_code
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
 from jshadow.cache.system_memory import POOL_VARIABLE
-from jshadow.cli.fields import command_of
 from jshadow.cli.main import main, parser
 from jshadow.evaluation.tasks import TASKS
-from jshadow.evaluation.tasks.__main__ import main as prompt_of_a_task
 from jshadow.models.published import published_config, published_names
 from jshadow.models.registry import FAMILIES, family_of
 from jshadow.planner.gpu_specs import GIB, GPUS
@@ -27,12 +21,6 @@ from jshadow.planner.machine import footprint
 from jshadow.policies import POLICIES, ShadowKV, parse_policy
 from jshadow.policies.settings import setting_types
 
-DOCS = REPO / "docs"
-PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
-BENCHMARKS = [f"docs/{page}" for page in PAGES if page.startswith("benchmarks/")]
-# Pages that GitHub shows.
-GITHUB = {page: (REPO / page).read_text() for page in ("README.md", "BENCHMARKS.md", "CONTRIBUTING.md", *BENCHMARKS)}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 COMMON = {"-h", "--help", "--version", "--print-completion", "--json", "--settings", "--no-compile-cache"}
 # Pages whose code runs from top to bottom on the small model.
@@ -45,16 +33,6 @@ RUNNABLE = {
     "serving.md": "7 crowns",
     "speculation.md": "dried fish",
 }
-
-
-def without_code(text: str) -> str:
-    """A page without its code blocks."""
-    return FENCE.sub("", text)
-
-
-def code_of(page: str) -> list[str]:
-    """The Python blocks of a page."""
-    return [body for language, body in FENCE.findall(PAGES.get(page) or GITHUB[page]) if language == "python"]
 
 
 def anchors(text: str, spaces: str) -> set[str]:
@@ -76,15 +54,6 @@ def options_below(current: argparse.ArgumentParser, words: tuple[str, ...] = ())
 
 OPTIONS = options_below(parser())
 COMMANDS = {words[0] for words in OPTIONS if words}
-
-
-def command_lines(text: str, *, inline: bool = True) -> list[str]:
-    """Every `jshadow ...` of a page's code, also in sentences, with continued lines joined and comments left out."""
-    blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash")]
-    lines = [re.sub(r"\s+# .*", "", line) for body in blocks for line in body.replace("\\\n", " ").splitlines()]
-    lines = [line.removeprefix("$ ").removeprefix(".venv/bin/").strip() for line in lines]
-    lines += re.findall(r"`(jshadow [^`]*)`", without_code(text)) if inline else []
-    return [line for line in lines if line.startswith("jshadow ")]
 
 
 def test_the_navigation_has_every_page_once():
@@ -131,54 +100,6 @@ def test_commands_and_their_options_exist():
             found = re.findall(r"`(--[a-z][a-z_-]*)", words)
             wrong += [f"{option} in {page}" for option in found if option not in every]
     assert not wrong
-
-
-FIRST = ("README.md", "getting_started.md", "on_a_gpu.md", "coming_from.md")  # what a new user reads
-
-
-def test_the_first_commands_parse():
-    """A dry run: every option has a value of its type. Placeholders of models and files are values too."""
-    lines = [line for page in FIRST for line in command_lines(PAGES.get(page) or GITHUB[page], inline=False)]
-    assert len(lines) >= 10
-    for line in lines:
-        command = command_of(parser().parse_args(shlex.split(line)[1:]))
-        parse_policy(getattr(command, "policy", None) or "shadowkv", getattr(command, "set", ()))
-
-
-def test_the_other_first_commands_exist():
-    """Every line of a block starts with a known program. `make` has its target, `pip` its extras, and -m its module."""
-    makefile, project = (REPO / "Makefile").read_text(), tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    lines = [
-        re.sub(r"\s+# .*", "", line).removeprefix(".venv/bin/").split()
-        for page in FIRST
-        for language, body in FENCE.findall(PAGES.get(page) or GITHUB[page])
-        if language in ("", "console", "bash")
-        for line in body.replace("\\\n", " ").splitlines()
-        if not line.startswith(("[", "│", "shadowkv has nothing"))  # what a command prints
-    ]
-    lines += [line.split() for page in FIRST for line in re.findall(r"`(make [a-z-]+|pip [^`]*)`", PAGES.get(page, ""))]
-    seen = collections.Counter(line[0] for line in lines)
-    assert seen.keys() == {"jshadow", "make", "pip", "python", "export", "vllm", "llama-server"}
-    for program, *words in lines:
-        if program == "make":
-            assert f"\n{words[0]}:" in makefile, words
-        if program == "pip":
-            extras = re.search(r"\[(.*)\]", words[-1])
-            assert words[0] == "install"
-            assert not extras or set(extras[1].split(",")) <= project["optional-dependencies"].keys(), words
-        if program == "python":
-            assert words[0] == "-m"
-            assert importlib.util.find_spec(words[1])
-            assert words[2] in TASKS
-
-
-@pytest.mark.slow
-def test_the_first_plans_run(capsys):
-    lines = {line for page in FIRST for line in command_lines(PAGES.get(page) or GITHUB[page]) if " plan " in line}
-    assert len(lines) >= 4
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0
-    assert "tokens/s, predicted" in capsys.readouterr().out
 
 
 def rows_of_tables(page: str) -> list[list[str]]:
@@ -373,28 +294,3 @@ def test_examples_run_on_the_small_model(page, smollm2_dir, tmp_path, monkeypatc
         device, host, full = map(int, out.strip().splitlines()[-1].split())
         assert device < full
         assert host > 0
-
-
-@pytest.mark.real
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_the_first_commands_run_on_the_small_model(smollm2_dir, tmp_path, monkeypatch, capsys):
-    """Those of README.md and getting_started.md that name its directory: they write a prompt, answer it, and chat."""
-    (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
-    monkeypatch.chdir(tmp_path)
-    blocks = [body for page in FIRST[:2] for kind, body in FENCE.findall(PAGES.get(page) or GITHUB[page]) if not kind]
-    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines() if smollm2_dir.name in line]
-    commands = list(dict.fromkeys(line.removeprefix(".venv/bin/") for line in lines))
-    assert len(commands) == 3  # a prompt, its answer, and the chat of both pages
-    for command in sorted(commands, key=lambda line: (not line.startswith("python"), line)):
-        words, out = shlex.split(command.split(">")[0]), command.partition("> ")[2]
-        if words[0] == "python":
-            assert prompt_of_a_task(words[3:]) == 0
-            (tmp_path / out).write_text(capsys.readouterr().out)
-            [(fact, city, number)] = re.findall(r"(The secret number of (\w+) is (\d+))", (tmp_path / out).read_text())
-            continue
-        if "--file" in words:
-            calm = "The sea is calm today. The wind is low. " * 60
-            (tmp_path / "book.txt").write_text(f"{calm}{fact}. {calm}")
-            monkeypatch.setattr("sys.stdin", io.StringIO(f"What is the secret number of {city}?\n"))
-        assert main(words[1:]) == 0
-        assert number in capsys.readouterr().out

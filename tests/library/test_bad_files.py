@@ -55,8 +55,8 @@ def damaged_tensor(path):
 
 def newer(path):
     content = path.read_bytes()
-    assert content.count(b'"version":"3"') == 1
-    path.write_bytes(content.replace(b'"version":"3"', b'"version":"9"'))
+    assert content.count(b'"version":"4"') == 1
+    path.write_bytes(content.replace(b'"version":"4"', b'"version":"9"'))
 
 
 def other_ids(path):
@@ -70,7 +70,7 @@ FAULTS = {
     "empty": (lambda path: path.write_bytes(b""), r"empty file \(0 bytes\)"),
     "header alone": (lambda path: path.write_bytes(path.read_bytes()[:100]), "truncated"),
     "text": (lambda path: path.write_text("a text, not a state"), "must be a saved KV state"),
-    "newer": (newer, "is of format version 9; this jshadow understands version 3"),
+    "newer": (newer, "is of format version 9; this jshadow understands version 3 and 4"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "not a regular file"),
     "gone": (Path.unlink, "there is no such file"),
     "other ids": (other_ids, "must hold the token ids of .*, got others"),

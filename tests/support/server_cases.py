@@ -88,11 +88,16 @@ def ending(process):
         process.communicate()
 
 
-@contextlib.contextmanager
 def server_process(model, *arguments):
-    """`jshadow serve` as a process on a free port. Yields the process with its URL as `url`."""
-    command = [sys.executable, "-m", "jshadow", "serve", str(model), "--port", "0", "--json", *arguments]
-    with ending(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as process:
+    """`jshadow serve` as a process on a free port, as of `served`."""
+    return served([sys.executable, "-m", "jshadow", "serve", str(model), "--port", "0", "--json", *arguments])
+
+
+@contextlib.contextmanager
+def served(command, **options):
+    """A command that serves, with `--json`. Yields the process with its URL as `url`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ending(subprocess.Popen(command, **pipes, **options)) as process:
         line = process.stdout.readline()
         assert line, process.stderr.read()
         process.url = json.loads(line)["url"]

@@ -91,6 +91,30 @@ def padded(place: Place, shape: Sequence[int], dtype: Any, read: Callable[[Place
     return out
 
 
+def without_zeros(value: np.ndarray) -> tuple[int, ...]:
+    """Return the shape of an array without the zeros at the end of one axis: of that by which it gets smallest.
+
+    At least one index of the axis stays. A number counts as zero if all of its bits are 0, so that `padded` gives back
+    the same bits. Each axis costs at most one pass over the array.
+    """
+    numbers = value.view(f"u{value.dtype.itemsize}")
+    kept = list(value.shape)
+    for axis, size in enumerate(value.shape if value.size else ()):
+        slices = np.moveaxis(numbers, axis, 0)
+        low, high = 1, size  # all slices from `high` on are zero, and `low` of them stay at least
+        if slices[-1].any():
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            if slices[middle:high].any():
+                low = middle + 1
+            else:
+                high = middle
+        kept[axis] = high
+    shapes = [(*value.shape[:axis], kept[axis], *value.shape[axis + 1 :]) for axis in range(value.ndim)]
+    return min(shapes, key=math.prod, default=())
+
+
 def runs(place: Place, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the runs of numbers of a slice in an array of this shape, in C order: the first of each, and how many."""
     counts = sizes(place)
@@ -161,7 +185,7 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 
 
 def open_described(
-    path: Path, kind: str, versions: Mapping[str, int]
+    path: Path, kind: str, versions: Mapping[str, Sequence[int]]
 ) -> tuple[TensorFile, dict[str, str], dict[str, Any]]:
     """Open a file of one of these formats and versions, and check its header. An error names the file as `kind`.
 
@@ -169,13 +193,14 @@ def open_described(
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
-    version = versions.get(texts.get("format", ""))
-    if version is None:
+    known = versions.get(texts.get("format", ""))
+    if known is None:
         raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
     with described(path, kind):
         number = read_json_text(texts, "version")
-        if number != version:
-            raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
+        if number not in known:
+            told = " and ".join(map(str, known))
+            raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {told}")
         recorded = texts.pop("header_sha256", None)
         if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
             raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it gives")
@@ -367,7 +392,7 @@ class Parts:
     def _open(self, path: Path, entry: Mapping[str, Any], run: str, which: str) -> None:
         """Open a part and check its header. `which` names it in error messages."""
         try:
-            file, texts, digests = open_described(path, _PART_KIND, {PART_FORMAT: PART_VERSION})
+            file, texts, digests = open_described(path, _PART_KIND, {PART_FORMAT: [PART_VERSION]})
         except CheckpointError as error:
             raise CheckpointError(f"{which}: {error}") from error
         with described(path, _PART_KIND):

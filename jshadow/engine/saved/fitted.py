@@ -116,7 +116,7 @@ def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
     """Open a file of learned arrays and check its header."""
-    file, texts, digests = open_described(path, _KIND, {FORMAT: VERSION})
+    file, texts, digests = open_described(path, _KIND, {FORMAT: [VERSION]})
     with described(path, _KIND):
         record = {name: read_json_text(texts, name) for name in _FIELDS}
         policy = record["policy"]

@@ -125,6 +125,10 @@ class StateRecord:
             )
         try:
             specs = cache_specs(config, policy, self.batch, self.capacity, self.capacity, self.dtype, self.fetch)
+            for spec, window in zip(specs, self.windows, strict=True):
+                most = max(self.capacity + 1, spec.policy.window_slots(self.capacity, 1))
+                if window > most:  # a short tensor in the file may stand for a long one
+                    raise ValueError(f"windows must be at most {most} at capacity={self.capacity}, got {window}")
             specs = tuple(
                 dataclasses.replace(spec, window=window, keep=spec.keep if keep is None else keep)
                 for spec, window in zip(specs, self.windows, strict=True)

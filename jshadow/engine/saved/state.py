@@ -4,9 +4,12 @@ A state is stored in one safetensors file, which is written completely or not at
 processes, it is stored in parts (`file.py`). Whatever mesh it lies on, its arrays are stored as one device has them.
 The tensors are the leaves of the state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token
 ids if the caller passed them ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It
-is empty after loading. The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the
-SHA-256 of the parsed header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a
-file in which any bit has changed is refused. Only white space in the header, which the parser skips, is not checked.
+is empty after loading. A single file has no zeros at the end of one axis of a tensor. They are most of the state of a
+short prompt, because its arrays have the capacity of the longest.
+
+The metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
+header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a file in which any bit
+has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
 import dataclasses
@@ -48,6 +51,7 @@ from jshadow.engine.saved.file import (
     together,
     whole,
     within,
+    without_zeros,
     write_hashed,
     write_parts,
 )
@@ -130,7 +134,8 @@ def _put(leaf: Any, shape: tuple[int, ...], memory: str, read: Callable[[Place],
     """Copy an array to its devices. It is committed to them, so that no step is compiled again."""
     sharding: Sharding | None = leaf.sharding
     if sharding is None:
-        return jax.device_put(read(whole(shape)), SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory))
+        value = padded(whole(leaf.shape), shape, leaf.dtype, read)
+        return jax.device_put(value, SingleDeviceSharding(jax.local_devices()[0], memory_kind=memory))
     parts: dict[Place, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -146,8 +151,8 @@ def _filled(dtype: Any, fill: int, place: Place) -> np.ndarray:
     return np.full(sizes(place), fill, dtype)
 
 
-FORMAT, VERSION = "jshadow KV state", 3
-_VERSIONS = {FORMAT: VERSION, INDEX_FORMAT: INDEX_VERSION}
+FORMAT, VERSION = "jshadow KV state", 4
+_VERSIONS = {FORMAT: [3, VERSION], INDEX_FORMAT: [INDEX_VERSION]}  # files of version 3 have the zeros at an end too
 _KIND = "a saved KV state (safetensors)"
 
 Stamp = tuple[int, int, int, int]  # device, inode, size in bytes and time of the last change in ns of a file
@@ -165,7 +170,7 @@ class ReadState:
     parts: Parts | None  # None: the file has all tensors
     record: StateRecord
     expected: KVState  # as it will lie on the devices, with ShapeDtypeStructs
-    shapes: dict[str, tuple[int, ...]]  # of each array as one device has it
+    shapes: dict[str, tuple[int, ...]]  # of each array as one device has it, without the zeros that are not stored
     tensors: dict[str, np.ndarray]
     tokens: list[np.ndarray] | None  # of each row, int32 [length], if they were stored
     stamp: Stamp  # of the file when it was read
@@ -204,7 +209,7 @@ def read_state(path: Path, params: Params, policy: Policy | None, verified: set[
         verified.add(stamp)
     _check_lengths(file, record, tensors["lengths"].tolist())
     tokens = [tensors.pop(name) for name in names] or None
-    shapes = {name: leaf.shape for name, leaf in stored.items()}
+    shapes = {name: (parts or file).shapes[name] for name in stored}
     return ReadState(file, parts, record, expected, shapes, tensors, tokens, stamp)
 
 
@@ -275,7 +280,13 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     lengths = read_checked(file, "lengths", digests).tolist()
     nbytes = sum(part.stat().st_size for part in [file.path, *part_paths(file)] if part.exists())
     form = file.metadata["format"]
-    info = {"format": form, "version": _VERSIONS[form], "lengths": lengths, "tokens": tokens or None, "nbytes": nbytes}
+    info = {
+        "format": form,
+        "version": int(file.metadata["version"]),
+        "lengths": lengths,
+        "tokens": tokens or None,
+        "nbytes": nbytes,
+    }
     return vars(record) | info | {"note": _read_note(file)}
 
 
@@ -313,16 +324,28 @@ def _open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
 
 
 def _check_table(file: TensorFile | Parts, leaves: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has exactly the tensors of the leaves. Token ids may be there or not."""
+    """Raise CheckpointError unless the file has exactly the tensors of the leaves. Token ids may be there or not.
+
+    In a single file, a tensor may be shorter on one axis, unless it is the lengths.
+    """
     extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(_token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
     problems = [f"{name}: extra, no such place in this state" for name in extra]
     for name, leaf in leaves.items():
         expected, got = (TAGS[leaf.dtype.name], leaf.shape), (file.tags.get(name), file.shapes.get(name))
-        if got != expected:
+        cuts = isinstance(file, TensorFile) and name != "lengths"
+        if got != expected and not (cuts and got[0] == expected[0] and _is_cut(got[1], leaf.shape)):
             problems.append(f"{name}: " + ("missing" if name not in file.shapes else f"expected {expected}, got {got}"))
     raise_all(str(file.path), problems)
+
+
+def _is_cut(shape: tuple[int, ...] | None, of: tuple[int, ...]) -> bool:
+    """Whether an array of this shape can be another one without the end of one axis."""
+    if shape is None or len(shape) != len(of):
+        return False
+    pairs = list(zip(shape, of, strict=True))
+    return all(0 < size <= full for size, full in pairs) and sum(size < full for size, full in pairs) == 1
 
 
 def _check_index(file: TensorFile) -> None:
@@ -439,10 +462,19 @@ class StateContent:
         ordered = dict(sorted((leaves | ids).items(), key=lambda item: -item[1].dtype.itemsize))
         return cls(record, ordered, note, frozenset({"lengths", *ids}), _spans_processes(shards))
 
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each array in the file. A single file has no zeros at the end of an axis."""
+        whole_ones = self.index if not self.spans else self.leaves.keys()
+        return {
+            name: tuple(leaf.shape) if name in whole_ones else without_zeros(_on_host(leaf))
+            for name, leaf in self.leaves.items()
+        }
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, as one device has them."""
-        return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in self.leaves.values())
+        """Bytes of all arrays of the file."""
+        return sum(leaf.dtype.itemsize * math.prod(self.shapes[name]) for name, leaf in self.leaves.items())
 
     def copied(self) -> "StateContent":
         """Copy the arrays in device memory, so that another thread can write while the device computes."""
@@ -459,9 +491,14 @@ class StateContent:
         if self.spans:
             return write_parts(target, texts, self.leaves, self.index)
         texts |= {"format": FORMAT, "version": str(VERSION)}
-        layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+        layout = {name: (leaf.dtype.name, self.shapes[name]) for name, leaf in self.leaves.items()}
+
+        def read(name: str) -> np.ndarray:
+            value = _on_host(self.leaves[name])
+            return np.asarray(value[within(whole(self.shapes[name]), whole(value.shape))], order="C")
+
         with replacing(target), staged_file(target) as fresh:
-            size, _ = write_hashed(fresh, layout, texts, lambda name: _on_host(self.leaves[name]))
+            size, _ = write_hashed(fresh, layout, texts, read)
             if private:
                 fresh.chmod(0o600)
         return size
