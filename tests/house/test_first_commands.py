@@ -139,6 +139,7 @@ def answer_of(url: str, model: str, question: str, *, file: Path | None = None) 
 
 @pytest.mark.real
 @pytest.mark.process
+@pytest.mark.timeout(2400)
 def test_make_answers_about_its_text(smollm2_dir, tmp_path):
     """`make demo` finds the planted number. `make serve` finds it in a file that is put on its page."""
     from server_cases import served
@@ -154,6 +155,7 @@ def test_make_answers_about_its_text(smollm2_dir, tmp_path):
 
 @pytest.mark.real
 @pytest.mark.process
+@pytest.mark.timeout(2400)
 def test_an_installation_runs_the_commands_of_a_hub_model(tmp_path):
     """Every line of pip can be resolved, and a GPU's is not installed. A tiny model stands in for that of the hub."""
     from server_cases import served

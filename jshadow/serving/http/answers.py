@@ -356,9 +356,13 @@ _LOG = logging.getLogger(__name__)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+DONE = "[DONE]"  # ends the streams of chats and completions
+
+
 def _event(value: dict[str, Any]) -> str:
-    """Return one event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    """Return one event. It is named if the object has a type."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def stream_response(
@@ -367,6 +371,7 @@ def stream_response(
     ended: Callable[[], None],
     failed: Callable[[int], None],
     name: str,
+    last: str | None,
 ) -> StreamingResponse:
     """Return a response that streams events.
 
@@ -376,6 +381,7 @@ def stream_response(
         ended: called at the end, also when the client has left.
         failed: called with the status that the error would have, had the stream not begun with 200.
         name: the id of the request, for the log.
+        last: what follows the objects of a stream that has not failed.
     """
 
     async def body() -> AsyncIterator[str]:
@@ -384,7 +390,8 @@ def stream_response(
                 async with contextlib.aclosing(events):  # type: ignore[type-var]
                     async for value in events:
                         yield _event(value)
-            yield "data: [DONE]\n\n"
+            if last is not None:
+                yield f"data: {last}\n\n"
         except Exception as error:
             told = too_late(seconds) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:

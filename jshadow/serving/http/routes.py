@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,15 +18,15 @@ from jshadow.errors import CapacityError, CheckpointError, DocumentError
 from jshadow.library import Stored
 from jshadow.serving import Answer
 from jshadow.serving.http.access import JsonRoute, caller_of
-from jshadow.serving.http.answers import Chat, Completion, stream_response, with_stops
+from jshadow.serving.http.answers import DONE, Chat, Completion, stream_response, with_stops
 from jshadow.serving.http.errors import ApiError, ErrorBody, client_left, too_late
 from jshadow.serving.http.marks import format_of, thoughts_of
 from jshadow.serving.http.prompts import chat_ids, prompts_of
+from jshadow.serving.http.responses import Reply, ResponsesRequest, chat_request, own_fields
 from jshadow.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Drawing,
     FileContent,
     FileDeleted,
     FileList,
@@ -72,6 +72,24 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A 
 @answers_router.post("/v1/chat/completions", responses=_ERRORS | _STREAM)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a chat. A content part of type `file` puts a document into a message."""
+    chat = await _asked(request, body)
+    return await _respond(request, body.stream, chat.answers, chat)
+
+
+@answers_router.post("/v1/responses", responses=_ERRORS | _STREAM)
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a conversation in OpenAI's newer form. Responses are not kept, so `input` has the whole conversation."""
+    service: Service = request.app.state.service
+    try:
+        chat = await _asked(request, chat_request(body))
+    except ApiError as error:
+        raise own_fields(error) from error
+    reply = Reply(body, chat, lambda text: len(service.encode(text, special=False)))
+    return await _respond(request, body.stream, chat.answers, reply)
+
+
+async def _asked(request: Request, body: ChatRequest) -> Chat:
+    """Submit a chat, and return its answers. Raises ApiError and JshadowError."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
@@ -86,12 +104,11 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
-    caller = caller_of(request)
-    requests = await service.slowly(service.requests, caller, body, ids, most, top, grammar)
+    requests = await service.slowly(service.requests, caller_of(request), body, ids, most, top, grammar)
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     thoughts = thoughts_of(template, prompt_end) if grammar is None else "none"
     answers = await service.submit(*with_stops(service, body, requests, calls, thoughts))
-    return await _respond(request, body, answers, Chat(service, body, answers, calls, thoughts))
+    return Chat(service, body, answers, calls, thoughts)
 
 
 @answers_router.post("/v1/completions", responses=_ERRORS | _STREAM)
@@ -112,7 +129,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             most = min(most, _COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, caller_of(request), body, ids, most, body.logprobs, grammar)
     answers = await service.submit(*requests)
-    return await _respond(request, body, answers, Completion(service, body, answers))
+    return await _respond(request, body.stream, answers, Completion(service, body, answers))
 
 
 async def _chat_tokens(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
@@ -157,7 +174,9 @@ def _prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: lis
     return chat_ids(service.params.tokenizer, *args)
 
 
-async def _respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:
+async def _respond(
+    request: Request, streams: bool, answers: Sequence[Answer], form: Chat | Completion | Reply
+) -> Response:
     """Return the whole response, or a stream. A client that leaves, or time that runs out, cancels the answers."""
     service: Service = request.app.state.service
 
@@ -167,9 +186,10 @@ async def _respond(request: Request, body: Drawing, answers: list[Answer], form:
             if answer.complete:
                 service.metrics.count(answer.result(0).report)
 
-    if body.stream:
+    if streams:
         counted, name = service.metrics.count_error, caller_of(request).request
-        return stream_response(form.events(), service.options.seconds, ended, counted, name)
+        last = None if isinstance(form, Reply) else DONE
+        return stream_response(form.events(), service.options.seconds, ended, counted, name, last)
     try:
         whole = await _unless_gone(request, form.whole(), service.options.seconds)
         return Response(await service.slowly(to_json, whole), media_type="application/json")

@@ -26,6 +26,22 @@ def few(value: Any) -> Any:
     return value
 
 
+def _of_kind(kind: type) -> BeforeValidator:
+    """Return a check of the type. In Python, 0 and 0.0 equal False, and so they would be the literal False."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ValueError(f"must be of type {kind.__name__}")
+        return value
+
+    return BeforeValidator(check)
+
+
+No = Annotated[Literal[False], _of_kind(bool)]
+_Yes = Annotated[Literal[True], _of_kind(bool)]
+_One = Annotated[Literal[1], _of_kind(int)]
+
+
 class Body(BaseModel):
     """A body that refuses unknown fields, values of another type, and halves of surrogate pairs."""
 
@@ -152,14 +168,14 @@ Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 class Routed(Body):
     """The fields that vllm-router adds to each request. Only its values are accepted, which change nothing."""
 
-    continue_final_message: Literal[False] = False
-    ignore_eos: Literal[False] = False
-    include_reasoning: Literal[True] = True
-    no_stop_trim: Literal[False] = False
-    return_hidden_states: Literal[False] = False
-    separate_reasoning: Literal[True] = True
-    skip_special_tokens: Literal[True] = True
-    stream_reasoning: Literal[True] = True
+    continue_final_message: No = False
+    ignore_eos: No = False
+    include_reasoning: _Yes = True
+    no_stop_trim: No = False
+    return_hidden_states: No = False
+    separate_reasoning: _Yes = True
+    skip_special_tokens: _Yes = True
+    stream_reasoning: _Yes = True
 
 
 class TemplateSwitches(Body):
@@ -205,7 +221,7 @@ class ChatRequest(Drawing):
     """The body of /v1/chat/completions."""
 
     messages: Messages
-    add_special_tokens: Literal[False] = False  # the template has them
+    add_special_tokens: No = False  # the template has them
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -226,9 +242,9 @@ class CompletionRequest(Drawing):
     add_special_tokens: bool = True
     split_special_tokens: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
+    echo: No | None = None
     suffix: None = None
-    best_of: Literal[1] | None = None
+    best_of: _One | None = None
 
 
 class TokenizeRequest(Body):
@@ -240,7 +256,7 @@ class TokenizeRequest(Body):
     tools: Tools | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: Literal[True] = True
+    add_generation_prompt: _Yes = True
     return_token_strs: bool | None = None
 
 

@@ -1,4 +1,4 @@
-// One request by the OpenAI client for Node: node node_client.mjs FOLDER URL MODEL. FOLDER has node_modules in it.
+// Two requests of one question by the OpenAI client for Node: node node_client.mjs FOLDER URL MODEL. FOLDER has node_modules in it.
 import { createRequire } from "node:module";
 
 const [folder, url, model] = process.argv.slice(2);
@@ -18,4 +18,6 @@ for await (const chunk of stream) {
   text += chunk.choices[0]?.delta.content ?? "";
   usage = chunk.usage ?? usage;
 }
-console.log(JSON.stringify({ text, usage }));
+const input = "What is the capital of France?";
+const response = await client.responses.create({ model, input, max_output_tokens: 12, temperature: 0 });
+console.log(JSON.stringify({ text, usage, again: response.output_text }));

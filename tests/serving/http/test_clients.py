@@ -227,3 +227,4 @@ def test_programs_of_the_system(server, truth, program):
     told, want = json.loads(done.stdout), truth.answer(truth.chat_ids(QUESTION))
     text = told["text"] if program == "node" else told["choices"][0]["message"]["content"]
     assert (text, told["usage"]["completion_tokens"]) == (want.text, len(want.tokens))
+    assert told.get("again", text) == text
