@@ -19,7 +19,7 @@ from jax import Array
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.agree import run_together
-from jshadow.engine.checks import check_policy, check_room, check_state, consuming
+from jshadow.engine.checks import check_policy, check_room, check_state, consuming, note_room
 from jshadow.engine.options import GenerateOptions, workload_of
 from jshadow.engine.placement import commit_arrays, fetch_for
 from jshadow.engine.prefill.job import own_attention, prepared_attention
@@ -111,6 +111,7 @@ class TokenSteps:
         ids = sorted(stop)
         ids += [_NO_STOP] * (round_up(max(1, len(ids)), _STOPS) - len(ids))
         self.rule = _Rule(key, jnp.array(ids, jnp.int32))
+        self.endless = _Rule(key, jnp.full(len(ids), _NO_STOP, jnp.int32))  # no token ends a row
         self.flight: collections.deque[_Fed] = collections.deque()
 
     def next(
@@ -127,12 +128,25 @@ class TokenSteps:
         if not self.flight:
             fed = _Fed(jnp.asarray(values), jnp.asarray(active), jnp.int32(index))
             # A step returns committed arrays. With uncommitted ones here, JAX would compile a second program.
-            state = self._dispatch(state, commit_arrays(fed, state.specs[0].shards))
+            state = self._dispatch(state, commit_arrays(fed, state.specs[0].shards), self.rule)
         if ahead:
-            state = self._dispatch(state, self.flight[-1])
+            state = self._dispatch(state, self.flight[-1], self.rule)
         return self.flight.popleft().token, state
 
-    def _dispatch(self, state: KVState, fed: _Fed) -> KVState:
+    def feed(self, state: KVState, tokens: np.ndarray, active: np.ndarray) -> KVState:
+        """Feed tokens, int32 [B], to the active rows, bool [B], also tokens that end a row. Return the state.
+
+        It runs the program of `next`, so that nothing more is compiled. The state is the one after all dispatched
+        steps. It is consumed. Tokens that were not read yet are dropped. Raises CapacityError if a row has no room for
+        its token.
+        """
+        room = check_room(state, active.astype(np.int64))
+        fed = commit_arrays(_Fed(jnp.asarray(tokens), jnp.asarray(active), jnp.int32(0)), state.specs[0].shards)
+        state = self._dispatch(state, fed, self.endless)
+        self.flight.clear()
+        return note_room(state, room)
+
+    def _dispatch(self, state: KVState, fed: _Fed, rule: _Rule) -> KVState:
         with consuming(state):
             reads, writes = state.split()
             drawn, writes = run_together(
@@ -141,7 +155,7 @@ class TokenSteps:
                 fed,
                 reads,
                 writes,
-                self.rule,
+                rule,
                 config=self.params.config,
                 sampler=self.sampler,
             )
@@ -155,9 +169,9 @@ class _FinalStates:
     A row that a stop string ended may have an older state than its neighbors. Rows with the same state share it.
     """
 
-    def __init__(self, params: Params, rows: list[tuple[KVState, list[int]]]) -> None:
+    def __init__(self, steps: TokenSteps, rows: list[tuple[KVState, list[int]]]) -> None:
         """Take for each row a state of the whole batch, and the tokens that are still to be fed to the row."""
-        self.params = params
+        self.steps = steps
         self.states = {id(state): state for state, _ in rows}
         self.keys = [id(state) for state, _ in rows]
         self.unfed = [list(tokens) for _, tokens in rows]
@@ -168,9 +182,7 @@ class _FinalStates:
         sharing = [self.keys[other] == key for other in range(len(self.keys))]
         while any(active := [mine and bool(unfed) for mine, unfed in zip(sharing, self.unfed, strict=True)]):
             tokens = [unfed[0] if fed else 0 for fed, unfed in zip(active, self.unfed, strict=True)]
-            _, self.states[key] = decode.decode_step(
-                self.params, np.array(tokens, np.int32), self.states[key], active=active
-            )
+            self.states[key] = self.steps.feed(self.states[key], np.array(tokens, np.int32), np.array(active))
             self.unfed = [unfed[1:] if fed else unfed for fed, unfed in zip(active, self.unfed, strict=True)]
         return self.states[key]
 
@@ -331,6 +343,7 @@ class GenerationLoop:
 
     def __iter__(self) -> Iterator[tuple[int, str, int]]:
         key, active = seed_key(self.options.seed), np.ones(len(self.prompts), bool)
+        self.steps = TokenSteps(self.params, self.sampler, key, self.stop_ids)
         with self.clock.phase("prefill"):
             logits = self._start()
             if self.options.max_new_tokens == 0:
@@ -338,7 +351,6 @@ class GenerationLoop:
             tokens = run_together(sample_once, logits, _Draw(key, jnp.int32(0)), sampler=self.sampler)
             values = self.read_tokens(tokens, 0, active)
             cycles = self._speculation(key, values)
-            self.steps = TokenSteps(self.params, self.sampler, key, self.stop_ids)
         drawn, counts, index = values[:, None], active.astype(np.int32), 0
         while True:
             yield from self._push(drawn, counts, active)
@@ -477,7 +489,7 @@ class GenerationLoop:
             latest = self.state, fed[row]
             state, held = self.marks.get(row, latest) if stream.stopped else latest
             bases.append((state, stream.tokens[held : stream.kept()]))
-        final, generations = _FinalStates(self.params, bases), []
+        final, generations = _FinalStates(self.steps, bases), []
         for row, (stream, report) in enumerate(zip(self.streams, self._reports(self.state), strict=True)):
             text = stream.text if self.params.tokenizer is not None else None
             tokens = stream.tokens[: stream.kept()]

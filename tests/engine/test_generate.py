@@ -15,8 +15,8 @@ from few import slow
 from tokenizers_by_kind import sentencepiece
 
 import jshadow
-from jshadow.engine import generation
-from jshadow.engine.generation import GenerationLoop, TokenSteps
+from jshadow.engine import decode, generation
+from jshadow.engine.generation import GenerationLoop, TokenSteps, step_and_sample
 from jshadow.engine.options import GenerateKeywords, GenerateOptions
 from jshadow.engine.report import CompileClock
 from jshadow.errors import CapacityError, ConfigError, NumericalError, PromptError, StateMismatch
@@ -297,6 +297,15 @@ def test_a_step_is_dispatched_before_the_token_is_read(monkeypatch):
     order.clear()
     generate(TEXT, FULL, 3, PARAMS, stop="never")  # the host alone finds a stop string
     assert order == ["read", "dispatch", "read", "dispatch", "read"]
+
+
+def test_the_state_of_an_answer_compiles_nothing():
+    """Its last token, also one that ends the row, is fed by the program of the steps."""
+    for stop in (None, generate(PROMPTS[0], FULL, 3).tokens[2]):
+        out = generate(PROMPTS[0], FULL, 4, stop=stop)
+        before = step_and_sample._cache_size(), decode._step._cache_size()
+        assert out.state.lengths.tolist() == [len(PROMPTS[0]) + len(out.tokens)]
+        assert (step_and_sample._cache_size(), decode._step._cache_size()) == before
 
 
 # What the state holds where a text stopped
