@@ -14,7 +14,8 @@ from jshadow.evaluation.laws import LAWS, Case
 from jshadow.policies import POLICIES
 
 WHOLE = (*POLICIES, "probe")
-# Variants meet the laws of SHARED, and some meet laws of DEAR. The oracle holds those that are not here.
+# Variants meet the laws of SHARED, and some meet laws of DEAR. Of the others, test_oracle.py has kivi_1bit,
+# quantized_int4 and omnikv_window, and tests/policies has two rounds of a choice.
 VARIANTS = ("less_taught", "infllm_capped", "shadowkv_reference", "shadowkv_transform", "shadowkv_plus_transform")
 VARIANTS += ("shadowkv_plus_preload", "pyramid", "quest_top_p")
 OFFLOADING = tuple(name for name in WHOLE if name not in DEVICE_ONLY)
@@ -28,10 +29,7 @@ DEAR: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*(name for name in LOSSLESS if name in WHOLE), "shadowkv_transform", "dense_first", "pyramid"),
     ),
     "lossless_is_full_in_bfloat16": ((), ("h2o", "quest", "specache", "shadowkv_plus")),
-    "one_program_without_host_rows": (
-        ("full", "h2o"),
-        tuple(name for name in DEVICE_ONLY if name in WHOLE),
-    ),
+    "one_program_without_host_rows": (("full", "h2o"), tuple(name for name in DEVICE_ONLY if name in WHOLE)),
     "fetch_modes_agree": (("quest", "shadowkv"), (*OFFLOADING, "shadowkv_plus_transform")),
     "jit_is_no_jit": ((), ("shadowkv",)),
     "row_alone_is_row_in_batch": ((), ("h2o", "shadowkv")),  # joining_rows_go_on has a row alone, too

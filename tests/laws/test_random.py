@@ -27,8 +27,8 @@ def batches_of(name: str) -> list[Batch]:
     for place, capacity in enumerate(SETTINGS[name].capacities):
         shortest = capacity // 2 if place else 1
         # A program that writes into host memory grows with the rows of a batch.
-        rows = 64 if resident and capacity <= SMALL else 16
-        count = 7 if capacity <= SMALL else 2
+        rows = 68 if resident and capacity <= SMALL else 16
+        count = 6 if capacity <= SMALL else 3
         for index in range(count):
             # Row(capacity) is full, so that it takes no new token.
             first = (Row(capacity), *EDGES, *FOUND.get(name, ())) if index == place == 0 else ()
