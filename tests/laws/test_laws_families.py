@@ -126,7 +126,8 @@ def test_every_family_is_lossless(name):
 )
 def test_a_turn_is_its_steps(name, policy):
     check_turn(name, policy, "resident", policy)
-    check_bytes(name, policy)
+    if policy is not QUEST:  # its first layer is one of `Full`
+        check_bytes(name, policy)
 
 
 # Keys are made from values in layers of other heads, or layers that attend have recurrent layers before and between
