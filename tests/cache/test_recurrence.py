@@ -1,4 +1,4 @@
-"""A recurrent layer of 2,000 random rows is that of a NumPy oracle, however their tokens are cut into calls.
+"""A recurrent layer of 1,000 random rows is that of a NumPy oracle, however their tokens are cut into calls.
 
 So is a short convolution between two gates, which has no state.
 """
@@ -119,7 +119,7 @@ def start(rows: int, sizes: Recurrent) -> Held:
 
 
 @KINDS
-@pytest.mark.parametrize("seed", one_of(4, range(4)))
+@pytest.mark.parametrize("seed", one_of(2, range(2)))
 def test_random_rows_are_those_of_the_oracle(seed, sizes):
     """Each row takes its own random number of tokens in each call. If it takes none, it keeps its bits."""
     rng = np.random.default_rng(seed)
@@ -140,12 +140,12 @@ def test_random_rows_are_those_of_the_oracle(seed, sizes):
 @pytest.mark.slow
 @KINDS
 def test_prompts_in_pieces_of_many_sizes_are_read_as_whole_ones(sizes):
-    """Rows of up to 70 tokens, in pieces of every ninth size from 1, 4 or 7 to 70."""
+    """Rows of up to 70 tokens, in pieces of every 23rd size from 1, 4 or 7 to 70."""
     rng, tokens = np.random.default_rng(9), PIECE
     text, taps = random_text(rng, sizes, 8, 2 * tokens)
     want, ends = oracle(sizes, text, taps), np.array([70, 69, 64, 41, 17, 3, 1, 0])
     read = jax.jit(read_tokens)
-    for size in range(1 + 3 * EVERY.index(sizes), tokens + 1, 9):
+    for size in range(1 + 3 * EVERY.index(sizes), tokens + 1, 23):
         held = start(len(ends), sizes)
         for first in range(0, tokens, size):
             lengths = np.minimum(first, ends)
@@ -201,10 +201,8 @@ def test_a_guess_follows_the_token_before_it_and_is_not_stored(sizes):
             (3, 100, "float32", (2, 6), "delta"),
             (1, 2048, "bfloat16", (16, 48), "delta"),
             (2, 512, "float32", (16, 32), "delta"),
-            (5, 7, "float32", (2, 2), "delta"),
-            (3, 100, "float32", (2, 2), "convolution"),
             (1, 2048, "bfloat16", (8, 8), "convolution"),
-            (5, 7, "float32", (2, 2), "convolution"),
+            (3, 100, "float32", (2, 2), "convolution"),
         ],
     ),
 )

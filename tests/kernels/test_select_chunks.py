@@ -13,9 +13,7 @@ from pallas_kernels.select_chunks.planes import WORD, bit_planes, bits_of, reach
 # Tiny caches, which the calls fill and then change often.
 ROWS_OF_CALLS = (
     Selections(40, 6, batch=2),
-    Selections(40, 6, 1.5, aged=True, batch=2, levels=6),
-    Selections(40, 6, 2, aged=True, batch=2, heads=2, numbered=True),
-    Selections(40, 6, 4, aged=True, batch=2),
+    Selections(40, 6, 1.5, aged=True, batch=2, heads=2, levels=6, numbered=True),
     Selections(40, 6, 4, batch=2),  # more places than it uses
     Selections(40, 30, 1, aged=True, batch=2, absent=0.5),  # often fewer candidates than chunks to choose
 )

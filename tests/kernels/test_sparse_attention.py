@@ -5,7 +5,7 @@ import itertools
 import kernel_truth
 import numpy as np
 import pytest
-from few import one_of, quick
+from few import one_of, quick, slow
 from kernel_calls import sparse_attention
 from kernel_cases import TOLERANCE, Heads, attention_inputs, normal
 from kernel_refs import watched  # noqa: F401, a fixture
@@ -50,9 +50,8 @@ VALID = {  # of three pieces with 72, 50 and 61 rows
     "flags of queries": lambda rng: [np.array([True, False, True]).reshape(1, 1, 3, 1)] * 3,
     "two numbers": lambda rng: (number(41), None, number(7)),
     "nothing of the first": lambda rng: (number(0), None, number(61)),
-    "nothing of the last": lambda rng: (number(72), None, number(0)),
+    "nothing of the last": lambda rng: (None, None, number(0)),
     "a number for the first": lambda rng: (number(3), None, None),
-    "a number for the last": lambda rng: (None, None, number(9)),
 }
 IN_TURN = itertools.cycle(DTYPES)  # what a query sees does not depend on the dtype
 MASKS = list(zip(VALID, IN_TURN, strict=False))
@@ -122,25 +121,28 @@ def queries_of(rng, *, queries=1, group=1, dim=DIM, dtype="float32"):
 
 
 def check(q, pieces):
-    """Both implementations agree with NumPy, and give the bits that they give for the gathered rows."""
-    dim = q.shape[3]
-    want, plain = kernel_truth.sparse_attention(q, pieces, dim**-0.5), []
-    for piece in pieces:
-        k, v, valid = kernel_truth.in_order(*piece, dim)
-        plain.append(Piece(array(k, q.dtype), array(v, q.dtype), valid))
+    """Both implementations agree with NumPy. Returns its result, and theirs by name."""
+    want, made = kernel_truth.sparse_attention(q, pieces, q.shape[3] ** -0.5), {}
     for kind in KINDS:
-        got, same = (sparse_attention(q, x, scale=dim**-0.5, implementation=kind) for x in (pieces, plain))
-        assert got.dtype == q.dtype
-        near(got, want)
+        made[kind] = sparse_attention(q, pieces, scale=q.shape[3] ** -0.5, implementation=kind)
+        assert made[kind].dtype == q.dtype
+        near(made[kind], want)
+    return want, made
+
+
+def check_bits(q, pieces):
+    """Both implementations also give the bits that they give for the gathered rows."""
+    rows = [kernel_truth.in_order(*piece, q.shape[3]) for piece in pieces]
+    plain = [Piece(array(k, q.dtype), array(v, q.dtype), valid) for k, v, valid in rows]
+    for kind, got in check(q, pieces)[1].items():
+        same = sparse_attention(q, plain, scale=q.shape[3] ** -0.5, implementation=kind)
         np.testing.assert_array_equal(kernel_truth.wide(got), kernel_truth.wide(same))
-    return want
 
 
 CASES = {  # places, entries, chunk, dim, group, queries, dtype
     "one token a place": (40, 33, 1, 64, 1, 1, "float32"),
     "chunks of eight": (24, 13, 8, 128, 4, 1, "bfloat16"),
-    "as many places as entries": (9, 9, 8, 80, 3, 1, "float32"),
-    "chunks of five": (16, 15, 5, 80, 2, 1, "bfloat16"),
+    "as many places as entries, chunks of five": (9, 9, 5, 80, 2, 1, "bfloat16"),
     "chunks of three, more entries than places": (5, 12, 3, 64, 8, 1, "float32"),
     "chunks longer than a block": (5, 3, 70, 64, 6, 1, "bfloat16"),
     "one entry": (4, 1, 8, 64, 7, 1, "float32"),
@@ -154,7 +156,7 @@ def test_the_rows_of_listed_places(case):
     places, entries, chunk, dim, group, queries, dtype = CASES[case]
     rng = np.random.default_rng(entries)
     q = queries_of(rng, queries=queries, group=group, dim=dim, dtype=dtype)
-    check(q, [piece_of(rng, places=places, entries=entries, chunk=chunk, dim=dim, dtype=dtype)])
+    check_bits(q, [piece_of(rng, places=places, entries=entries, chunk=chunk, dim=dim, dtype=dtype)])
 
 
 SEEN = {
@@ -173,13 +175,13 @@ SEEN = {
 def test_what_queries_may_see(kind, dtype):
     rng = np.random.default_rng(1)
     piece = piece_of(rng, places=14, entries=9, chunk=5, seen=SEEN[kind](rng), dtype=dtype)
-    want = check(queries_of(rng, queries=3, group=2, dtype=dtype), [piece])
+    want, _ = check(queries_of(rng, queries=3, group=2, dtype=dtype), [piece])
     assert want.any() == (kind != "no entry")
 
 
 @pytest.mark.parametrize(
     ("dtype", "programs"),
-    quick([("bfloat16", 9)], [("float32", 1), ("bfloat16", 9), ("float32", 9), ("bfloat16", 512)]),
+    [("bfloat16", 9), slow(("float32", 1)), slow(("float32", 512))],
 )
 def test_pieces_with_and_without_lists(programs, dtype, split):
     """With 1 program a head is not split. With more, its rows are split over several programs, and merged."""
@@ -189,7 +191,7 @@ def test_pieces_with_and_without_lists(programs, dtype, split):
     rows = [tuple(normal(rng, BATCH, HEADS, n, DIM, dtype=dtype) for _ in range(2)) for n in (21, 67)]
     window, outliers = Piece(*rows[0], number(12)), Piece(*rows[1], array(rng.random((BATCH, 1, 1, 67)) < 0.5))
     split(programs)
-    check(queries_of(rng, group=4, dtype=dtype), [window, first, outliers, second])
+    check_bits(queries_of(rng, group=4, dtype=dtype), [window, first, outliers, second])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,11 +38,11 @@ def start(policy, **options):
 
 
 @functools.cache
-def results(policy, turn=True):
-    """Logits of the prompts, of two steps, and of a turn after the prompts."""
+def results(policy, turn):
+    """Logits of the prompts, of two steps, and perhaps of a turn of 20, 7 and 0 tokens after the prompts."""
     prompt, state = start(policy)
     found = [np.asarray(prompt)[row, :length] for row, length in enumerate(LENGTHS)]
-    after = state.fork()
+    after = state.fork() if turn else None
     found.append(run_steps(params(), state, TURN[:, :2])[0])
     if not turn:
         return found
@@ -53,16 +53,18 @@ def results(policy, turn=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_every_lossless_policy_is_full(name):
-    """Also in a turn of 20, 7 and 0 tokens, which takes other programs than a step."""
-    for got, want in zip(results(POLICY_CASES[name].lossless(CAPACITY, MIXED)), results(Full()), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4)
+    """Also in a turn, which takes other programs than a step. Policies that attend in turns on their own have one."""
+    turn = name in ("h2o", "infllm", "quest", "shadowkv_plus", "streaming_llm")
+    want = results(Full(), True)
+    got = results(POLICY_CASES[name].lossless(CAPACITY, MIXED), turn)
+    for mine, right in zip(got, want if turn else want[: len(got)], strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_runs(name):
-    """Its turn runs in the test above, if it has lossless settings."""
-    assert all(np.isfinite(part).all() for part in results(POLICY_CASES[name].restricted, name not in SHARING))
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in SHARING])
+def test_every_other_policy_runs(name):
+    assert all(np.isfinite(part).all() for part in results(POLICY_CASES[name].restricted, True))
 
 
 @pytest.mark.slow

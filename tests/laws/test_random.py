@@ -9,8 +9,8 @@ from few import slow
 from random_cases import SETTINGS, TURN, Batch, Row, compare
 
 MANY = 10_000  # rows of the complete suite
-# Rows of a batch, and batches. The rows of a capacity above SMALL take the oracle long.
-SMALL, SHAPES = 160, {True: (64, 5), False: (16, 1)}
+# The most tokens of a small capacity. Rows of a larger one take the oracle long.
+SMALL = 160
 QUICK = ("plus_int4_both_rules",)
 EDGES = (Row(1, (20, 3), 1), Row(64, (0, 16), 2), Row(16, (1,), 3))  # a single token, the ends of chunks
 # Rows that once failed, by their setting.
@@ -23,10 +23,12 @@ FOUND = {
 
 def batches_of(name: str) -> list[Batch]:
     """The batches of a setting. Only those of its second capacity have no short prompts, and so a smaller window."""
-    rng, batches = np.random.default_rng([2024, *name.encode()]), []
+    rng, batches, resident = np.random.default_rng([2024, *name.encode()]), [], SETTINGS[name].fetches == ("resident",)
     for place, capacity in enumerate(SETTINGS[name].capacities):
         shortest = capacity // 2 if place else 1
-        rows, count = SHAPES[capacity <= SMALL]
+        # A program that writes into host memory grows with the rows of a batch.
+        rows = 68 if resident and capacity <= SMALL else 16
+        count = 6 if capacity <= SMALL else 3
         for index in range(count):
             # Row(capacity) is full, so that it takes no new token.
             first = (Row(capacity), *EDGES, *FOUND.get(name, ())) if index == place == 0 else ()

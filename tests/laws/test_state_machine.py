@@ -269,13 +269,13 @@ def run(name: str, fetch: str, examples: int, steps: int, **fields: object) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h2o", "quest", "omnikv", "specache", "shadowkv_plus", "shadowkv_plus_transform"])
+@pytest.mark.parametrize("name", ["h2o", "specache", "shadowkv_plus"])
 def test_any_order_of_calls_is_dense_attention(name):
     run(name, mode_of(name), examples=8, steps=8)
 
 
 @pytest.mark.slow
 def test_many_orders_of_calls():
-    """Of states with one, two or three rows and windows of two sizes, whose prompts are read in pieces or at once."""
-    sizes = {"batches": (1, 2, 3), "least": (SHORT, LONG), "pieces": (PROMPT, 5)}
+    """Of states with one or three rows and windows of two sizes, whose prompts are read in pieces or at once."""
+    sizes = {"batches": (1, 3), "least": (SHORT, LONG), "pieces": (PROMPT, 5)}
     run("shadowkv", "zero_copy", examples=8, steps=12, **sizes)

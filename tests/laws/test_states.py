@@ -52,10 +52,9 @@ def test_prompts_of_all_lengths_have_their_room(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shadowkv", "probe"])
-def test_a_row_that_does_not_fit_is_refused(name):
+def test_a_row_that_does_not_fit_is_refused():
     """A state of long prompts has small windows: a short prompt with many new tokens has no place in them."""
-    policy = setting(name, "restricted")
+    policy = setting("shadowkv", "restricted")
     _, batch = decode.prefill(model(), PROMPT[:2, :61], [61, 60], policy, capacity=CAPACITY)
     _, alone = decode.prefill(model(), PROMPT[2:, :5], [5], policy, capacity=CAPACITY)
     joined = batch.insert(1, alone)

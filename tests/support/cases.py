@@ -191,8 +191,6 @@ POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items
 DEVICE_ONLY = tuple(name for name, case in POLICY_CASES.items() if not offloads(case.restricted))
 
 
-# One of each way to hold a cache; long tests run on these.
-FEW = ("full", "h2o", "quest", "omnikv", "specache", "infllm", "shadowkv", "shadowkv_plus_transform", "probe")
 # Where keys are rebuilt, zero_copy is another program than device_put. These cases run in it.
 ZERO_COPY = ("shadowkv_plus", "shadowkv_transform", "shadowkv_plus_transform")
 

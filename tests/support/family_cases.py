@@ -31,8 +31,8 @@ ONE_OF_EACH = (
     "lfm2",
 )
 
-# A recurrent layer first, layers that attend with one between them, and neighbors.
-_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention", "full_attention"]
+# A recurrent layer first, and one between two layers that attend.
+_LAYERS = ["linear_attention", "full_attention"] * 2
 _HERE = {"qwen3_5_apart": ("qwen3_5_text", HYBRID | {"layer_types": _LAYERS, "num_hidden_layers": len(_LAYERS)})}
 
 

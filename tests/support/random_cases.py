@@ -168,9 +168,7 @@ def compare(batch: Batch) -> tuple[dict[str, int], list[str]]:
         How many rows, selected sets and near ties there were, and a line for each row that differs.
     """
     setting, counts, wrong = SETTINGS[batch.name], dict.fromkeys(("random_cases", "sets_compared", "near_ties"), 0), []
-    fetches: tuple[str, ...] = ("zero_copy" if setting.policy.pool else "device_put", "resident")
-    if not setting.both:  # of the modes, only "zero_copy" keeps rows here
-        fetches = fetches[:1] if setting.policy.pool or list(SETTINGS).index(batch.name) % 2 else fetches[1:]
+    fetches = setting.fetches
     runs = {fetch: run_library(batch, fetch) for fetch in fetches}
     for index, row in enumerate(fit(row, batch.capacity) for row in batch.rows):
         wanted, mine = run_oracle(setting, row), {fetch: runs[fetch][index] for fetch in fetches}
