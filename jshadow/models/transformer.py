@@ -201,13 +201,22 @@ def logits(weights: dict, config: ModelConfig, x: Array) -> Array:
 
 @functools.cache
 def abstract_weights(config: ModelConfig) -> dict:
-    """Return the weight tree as float32 ShapeDtypeStructs, which take no memory."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    """Return the weight tree as float32 ShapeDtypeStructs, which take no memory. Each sort of block is traced once."""
+    tokens, x = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 1, config.model_dim), jnp.float32)
 
-    def init(tokens: Array) -> dict:
-        def cache(heads: Heads) -> tuple[Array, None]:
-            return heads.q_pre if heads.gates is None else heads.v, None  # of the shape of the layer's output
+    def cache(heads: Heads) -> tuple[Array, None]:
+        return heads.q_pre if heads.gates is None else heads.v, None  # of the shape of the layer's output
 
-        return dict(Transformer(config).init(jax.random.key(0), tokens, cache)["params"])
+    def ends(model: Transformer, tokens: Array) -> Array:
+        return model.logits(model.embedding(tokens))
 
-    return dict(jax.eval_shape(init, tokens))
+    @functools.cache
+    def block(of: ModelConfig, has_experts: bool) -> dict:
+        made = Block(of, has_experts)
+        return dict(jax.eval_shape(lambda x: made.init(jax.random.key(0), x, cache)["params"], x))
+
+    model = Transformer(config)
+    weights = dict(jax.eval_shape(lambda tokens: model.init(jax.random.key(0), tokens, method=ends)["params"], tokens))
+    with_experts = () if config.experts is None else config.experts.layers
+    layers = range(config.num_layers)
+    return weights | {f"layer_{layer}": block(config.at(layer), layer in with_experts) for layer in layers}

@@ -65,7 +65,7 @@ def generate(model, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["loki", "infinigen", "less"])
+@pytest.mark.parametrize("policy", ["loki", "less"])
 def test_fit_and_generate(place, fit, policy, answer, printed, tmp_path):
     out = tmp_path / "deep" / "a.safetensors"
     more = LESS_SETTINGS if policy == "less" else []

@@ -74,11 +74,10 @@ def mask_of(attention, head, q, k, scale):
 
 ROWS, TOKENS = (139, 77, 5, 16), 192
 CASES = [(name, "group2", 48, "float32") for name in ("vertical_slash", "pattern")]
-MORE = [(name, "group2", 16) for name in ("a_shape", "pattern")] + [("large_blocks", "group2", 64)]
-MORE += [("a_shape", "group4", None), ("large_blocks", "group1", None)]
-MORE += [(name, shape, None) for name in ("vertical_slash", "pattern") for shape in ("group1", "group4", "group3")]
+MORE = [("a_shape", "group4", None), ("large_blocks", "group1", 64), ("pattern", "group3", 16)]
+MORE += [("vertical_slash", "group4", None)]
 CASES += [slow((*case, "float32")) for case in MORE]
-CASES += [slow((name, "group2", None, "bfloat16")) for name in ("pattern", "large_blocks")]
+CASES.append(slow(("pattern", "group2", None, "bfloat16")))
 
 
 @pytest.mark.parametrize(("name", "shape", "size", "dtype"), CASES)
@@ -135,7 +134,7 @@ def close(mine, theirs, atol):
 
 
 # Every policy but those that attend to a prompt in their own way, which refuse it.
-@pytest.mark.parametrize("name", ["full", *map(slow, ("h2o", "infinigen", "shadowkv", "probe"))])
+@pytest.mark.parametrize("name", ["full", *map(slow, ("h2o", "shadowkv"))])
 def test_every_policy_takes_it(name):
     """What covers everything changes nothing, through the tiles too; what does not, does.
 
@@ -147,8 +146,7 @@ def test_every_policy_takes_it(name):
     assert not close(logits_of(policy, SMALL), want, 1e-2)
 
 
-COVERING = [VerticalSlash(), dataclasses.replace(SMALL, slash=62), AShape()]
-COVERING += [AShape(initial=1, local=62, block=16), AShape(initial=62, local=1, block=16)]
+COVERING = [dataclasses.replace(SMALL, slash=62), AShape(initial=1, local=62, block=16)]
 COVERING.append(dataclasses.replace(SMALL, pattern=Pattern(((HeadPattern("a_shape", (62, 1)),) * 4,) * 3)))
 
 
@@ -159,11 +157,8 @@ def test_what_covers_everything_is_exact(attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pattern", "large_blocks"])
-def test_a_row_alone_and_every_piece_through_the_model(name):
-    attention = ATTENTIONS[name]
-    if name == "pattern":
-        attention = dataclasses.replace(attention, pattern=Pattern((MIXED, MIXED[::-1], MIXED)))
+def test_a_row_alone_and_every_piece_through_the_model():
+    attention = dataclasses.replace(ATTENTIONS["pattern"], pattern=Pattern((MIXED, MIXED[::-1], MIXED)))
     want = logits_of(Full(), attention)
     assert close(logits_of(Full(), attention, prefill_chunk=16), want, 1e-4)
     for row, n in enumerate(LENGTHS):

@@ -144,12 +144,10 @@ def test_the_records_are_those_of_each_probe_alone(params, tmp_path):
         states = [prefill(params, prompt, [prompt.shape[1]], one, **sizes)[1] for one in (Full(), policy)]
         wanted[name] = []
         for lead, after in case.probes:
-            row = np.array([[*lead, *after]], np.int32)
-            both = [
-                np.asarray(decode.extend(params, row, [row.size], one.fork(), logits="all")[0])[0, len(lead) - 1 :]
-                for one in states
-            ]
-            p, q = map(log_softmax, both)
+            probe = [*lead, *after]
+            row = np.array([[*probe, *[0] * (case.growth - len(probe))]], np.int32)  # all probes share a program
+            logits = [decode.extend(params, row, [len(probe)], one.fork(), logits="all")[0] for one in states]
+            p, q = (log_softmax(np.asarray(one)[0, len(lead) - 1 : len(probe)]) for one in logits)
             wanted[name].append((np.exp(p) * (p - q)).sum(axis=-1).mean())
     for name, losses in wanted.items():
         np.testing.assert_allclose(-np.log(streaming.documents[name].share), np.mean(losses), rtol=1e-3)
@@ -200,8 +198,8 @@ def test_the_settings_that_are_written_are_those_of_the_choice_and_for_its_model
         assert policy_of(args) == dataclasses.replace(ShadowKV.packed(small=True), budget=512)
     args.model = str(made / "model")
     assert load_model(args).config == load(made / "model").config
-    args.for_model = "llama-2x32-00000000"
-    with pytest.raises(ConfigError, match=r"--for-model must be the mark of the model, llama-2x32-\w+, got 'llama-2x"):
+    args.for_model = "llama-1x32-00000000"
+    with pytest.raises(ConfigError, match=r"--for-model must be the mark of the model, llama-1x32-\w+, got 'llama-1x"):
         load_model(args)
     page = (made / "advice.html").read_text()
     assert page.startswith("<!DOCTYPE html>")

@@ -194,11 +194,9 @@ def plain_of(params):
 
 
 QUICK = [("int8", "llama"), ("int4", "llama")]
-SLOW = [("int8", name) for name in ("qwen2", "phi3", "glm4", "gemma3", "smollm3")]
-SLOW += [("fp8", "llama"), ("fp8", "qwen3_moe"), ("int4", "qwen3_moe")]
-SLOW += [(kind, "qwen3_5") for kind in KINDS] + [("int4", "nemotron_h")]
-# Each kind and each sort of model also takes a turn. A turn reads the projections of any other model in the same way.
-IN_TURNS = [*QUICK, ("fp8", "llama"), ("fp8", "qwen3_moe"), ("int4", "qwen3_moe"), ("int8", "qwen3_5")]
+SLOW = [("int8", "phi3"), ("fp8", "qwen3_moe"), ("int4", "qwen3_moe"), ("int8", "qwen3_5"), ("int4", "nemotron_h")]
+# Each kind and each sort of model also takes a step and a turn.
+IN_TURNS = [*QUICK, ("fp8", "qwen3_moe"), ("int4", "qwen3_moe"), ("int8", "qwen3_5")]
 # Projections of a hybrid model. Nemotron has 5 in each of 4 recurrent layers, 4 in 2 that attend, and 2 in 3 MLPs.
 PROJECTIONS = {"qwen3_5": 3 * 8, "nemotron_h": 4 * 5 + 2 * 4 + 3 * 2}
 
@@ -228,9 +226,11 @@ def test_a_quantized_model(tmp_path, kind, name):
     outs = []
     for held in (plain, params, plain_of(params)):
         logits, state = prefill(held, tokens, lengths, Full(), capacity=64)
-        step, state = decode_step(held, np.array([5]), state)
-        turn = extend(held, tokens[:, :5], np.array([5]), state)[:1] if (kind, name) in IN_TURNS else []
-        outs.append(np.concatenate([logits, step, *turn]))
+        outs.append([logits])
+        if (kind, name) in IN_TURNS:
+            step, state = decode_step(held, np.array([5]), state)
+            outs[-1] += [step, extend(held, tokens[:, :5], np.array([5]), state)[0]]
+    outs = [np.concatenate(one) for one in outs]
     np.testing.assert_allclose(outs[1], outs[2], atol=2e-4)
     near = {"int8": 0.1, "fp8": 0.25, "int4": 0.6}[kind] * (1.5 if is_hybrid else 1)
     assert 0 < np.sqrt(((outs[1] - outs[0]) ** 2).mean()) < near * outs[0].std()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
-from family_cases import family_config
+from family_cases import short_hybrid
 from few import one_of
 from tokenizers_by_kind import TOKENIZERS
 
@@ -31,8 +31,8 @@ NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 MODELS = {
     "group2": dataclasses.replace(TINY, num_layers=2, context=512),
     "group5": dataclasses.replace(TINY, num_layers=2, context=512, q_heads=5, kv_heads=1, head_dim=8, qk_norm=True),
-    "sliding": dataclasses.replace(TINY, num_layers=3, context=512, sliding_window=12, sliding_layers=(0, 2)),
-    "hybrid": family_config("qwen3_5_apart"),
+    "sliding": dataclasses.replace(TINY, num_layers=2, context=512, sliding_window=12, sliding_layers=(0,)),
+    "hybrid": short_hybrid("qwen3_5"),
 }
 # A chunk larger than the prompts, chunks of which the last is short, and chunks shorter than the sinks.
 POLICIES = {
@@ -123,12 +123,10 @@ def oracle(params, policy, ids):
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "words", "tolerance"),
     [
-        ("group2", "whole", "float32", True, 3e-6),
-        ("group2", "short", "float32", False, 3e-6),
+        ("group2", "whole", "bfloat16", False, 3e-2),
         ("group5", "chunks", "float32", True, 3e-6),
-        ("sliding", "chunks", "float32", False, 3e-6),
+        ("sliding", "short", "float32", False, 3e-6),
         ("hybrid", "chunks", "float32", True, 1e-4),
-        ("group2", "chunks", "bfloat16", False, 3e-2),
     ],
 )
 def test_the_scores_are_those_of_the_oracle(name, kind, dtype, words, tolerance):

@@ -40,9 +40,7 @@ def decoded(policy, fitted=None, params=None):
     return np.concatenate([np.asarray(first)[:, None], rest], axis=1), state
 
 
-@pytest.mark.parametrize(
-    ("fitted", "dtype"), one_of(4, [(taught, dtype) for taught in (False, True) for dtype in ("float32", "bfloat16")])
-)
+@pytest.mark.parametrize(("fitted", "dtype"), one_of(2, [(False, "float32"), (True, "bfloat16")]))
 def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
     """Or if its kernels are times 0. It takes over two seconds: no other quick test runs LESS."""
     got, state = decoded(SMALL, fitted_for(TINY, scale=0.0) if fitted else None, model(TINY, dtype))
@@ -57,8 +55,7 @@ def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
 
 CASES = {
     "group2": SMALL,
-    "normalized": dataclasses.replace(SMALL, normalize=True, state_rank=1),
-    "group1": dataclasses.replace(SMALL, heavy=0, recent=12),
+    "group1": dataclasses.replace(SMALL, heavy=0, recent=12, normalize=True, state_rank=1),
     "head_dim80": dataclasses.replace(SMALL, heavy=11, recent=1, hidden=7),
 }
 
@@ -81,10 +78,7 @@ def test_against_the_oracle(case):
 
 @pytest.mark.slow
 def test_arrays_that_are_given_are_those_of_the_law_table():
-    """The law tests' policy TaughtLESS contains its kernels. The same kernels through `fitted` give the same logits.
-
-    Where nothing is evicted, kernels change nothing.
-    """
+    """The law tests' policy TaughtLESS contains its kernels. The same kernels through `fitted` give the same logits."""
     settings = dict(heavy=6, recent=8, normalize=True, state_rank=4, hidden=16)
     one = random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     fitted = jax.tree.map(lambda leaf: np.stack([leaf] * TINY.num_layers), one)
@@ -93,8 +87,6 @@ def test_arrays_that_are_given_are_those_of_the_law_table():
     sizes = state_nbytes(state)
     assert sizes["fitted"] == (sum(leaf.nbytes for leaf in jax.tree.leaves(fitted)), 0)
     assert sizes["numerator"] == (4 * 3 * 3 * TINY.kv_heads * 4 * TINY.head_dim, 0)
-    whole = LESS(heavy=0, recent=CAPACITY, state_rank=4, hidden=16)
-    np.testing.assert_array_equal(decoded(whole, fitted_for(TINY))[0], decoded(whole)[0])
 
 
 @pytest.mark.slow
@@ -115,9 +107,10 @@ def test_a_taught_state_is_a_value(tmp_path):
 
 @pytest.mark.slow
 def test_generate_takes_the_arrays_and_says_why_it_will_not():
-    params, prompt = model(), random_tokens(40, seed=3).tolist()
+    config = CONFIGS["group2"]
+    params, prompt = model(config), random_tokens(40, seed=3).tolist()
     plain = jshadow.generate(params, prompt, SMALL, max_new_tokens=12)
-    taught = jshadow.generate(params, prompt, SMALL, max_new_tokens=12, fitted=fitted_for(TINY, scale=30.0))
+    taught = jshadow.generate(params, prompt, SMALL, max_new_tokens=12, fitted=fitted_for(config, scale=30.0))
     assert taught.tokens != plain.tokens
     assert taught.report.device_bytes > plain.report.device_bytes
     loki = Loki(budget=12, columns=5, calibration="offline")
@@ -125,7 +118,7 @@ def test_generate_takes_the_arrays_and_says_why_it_will_not():
     verified = jshadow.generate(params, prompt, loki, max_new_tokens=4, fitted=basis, verify=True)
     assert verified.tokens == jshadow.generate(params, prompt, loki, max_new_tokens=4, fitted=basis).tokens
     with pytest.raises(ConfigError, match="left out with a state"):
-        jshadow.generate(params, [3], max_new_tokens=1, state=plain.state, fitted=fitted_for(TINY))
+        jshadow.generate(params, [3], max_new_tokens=1, state=plain.state, fitted=fitted_for(config))
 
 
 BAD_ARRAYS = [
@@ -257,7 +250,7 @@ def test_layers_with_a_window_learn_nothing():
     assert scale[1].any()
     errors = errors_of(TRAINED, model(config), TEXT[:1, :64], fitted)
     assert np.isnan(errors).tolist() == [[True] * 2, [False] * 2, [True] * 2]
-    assert np.isfinite(decoded(TRAINED, fitted, model(config))[0]).all()
+    assert np.isfinite(start(TRAINED, fitted, model(config))[0]).all()
 
 
 BAD_FITS = [

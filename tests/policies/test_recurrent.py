@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY, setting
-from family_cases import family_config
+from family_cases import short_hybrid
 from saved_cases import difference
 from sealed import content_of, seal
 from small_state import equal
@@ -144,20 +144,17 @@ def test_tokens_given_back_leave_nothing(sizes):
     assert set(given) == set(range(RECENT + 1))
 
 
-# Tiny hybrids: two recurrent layers, and one that attends
+# Tiny hybrids: a recurrent layer, and one that attends
 
-HYBRID, LFM2 = family_config("qwen3_5"), family_config("lfm2")
+HYBRID, LFM2 = short_hybrid("qwen3_5"), short_hybrid("lfm2")
 PROMPT = RNG.integers(0, HYBRID.vocab_size, (3, 50)).astype(np.int32)
 STEPS = RNG.integers(0, HYBRID.vocab_size, (3, 50)).astype(np.int32)
 LENGTHS = np.array([50, 27, 5])
-MODES = [
-    *[(HYBRID, "full", "resident"), (HYBRID, "shadowkv", "device_put"), (HYBRID, "shadowkv", "zero_copy")],
-    (LFM2, "shadowkv", "device_put"),
-]
+MODES = [(HYBRID, "shadowkv", "device_put"), (LFM2, "full", "resident")]
 # Tokens that rows can give back after their prompts, a turn of [5, 3, 0], and one of [40, 3, 0]. Where recurrent layers
 # are short convolutions, tokens of a prompt that attention holds like later ones can be given back too.
 GIVEN = [
-    *[(HYBRID, name, ([0] * 3, [5, 3, 0], [0] * 3)) for name in ("full", "shadowkv")],
+    (HYBRID, "shadowkv", ([0] * 3, [5, 3, 0], [0] * 3)),
     (LFM2, "full", ([16, 16, 4],) * 3),
     (LFM2, "shadowkv", ([10, 11, 4], [15, 14, 4], [16, 14, 4])),
 ]
@@ -189,7 +186,7 @@ def run(state, first, count, rows=(0, 1, 2)):
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "name", "each"), GIVEN)
 def test_rewinds_of_a_hybrid_equal_a_state_that_never_saw_the_tokens(config, name, each):
-    """All rewinds from several lengths."""
+    """That each number of tokens can be given back, a layer alone shows above."""
     start = prefilled(name, config=config)
     for counts, given in zip(([0] * 3, [5, 3, 0], [40, 3, 0]), each, strict=True):
         _, state = decode.extend(params(config), STEPS[:, : max(1, *counts)], counts, start.fork())
@@ -200,11 +197,11 @@ def test_rewinds_of_a_hybrid_equal_a_state_that_never_saw_the_tokens(config, nam
         out, state = run(state, column, 1)
         logits.append(out[0])
         states.append(state.fork())
-    for fed in (1, 7, 16, 17, 35, 40):
-        for back in range(1, min(fed, RECENT) + 1):
+    for fed in (1, 16, 17, 40):
+        for back in (back for back in (1, 2, 9, RECENT - 1, RECENT) if back <= fed):
             held = np.asarray(states[fed].lengths)
             wrong = states[fed].fork().rewind(held - back)
-            got, _ = run(wrong, fed - back, min(3, 40 - fed + back))
+            got, _ = run(wrong, fed - back, min(2, back))
             np.testing.assert_allclose(got, logits[fed - back : fed - back + len(got)], atol=1e-4)
         most = min(RECENT, fed + each[0][0])
         with pytest.raises(StateMismatch, match=r"lengths of row 0 must lie in \["):
@@ -257,7 +254,7 @@ def test_states_of_a_hybrid_move_whole(tmp_path, config, name, fetch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "name", "fetch"), [*MODES[:2], MODES[-1]])
+@pytest.mark.parametrize(("config", "name", "fetch"), MODES)
 def test_a_paused_prefill_of_a_hybrid_is_a_whole_one(config, name, fetch):
     policy, sizes = setting(name, "restricted"), {"capacity": 112, "fetch": fetch, "prefill_chunk": 16}
     logits, state = decode.prefill(params(config), PROMPT, LENGTHS, policy, **sizes)
@@ -275,7 +272,7 @@ def test_states_of_other_recurrences_are_refused(tmp_path):
     """Of another dtype, and of models whose recurrent layers have other sizes."""
     state = prefilled("full")
     save_state(tmp_path / "state", state, params())
-    for change in ({"value_dim": 6}, {"taps": 3}, {"key_dim": 4}, {"layers": (0,)}):
+    for change in ({"value_dim": 6}, {"taps": 3}, {"key_dim": 4}, {"layers": (1,)}):
         config = dataclasses.replace(HYBRID, recurrent=dataclasses.replace(HYBRID.recurrent, **change))
         other = init_params(config, seed=1)
         with pytest.raises(StateMismatch, match="state must come from a model like params"):

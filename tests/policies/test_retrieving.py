@@ -157,15 +157,13 @@ def test_a_prefill_of_its_own_is_not_shared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fetch", ["resident", "device_put"])
-def test_specache_that_fetches_everything_is_full(fetch):
+def test_specache_that_fetches_everything_is_full():
     """Keys and values have one bit, and all of them are replaced by exact ones. A second layer is foreseen."""
     given = random_tokens(2, 50, seed=14), [50, 31], random_tokens(2, 9, seed=15), CONFIGS["group2"]
     every, few = (SpeCache(bits=1, group=8, residual=8, fetched=fetched) for fetched in (64, 2))
     want, _ = fed(Full(), *given, capacity=64)
-    np.testing.assert_allclose(fed(every, *given, capacity=64, fetch=fetch)[0], want, atol=1e-4)
-    if fetch == "resident":  # the modes give the same
-        assert np.abs(fed(few, *given, capacity=64, fetch=fetch)[0] - want).max() > 0.05
+    np.testing.assert_allclose(fed(every, *given, capacity=64, fetch="device_put")[0], want, atol=1e-4)
+    assert np.abs(fed(few, *given, capacity=64, fetch="device_put")[0] - want).max() > 0.05
 
 
 def test_omnikv_s_plan_of_layers():
@@ -182,7 +180,7 @@ def test_omnikv_s_plan_of_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [7, 1, 16, 500])
+@pytest.mark.parametrize("block", [7, 500])
 def test_a_stream_is_full_attention(block):
     """Blocks of any size, prompts that end inside a block, and long turns. `all_tokens` is Full's."""
     params, outs, states = model(ONE), [], []
@@ -333,11 +331,10 @@ def test_bounds_and_host_rows_shrink_alike():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scores", ["snapkv", "keydiff"])
-def test_no_token_of_an_evicted_prompt_is_given_back(scores):
+def test_no_token_of_an_evicted_prompt_is_given_back():
     """A row of which nothing was dropped gives back tokens of its prompt, and takes them again."""
     tokens = random_tokens(2, 61, seed=5)
-    policy = RocketKV(kept=31, budget=96, unit=4, scores=scores)
+    policy = RocketKV(kept=31, budget=96, unit=4, scores="keydiff")
     _, state = decode.prefill(model(ONE), tokens, [61, 30], policy, capacity=96)
     with pytest.raises(StateMismatch, match="row 0 must lie in"):
         state.fork().rewind([60, 29])
@@ -347,7 +344,7 @@ def test_no_token_of_an_evicted_prompt_is_given_back(scores):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scores", ["snapkv", "expected_attention", "keydiff", "kvzip"])
+@pytest.mark.parametrize("scores", ["expected_attention", "kvzip"])
 def test_every_scorer_serves_both_stages(scores):
     policy = RocketKV(kept=16, budget=8, unit=4, scores=scores)
     _, some = decode.prefill(model(ONE), random_tokens(2, 60, seed=3), [60, 31], policy, capacity=90)

@@ -431,21 +431,16 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3_yarn": ("smollm3", original(YARN) | {"no_rope_layers": [1, 0, 1]}),
 }
 
-# Llama in other shapes, each in all variants.
-SHAPES: dict[str, dict[str, Any]] = {
-    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    "mha": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
-    "one_kv_head_wide": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40},
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "biased": {"attention_bias": True, "mlp_bias": True},
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3": original(LLAMA3),
-}
-LLAMA_CASES = {
-    f"{shape}-{variant}": ("llama", SHAPES[shape] | VARIANTS[variant]) for shape in SHAPES for variant in VARIANTS
+# Llama in other shapes and variants.
+GQA: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MHA: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20}
+WIDE: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40}
+LLAMA_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa-plain": ("llama", GQA),
+    "gqa-biased": ("llama", GQA | {"attention_bias": True, "mlp_bias": True}),
+    "gqa-llama3": ("llama", GQA | original(LLAMA3)),
+    "mha-tied": ("llama", MHA | {"tie_word_embeddings": True}),
+    "one_kv_head_wide-linear": ("llama", WIDE | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
 }
 CASES = FAMILY_CASES | LLAMA_CASES
 GREEDY = "gqa-plain"  # the case that continues prompts

@@ -15,7 +15,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.weights.params import Params, init_params
 
-CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
+CONFIG = ModelConfig("llama", 512, 1, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
 
 
 def tiny(tokenizer: Any, seed: int = 1, **sizes: Any) -> Params:

@@ -1,5 +1,6 @@
 """Tiny members of every family, as transformers' own configs: what parity, conversion and the laws are tried on."""
 
+import dataclasses
 import functools
 
 from seeded import BASE as BASE
@@ -42,3 +43,10 @@ def family_config(name: str) -> ModelConfig:
     model_type, settings = (FAMILY_CASES | _HERE)[name]
     hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
     return family_of(hf).config_from_hf(hf)
+
+
+def short_hybrid(name: str) -> ModelConfig:
+    """A hybrid family's tiny model of two layers: a recurrent one, and one that attends."""
+    config = family_config(name)
+    recurrent = dataclasses.replace(config.recurrent, layers=(0,))
+    return dataclasses.replace(config, num_layers=2, recurrent=recurrent)

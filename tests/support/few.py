@@ -35,6 +35,13 @@ def pairwise(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+def each_once(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of each option occurs, as many as the longest option has values."""
+    values = [list(option) for option in options]
+    places = range(max(map(len, values)))
+    return [tuple(own[(i + j * (i // len(own))) % len(own)] for j, own in enumerate(values)) for i in places]
+
+
 def _pairs(case: tuple[Any, ...]) -> set[Any]:
     """Each two options of a case and their values."""
     return {(i, repr(case[i]), j, repr(case[j])) for i, j in itertools.combinations(range(len(case)), 2)}

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 import seeded
 from checkpoint_files import TINY, assert_same, bare, edit_json, edit_tensors, shard, tiny_directory
-from family_cases import FAMILY_CASES, family_config
+from family_cases import ONE_OF_EACH, family_config
 from few import one_of
 from forced_devices import FLAGS
 from quantized_files import read_file, write_file
@@ -48,11 +48,11 @@ def tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
 
 CASES = [
     (("float32", "bfloat16", "float16")[index % 3], name, (20_000, 10**9)[index % 2])
-    for index, name in enumerate(FAMILY_CASES)
+    for index, name in enumerate((*ONE_OF_EACH, "gpt_oss", "gemma4_moe", "nemotron_h_latent"))
 ]
 
 
-@pytest.mark.parametrize(("dtype", "name", "shard_bytes"), one_of(9, CASES))
+@pytest.mark.parametrize(("dtype", "name", "shard_bytes"), one_of(3, CASES))
 def test_huggingface_to_orbax_and_back_is_bit_equal(tmp_path, name, dtype, shard_bytes):
     save(load(seeded.write_checkpoint(name, tmp_path / "seeded"), dtype), tmp_path / "plain")  # norms and biases too
     edit_json(tmp_path / "plain" / "config.json", mark=name)  # a key that no reader knows

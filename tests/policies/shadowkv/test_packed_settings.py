@@ -414,12 +414,10 @@ def test_a_later_token_of_packed_takes_less_than_a_quarter(head_dim):
     assert 0.2 < (more - less) / full < 0.25
 
 
-LATER = dataclasses.replace(POLICY, budget=16, pool=2.0)
+LEVELS = Landmarks(tokens=2, levels=2, order=2, dtype="int4")
 MODES = {
-    "later": LATER,
-    "later_levels": dataclasses.replace(LATER, landmarks=Landmarks(tokens=2, levels=2, order=2, dtype="int4")),
+    "later_levels": dataclasses.replace(POLICY, budget=16, pool=2.0, landmarks=LEVELS),
     "int8": ShadowKV(rank=12, budget=24, **SMALL, landmarks=Landmarks(dtype="int8"), values=Values("int8")),
-    "int4": ShadowKV(rank=12, budget=24, **SMALL, values=Values(dtype="int4")),
 }
 
 
