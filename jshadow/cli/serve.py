@@ -51,7 +51,7 @@ class _HttpOptions:
     title: ClassVar[str] = "HTTP"
     host: str = option("address to listen on", "127.0.0.1")
     port: int = option("port; 0 takes a free one", 8000)
-    api_key_file: str | None = option("file with one API key a line (default: none)", metavar="FILE")
+    api_key_file: str | None = option("file with an API key and its limits a line (default: none)", metavar="FILE")
     allowed_host: Sequence[str] = option(
         "name that the header Host may have, for a server without keys; may be given again (default: this machine's)",
         (),
@@ -201,7 +201,8 @@ def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
     except ImportError as error:
         raise ConfigError(f"serve needs the package {error.name}: pip install 'jshadow[serve]'") from error
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.serving.http.options import ServerOptions, read_keys
+    from jshadow.serving.http.keys import read_keys
+    from jshadow.serving.http.options import ServerOptions
 
     check_least(args, 0, "port", finite=True)
     check_least(args, 1, "slots", "queue", "room", finite=True)
@@ -218,9 +219,11 @@ def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
         place = Path(args.library).expanduser()
         if place.exists() and not place.is_dir():
             raise CheckpointError(f"--library must be a directory, got the file {place}")
+    key_file = None if args.api_key_file is None else Path(args.api_key_file)
     options = ServerOptions(
         args.name or Path(args.model).name,
-        () if args.api_key_file is None else read_keys(Path(args.api_key_file)),
+        {} if key_file is None else read_keys(key_file),
+        key_file,
         _allowed_hosts_of(args),
         body_bytes=int(args.max_body_mib * MIB),
         upload_bytes=int(args.max_upload_mib * MIB),
@@ -382,7 +385,7 @@ def _about(service: "Service", url: str, args: Serve) -> dict[str, Any]:
         "device_bytes": limits.device_bytes,
         "host_bytes": limits.host_bytes,
         "library": documents,
-        "api_keys": len(service.options.api_keys),
+        "api_keys": len(service.keys.limits),
     }
 
 

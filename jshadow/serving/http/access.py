@@ -2,8 +2,6 @@
 
 import asyncio
 import datetime
-import hashlib
-import hmac
 import json
 import logging
 import re
@@ -25,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jshadow.serving.http.errors import CALLER, ApiError, client_left, response_of
+from jshadow.serving.http.keys import digest_of
 from jshadow.serving.http.options import ANY_HOST, is_loopback
 from jshadow.serving.http.service import Caller, Service
 
@@ -187,13 +186,14 @@ class Access:
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
         self.app, self.service, self.options = app, service, service.options
-        self.keys = [_digest(key.encode()) for key in self.options.api_keys]
+        self.keys = service.keys
         self.held: Counter[str] = Counter()  # bytes of the bodies of all open requests, by client
 
     async def __call__(self, scope: _Message, receive: _Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        self.keys.look()
         caller, begun = self._caller(scope), time.monotonic()
         scope[CALLER] = caller
         body, status = _Body(self, scope, receive), 0
@@ -206,8 +206,11 @@ class Access:
                 message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        problem = self._problem(scope)
+        problem, key = self._problem(scope), given_key(scope)[1]
         counts = problem is None and not _is_open(scope)
+        if counts and self.keys:
+            problem = self.keys.begin(key)
+            counts = problem is None
         self.service.open += counts
         try:
             if problem is None:
@@ -223,6 +226,8 @@ class Access:
             raise
         finally:
             self.service.open -= counts
+            if counts and self.keys:
+                self.keys.end(key)
             body.release()
             if status >= 400:
                 self.service.metrics.count_error(status)
@@ -259,7 +264,7 @@ class Access:
             return foreign
         if _is_open(scope):
             return None
-        if self.keys and not self._knows(*given_key(scope)):
+        if self.keys and not self.keys.knows(*given_key(scope)):
             message = "the header Authorization must be 'Bearer KEY' with a valid key"
             return ApiError(401, message, code="invalid_api_key")
         if self.service.draining:
@@ -284,11 +289,6 @@ class Access:
                 403, f"a browser must ask from the page of this server, got {sent!r:.80}", code="cross_site"
             )
         return None
-
-    def _knows(self, kind: bytes, given: bytes) -> bool:
-        """Compare the digest of a key with those of all keys in a time that depends on neither."""
-        found = [hmac.compare_digest(given, key) for key in self.keys]
-        return kind == b"bearer" and any(found)
 
 
 class _Body:
@@ -395,9 +395,4 @@ def _is_open(scope: _Message) -> bool:
 def given_key(scope: _Message) -> tuple[bytes, bytes]:
     """Return the kind in the header Authorization, in lower case, and the digest of the key in it."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    return kind.lower(), _digest(key.strip())
-
-
-def _digest(key: bytes) -> bytes:
-    """Return the SHA-256 of a key, so that all compared values have one length."""
-    return hashlib.sha256(key).digest()
+    return kind.lower(), digest_of(key.strip())

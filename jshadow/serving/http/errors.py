@@ -45,7 +45,7 @@ _SHORT = reprlib.Repr()  # a whole list of a million numbers would be written be
 _SHORT.maxstring = _SHORT.maxother = 80
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 CALLER = "jshadow.caller"  # who asks, in the scope of a request
-_RETRY_SECONDS = {429: "1", 503: "5"}
+_RETRY_SECONDS = {429: 1, 503: 5}
 
 
 class _ErrorDetail(BaseModel):
@@ -64,11 +64,20 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An error with a status, a code and the field of the request that is wrong."""
+    """An error with a status, a code, the field of the request that is wrong, and seconds to wait before the next."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self.retry = _RETRY_SECONDS.get(status) if retry is None else retry
 
 
 def too_late(seconds: float) -> ApiError:
@@ -113,9 +122,8 @@ def _allowed(request: Request) -> str:
 
 def response_of(error: ApiError, **headers: str) -> JSONResponse:
     """Return the response of an error, with further headers."""
-    retry = _RETRY_SECONDS.get(error.status)
-    if retry is not None:
-        headers["Retry-After"] = retry
+    if error.retry is not None:
+        headers["Retry-After"] = str(error.retry)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.status, headers)

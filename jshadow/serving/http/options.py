@@ -3,10 +3,12 @@
 import dataclasses
 import ipaddress
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from jshadow.errors import CheckpointError, ConfigError, check_integer
-from jshadow.weights.tokenizer import read_text
+from jshadow.errors import ConfigError, check_integer
+from jshadow.serving.http.keys import KeyLimits
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
 ANY_HOST = "*"
@@ -18,7 +20,8 @@ class ServerOptions:
 
     Attributes:
         name: the id of the model in requests and responses.
-        api_keys: the keys that a request may have. Empty: no key is asked for.
+        api_keys: the keys that a request may have, and the limits of each. Empty: no key is asked for.
+        api_key_file: the file that the keys are from, which is read again when it has changed, or None.
         allowed_hosts: without keys, the names that the header Host may have, beside those of this machine: names or
             addresses without a port. ANY_HOST allows all.
         body_bytes: maximum size of a request's body in bytes, except an upload.
@@ -31,7 +34,8 @@ class ServerOptions:
     """
 
     name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: Mapping[str, KeyLimits] = MappingProxyType({})
+    api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     body_bytes: int = 2**24
     upload_bytes: int = 2**26
@@ -54,19 +58,3 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost") or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the API keys of a file: one on each line. Empty lines and lines that begin with # do not count.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has no key in it.
-    """
-    try:
-        lines = [line.strip() for line in read_text(path.expanduser()).splitlines()]
-    except (OSError, UnicodeError) as error:
-        raise CheckpointError(f"{path} must be a readable UTF-8 file of API keys: {error}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise CheckpointError(f"{path} must have at least one API key in it, got none")
-    return keys

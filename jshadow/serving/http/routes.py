@@ -184,7 +184,9 @@ async def _respond(
         service.cancel(answers)
         for answer in answers:
             if answer.complete:
-                service.metrics.count(answer.result(0).report)
+                report = answer.result(0).report
+                service.metrics.count(report)
+                service.spend(caller_of(request), report.prompt_tokens + report.generated_tokens)
 
     if streams:
         counted, name = service.metrics.count_error, caller_of(request).request
@@ -284,7 +286,9 @@ async def add_file(
         raise ApiError(413, f"file must have at most {options.upload_bytes} bytes, got more", param="file")
 
     async def added() -> dict[str, Any]:
-        return _described(service, await service.add(Upload(name, data), caller_of(request))).model_dump()
+        stored = await service.add(Upload(name, data), caller_of(request))
+        service.spend(caller_of(request), stored.tokens)
+        return _described(service, stored).model_dump()
 
     return await _unless_gone(request, added(), options.seconds)
 

@@ -25,6 +25,7 @@ from jshadow.serving import Answer, Engine, Piece, Request
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.forms import form_of, has_form
 from jshadow.serving.http.grammar import Grammars
+from jshadow.serving.http.keys import Keys
 from jshadow.serving.http.metrics import Metrics
 from jshadow.serving.http.options import ServerOptions
 from jshadow.serving.http.schemas import Drawing
@@ -144,6 +145,7 @@ class Service:
     Attributes:
         params, engine, library, options: what the server was started with. The library may be None.
         metrics: the counters of the server.
+        keys: the API keys, and what was used of their limits.
         created: when the server started, in seconds since 1970.
         draining: whether the server is about to end.
         ready: whether all programs are compiled.
@@ -157,6 +159,7 @@ class Service:
         self.params: Params = engine.params
         self.grammars = Grammars(self.params)
         self.metrics = Metrics(self)
+        self.keys = Keys(options.api_keys, options.api_key_file)
         self.created = int(time.time())
         self.draining = self.ready = False
         self.open = 0
@@ -175,6 +178,11 @@ class Service:
     def busy(self) -> bool:
         """Whether a request is open or a state is being written."""
         return bool(self.open or (self.library is not None and self.library.catalog.unwritten_yet()))
+
+    def spend(self, caller: Caller, tokens: int) -> None:
+        """Count tokens for the limits of the key of a request."""
+        if self.keys:
+            self.keys.spend(bytes.fromhex(caller.client), tokens)
 
     # Answers
 

@@ -12,9 +12,10 @@ import pytest
 from raw_http import ask, asked, completion, connected, message, read_answer, read_head
 from server_cases import COMPLETION, FILES, NAME, client_of, error_of, idle, listening, tiny_service, until
 
-from jshadow.errors import CheckpointError, ConfigError, HostMemoryError
+from jshadow.errors import ConfigError, HostMemoryError
 from jshadow.serving.http import access
-from jshadow.serving.http.options import ServerOptions, read_keys
+from jshadow.serving.http.keys import KeyLimits, Keys
+from jshadow.serving.http.options import ServerOptions
 
 BODY = 20_000
 LONG = {"prompt": "Hello", "max_tokens": 64, "logit_bias": {"256": -100}}
@@ -40,7 +41,7 @@ def told_by(answer):
 
 
 def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypatch):
-    monkeypatch.setattr(service, "options", ServerOptions(NAME, api_keys=("first", "second")))
+    monkeypatch.setattr(service, "keys", Keys(dict.fromkeys(("first", "second"), KeyLimits()), None))
     with client_of(service) as client:
         for header in ("", "first", "Bearer", "Bearer other", "Bearer first second", "Basic first", "Bearer \xff"):
             answer = client.get(MODELS, headers={"authorization": header.encode("latin-1")})
@@ -56,7 +57,7 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
 def test_each_request_has_an_id_in_its_response_and_in_the_log(service, monkeypatch, caplog):
     """Refused requests and failures of the server have ids too. A malformed id is replaced. No key is logged."""
     caplog.set_level("INFO", logger=access.ACCESS_LOG)
-    monkeypatch.setattr(service, "options", ServerOptions(NAME, api_keys=("first",)))
+    monkeypatch.setattr(service, "keys", Keys({"first": KeyLimits()}, None))
     monkeypatch.setattr(service, "check_model", lambda name: 1 / 0)
     key = {"authorization": "Bearer first", "content-type": "application/json"}
     with client_of(service, raise_server_exceptions=False) as client:
@@ -119,32 +120,19 @@ def test_a_web_page_of_another_site_cannot_ask_a_server_without_keys(service, mo
         assert client.post(FILES, headers={"origin": "http://evil.example"}, **upload).status_code == 403
         slash = client.get(f"{FILES}/", headers={"host": "localhost"}, follow_redirects=False)
         assert (slash.status_code, slash.headers.get("location")) == (404, None)
-    for options in ({"allowed_hosts": ("*",)}, {"api_keys": ("first",)}):
-        monkeypatch.setattr(service, "options", ServerOptions(NAME, **options))
+    for hosts, keys in ((("*",), {}), ((), {"first": KeyLimits()})):
+        monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=hosts))
+        monkeypatch.setattr(service, "keys", Keys(keys, None))
         with client_of(service) as client:
             headers = {"host": "evil.example", "authorization": "Bearer first"}
             assert client.get(MODELS, headers=headers).status_code == 200
 
 
-def test_keys_are_read_from_a_file_and_bad_options_are_refused(tmp_path):
-    path, none = tmp_path / "keys", tmp_path / "none"
-    path.write_text("# ours\n\n first \nsecond\n")
-    none.write_text("# none\n")
-    assert read_keys(path) == ("first", "second")
-    for encoding in ("utf-8-sig", "utf-16"):
-        path.write_text("first\nsecond\n", encoding=encoding)
-        assert read_keys(path) == ("first", "second")
-    for call, error, match in (
-        (lambda: read_keys(none), CheckpointError, "at least one API key"),
-        (lambda: ServerOptions(NAME, held_bytes=0), ConfigError, "held_bytes must be an integer of at least 1, got 0"),
-        (
-            lambda: ServerOptions(NAME, allowed_hosts=("http://a",)),
-            ConfigError,
-            r"allowed_hosts must be names .* got 'http://a'",
-        ),
-    ):
-        with pytest.raises(error, match=match):
-            call()
+def test_bad_options_are_refused():
+    with pytest.raises(ConfigError, match="held_bytes must be an integer of at least 1, got 0"):
+        ServerOptions(NAME, held_bytes=0)
+    with pytest.raises(ConfigError, match=r"allowed_hosts must be names .* got 'http://a'"):
+        ServerOptions(NAME, allowed_hosts=("http://a",))
 
 
 def test_a_body_in_chunks_is_refused_at_its_limit(server):
