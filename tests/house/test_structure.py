@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -207,3 +209,12 @@ def test_constraints_have_one_exact_version_of_every_dependency():
     ranges = [one for one in map(Requirement, needed) if not str(one.specifier).startswith("==")]
     wanted = {canonicalize_name(one.name) for one in ranges} - {"jshadow"}
     assert {"jax", "flax", "numpy", "fastapi"} <= wanted <= names
+
+
+def test_tests_that_would_begin_too_late_are_left_out_and_told():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/house/test_schedulers.py"]
+    done = subprocess.run(command, cwd=REPO, env=os.environ | {"TESTS_END": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    count = re.search(r"(\d+) of (\d+) tests were left out, because TESTS_END is over", done.stdout)
+    assert count
+    assert count[1] == count[2] != "0"

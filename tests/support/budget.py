@@ -4,7 +4,8 @@ Most of a test's time is spent to build programs: JAX traces a function, and XLA
 programs, which are the same number on every machine. A program that comes from the cache on disk counts too, because
 it was traced and loaded.
 
-TESTS_LIMIT=N is the most programs of a run. TESTS_COSTS=FILE appends one line of JSON for each test to a file.
+TESTS_LIMIT=N is the most programs of a run. TESTS_COSTS=FILE appends one line of JSON for each test to a file. A test
+that would begin after TESTS_END=T, in seconds since 1970, is left out, and the number of these is told.
 """
 
 import json
@@ -48,6 +49,16 @@ class Counted:
 
             jax.monitoring.register_event_duration_secs_listener(cls.note)
             cls.listens = True
+
+
+OVER = "left out, because TESTS_END is over"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Leave out a test that would begin too late."""
+    if time.time() > float(os.environ.get("TESTS_END") or "inf"):
+        pytest.skip(OVER)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -115,6 +126,8 @@ class Costs:
             return
         for line in self.rooms():
             terminalreporter.write_line(line)
+        if late := sum(OVER in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())):
+            terminalreporter.write_line(f"{late} of {len(self.tests)} tests were {OVER}", red=True)
         if (limit := limit_of_run()) and self.programs > limit:
             terminalreporter.write_line(f"{self.programs} programs were compiled, and the limit is {limit}:", red=True)
             for name, cost in sorted(self.tests.items(), key=lambda pair: -pair[1]["programs"])[:DEAREST]:
