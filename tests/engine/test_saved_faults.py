@@ -226,8 +226,9 @@ def test_a_killed_writer_leaves_the_old_file(path, point):
     assert os.listdir(folder) == ["state"]
 
 
-def test_any_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("jshadow.engine.saved.state.host_array", raising(RuntimeError("device lost")))
+@pytest.mark.parametrize("call", ["host_array", "within"])  # before the file is begun, and while it is written
+def test_any_error_while_writing_leaves_nothing(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(saved_read, call, raising(RuntimeError("device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
         save_small(tmp_path / "state")
     assert not os.listdir(tmp_path)
