@@ -111,7 +111,6 @@ class TokenSteps:
         ids = sorted(stop)
         ids += [_NO_STOP] * (round_up(max(1, len(ids)), _STOPS) - len(ids))
         self.rule = _Rule(key, jnp.array(ids, jnp.int32))
-        self.endless = _Rule(key, jnp.full(len(ids), _NO_STOP, jnp.int32))  # no token ends a row
         self.flight: collections.deque[_Fed] = collections.deque()
 
     def next(
@@ -142,7 +141,8 @@ class TokenSteps:
         """
         room = check_room(state, active.astype(np.int64))
         fed = commit_arrays(_Fed(jnp.asarray(tokens), jnp.asarray(active), jnp.int32(0)), state.specs[0].shards)
-        state = self._dispatch(state, fed, self.endless)
+        no_stop = np.full(self.rule.stop.shape, _NO_STOP, np.int32)
+        state = self._dispatch(state, fed, self.rule._replace(stop=jnp.asarray(no_stop)))
         self.flight.clear()
         return note_room(state, room)
 

@@ -69,7 +69,7 @@ def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name):
 
 
 def test_a_file_takes_the_bytes_of_its_own_length(tmp_path):
-    """Of every array that has a place for each token, the file of a short prompt has the places of its tokens."""
+    """A short prompt makes a small file at a large capacity."""
     params = init_params(dataclasses.replace(SMALL, context=4096))
     sizes = []
     for capacity in (16, 4096):

@@ -9,10 +9,10 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_models import CONFIG
@@ -36,7 +36,7 @@ CALM = "The sea is calm today. The wind is low. " * 60
 
 
 def commands(pages: dict[str, str]) -> list[str]:
-    """The lines of blocks, and of tables `make` and `pip`, each once."""
+    """Each command of a page once: the lines of its blocks, and `make ...` and `pip ...` in its text and tables."""
     lines = [line for text in pages.values() for line in shell_lines(text) if not line.startswith(PRINTED)]
     lines += [line for text in pages.values() for line in re.findall(r"`(make [a-z-]+|pip [^`]*)`", text)]
     return list(dict.fromkeys(lines))
@@ -47,7 +47,7 @@ def told(pattern: str) -> list[str]:
     return [line for line in commands(FIRST) if re.search(pattern, line)]
 
 
-# What the tests below run. `make docs` makes the website, and a warning fails it.
+# Patterns of the commands, by the test below that runs them. No test runs `make docs`.
 RUN = {"install": "^pip ", "make": "^make (demo|serve)$", "small": SMALL, "hub": HUB_ID, "plan": "^jshadow plan "}
 
 
@@ -116,20 +116,14 @@ def test_the_commands_of_the_small_model_answer(smollm2_dir, tmp_path, monkeypat
         assert number in capsys.readouterr().out
 
 
-def answer_of(url: str, model: str, question: str, *, file: Path | None = None) -> str:
-    """The answer of a server, about a document of its library."""
+def answer_of(server: Any, model: str, question: str, *, file: Path | None = None) -> str:
+    """The answer of a server that `served` has started, about a file if there is one. It has a page."""
     import openai
-    from server_cases import about, until
+    from server_cases import about, until_ready
 
-    def ready() -> bool:
-        try:
-            return urllib.request.urlopen(f"{url}/ready", timeout=30).close() is None
-        except urllib.error.URLError:
-            return False
-
-    until(ready, 600)
-    assert urllib.request.urlopen(url, timeout=30).headers["content-type"].startswith("text/html")
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    until_ready(server)
+    assert urllib.request.urlopen(server.url, timeout=30).headers["content-type"].startswith("text/html")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         messages = [{"role": "user", "content": question}]
         if file:
             messages = about({"file_id": client.files.create(file=file, purpose="user_data").id}, question)
@@ -150,7 +144,7 @@ def test_make_answers_about_its_text(smollm2_dir, tmp_path):
     question = (REPO / ".cache" / "demo-prompt.txt").read_text().splitlines()[-1]
     options = f"SERVE_OPTIONS=--port 0 --json --library {tmp_path}/documents"
     with served(["make", "-s", "serve", options], cwd=REPO) as server:
-        assert "4719362" in answer_of(server.url, smollm2_dir.name, question, file=REPO / ".cache" / "demo.txt")
+        assert "4719362" in answer_of(server, smollm2_dir.name, question, file=REPO / ".cache" / "demo.txt")
 
 
 @pytest.mark.real
@@ -187,4 +181,4 @@ def test_an_installation_runs_the_commands_of_a_hub_model(tmp_path):
     for line, typed in (("jshadow doctor", ""), (chat, "What is the sea?\n")):
         subprocess.run(shlex.split(line), input=typed, text=True, check=True, **away)
     with served([*shlex.split(serve), "--port", "0", "--json"], **away) as server:
-        assert answer_of(server.url, "Qwen3-8B", "What is the sea?")
+        assert answer_of(server, "Qwen3-8B", "What is the sea?")

@@ -130,14 +130,13 @@ def test_a_turn_is_its_steps(name, policy):
         check_bytes(name, policy)
 
 
-# Keys are made from values in layers of other heads, or layers that attend have recurrent layers before and between
-# them. Each registered policy meets one of the two. Those that read the layers before them in their own way meet both.
-# Others rotate queries on their own, where queries grow, or run ahead of experts.
-OWN_WAY = ("infinigen", "omnikv", "specache")
-EVERYWHERE = [
-    (("gemma4", HYBRID)[place % 2], name) for place, name in enumerate(POLICIES) if name not in ("full", *OWN_WAY)
-]
-EVERYWHERE += [(family, name) for family in ("gemma4", HYBRID) for name in OWN_WAY]
+# Every registered policy runs where layers that attend have recurrent layers before and between them. Every second one,
+# and those that read the layers before them, run where keys are made from values in layers of other heads. A few run
+# where queries are rotated on their own, where queries grow, or beside experts.
+OTHERS = [name for name in POLICIES if name != "full"]
+READ_LAYERS = {"infinigen", "omnikv", "specache"}
+EVERYWHERE = [(HYBRID, name) for name in OTHERS]
+EVERYWHERE += [("gemma4", name) for name in sorted(READ_LAYERS.union(OTHERS[::2]))]
 EVERYWHERE += [("gemma4", "shadowkv_plus_transform"), (HYBRID, "pyramid")]
 EVERYWHERE += [("nemotron_h", "infinigen"), ("nemotron_h", "specache")]  # no MLP behind all
 EVERYWHERE += [("ministral3", "streaming_llm"), ("ministral3", "infllm"), ("ministral3", "infinigen")]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from socket import SO_SNDBUF, SOL_SOCKET
 
 import numpy as np
@@ -110,6 +112,19 @@ def until(condition, seconds=30.0):
     while not condition():
         assert time.monotonic() < end, "the condition must hold in time"
         time.sleep(0.005)
+
+
+def until_ready(process):
+    """Wait until a server that `served` has started takes requests."""
+
+    def ready():
+        assert process.poll() is None, process.stderr.read()
+        try:
+            return urllib.request.urlopen(f"{process.url}/ready", timeout=30).close() is None
+        except urllib.error.URLError:
+            return False
+
+    until(ready, 600)
 
 
 def idle(service):

@@ -5,6 +5,11 @@ from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+# One with reasoning and tool calls, which a chat may switch on.
+TOOL_TEMPLATE = """{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role[0] }}>
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}
+{% endfor %}<a>{% if enable_thinking %}<think>{% endif %}{# </think> #}"""
 
 
 def byte_tokenizer(*merges: tuple[str, str]) -> PreTrainedTokenizerFast:

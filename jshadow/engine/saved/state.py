@@ -341,7 +341,7 @@ def _check_table(file: TensorFile | Parts, leaves: Mapping[str, Any], batch: int
 
 
 def _is_cut(shape: tuple[int, ...] | None, of: tuple[int, ...]) -> bool:
-    """Whether an array of this shape can be another one without the end of one axis."""
+    """Return whether `shape` is the shape `of` with a shorter axis, and all other axes as they are."""
     if shape is None or len(shape) != len(of):
         return False
     pairs = list(zip(shape, of, strict=True))
@@ -465,9 +465,8 @@ class StateContent:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each array in the file. A single file has no zeros at the end of an axis."""
-        whole_ones = self.index if not self.spans else self.leaves.keys()
         return {
-            name: tuple(leaf.shape) if name in whole_ones else without_zeros(_on_host(leaf))
+            name: tuple(leaf.shape) if self.spans or name in self.index else without_zeros(_on_host(leaf))
             for name, leaf in self.leaves.items()
         }
 

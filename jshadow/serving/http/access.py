@@ -206,11 +206,8 @@ class Access:
                 message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        problem, key = self._problem(scope), given_key(scope)[1]
+        problem = self._problem(scope)
         counts = problem is None and not _is_open(scope)
-        if counts and self.keys:
-            problem = self.keys.begin(key)
-            counts = problem is None
         self.service.open += counts
         try:
             if problem is None:
@@ -226,8 +223,8 @@ class Access:
             raise
         finally:
             self.service.open -= counts
-            if counts and self.keys:
-                self.keys.end(key)
+            if counts:
+                self.keys.end(caller.client)
             body.release()
             if status >= 400:
                 self.service.metrics.count_error(status)
@@ -238,7 +235,7 @@ class Access:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         name = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         if self.keys:
-            return Caller(given_key(scope)[1].hex(), name)
+            return Caller(given_key(scope)[1], name)
         return Caller(str((scope.get("client") or ("",))[0]), name)
 
     def _note(self, scope: _Message, status: int, seconds: float, size: int) -> None:
@@ -259,7 +256,7 @@ class Access:
         _LOG.info(json.dumps(line))
 
     def _problem(self, scope: _Message) -> ApiError | None:
-        """Return why a request is refused before its body is read, or None."""
+        """Begin a request for the limits of its key. Return why it is refused before its body is read, or None."""
         if not self.keys and (foreign := self._foreign(scope)) is not None:
             return foreign
         if _is_open(scope):
@@ -269,7 +266,7 @@ class Access:
             return ApiError(401, message, code="invalid_api_key")
         if self.service.draining:
             return ApiError(503, "the server is about to end, and takes no new requests", code="unavailable")
-        return None
+        return self.keys.begin(scope[CALLER].client)
 
     def _foreign(self, scope: _Message) -> ApiError | None:
         """Return why a request is not from this machine's programs nor from the page of this server, or None."""
@@ -392,7 +389,7 @@ def _is_open(scope: _Message) -> bool:
     return scope["path"] in OPEN or scope["path"].startswith(_PAGE)
 
 
-def given_key(scope: _Message) -> tuple[bytes, bytes]:
+def given_key(scope: _Message) -> tuple[bytes, str]:
     """Return the kind in the header Authorization, in lower case, and the digest of the key in it."""
     kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     return kind.lower(), digest_of(key.strip())

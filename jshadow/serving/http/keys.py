@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import hmac
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ _LOOK_SECONDS = 1.0  # a change of the file is noticed after so many seconds
 
 @dataclasses.dataclass(frozen=True)
 class KeyLimits:
-    """What the requests with one key may use. None means no limit.
+    """The limits of one key. None means no limit.
 
     Attributes:
         requests: requests that begin within a minute.
@@ -61,7 +62,7 @@ def read_keys(path: Path) -> dict[str, KeyLimits]:
             continue
         place, fields = f"line {number} of {path}", dict[str, int]()
         if words[0] in keys:
-            raise CheckpointError(f"{place} must have a key of its own, got that of an earlier line")
+            raise CheckpointError(f"{place} must have another key than each line before it, got one of theirs again")
         for word in words[1:]:
             name, _, value = word.partition("=")
             if name not in KeyLimits.__dataclass_fields__ or name in fields or not value.isdecimal():
@@ -77,14 +78,20 @@ def read_keys(path: Path) -> dict[str, KeyLimits]:
     return keys
 
 
-def digest_of(key: bytes) -> bytes:
-    """Return the SHA-256 of a key, so that all compared values have one length."""
-    return hashlib.sha256(key).digest()
+def digest_of(key: bytes) -> str:
+    """Return the SHA-256 of a key in hexadecimal digits, so that all compared values have one length."""
+    return hashlib.sha256(key).hexdigest()
 
 
 @dataclasses.dataclass
 class _Used:
-    """What the requests with one key have used: times of requests, (time, tokens) of answers, and the open ones."""
+    """What was used with one key.
+
+    Attributes:
+        requests: when each request of the last minute began.
+        tokens: when each answer of the last minute was complete, and its tokens.
+        open: the number of open requests.
+    """
 
     requests: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
     tokens: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
@@ -98,7 +105,7 @@ class _Used:
             self.tokens.popleft()
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server. All methods may be called from any thread.
 
     Attributes:
@@ -111,7 +118,7 @@ class Keys:
         """Take the keys, and the file that they are from, or None. `clock` returns seconds."""
         self.path, self._clock, self._lock = path, clock, threading.Lock()
         self.limits = {digest_of(key.encode()): limits for key, limits in keys.items()}
-        self._used: dict[bytes, _Used] = {}
+        self._used: dict[str, _Used] = {}
         self._stamp, self._looked = self._stamp_of_file(), clock()
 
     def __bool__(self) -> bool:
@@ -143,13 +150,15 @@ class Keys:
             self._used = {key: used for key, used in self._used.items() if key in self.limits or used.open}
         _LOG.warning("the API keys were read again: %d of them", len(keys))
 
-    def knows(self, kind: bytes, digest: bytes) -> bool:
+    def knows(self, kind: bytes, digest: str) -> bool:
         """Compare the digest of a key with those of all keys in a time that depends on neither."""
         found = [hmac.compare_digest(digest, key) for key in list(self.limits)]
         return kind == b"bearer" and any(found)
 
-    def begin(self, digest: bytes) -> ApiError | None:
+    def begin(self, digest: str) -> ApiError | None:
         """Begin a request with a known key. Return why it is refused, or None. Then `end` must follow."""
+        if not self.limits:
+            return None
         now = self._clock()
         with self._lock:
             limits, used = self.limits.get(digest, KeyLimits()), self._used.setdefault(digest, _Used())
@@ -171,13 +180,13 @@ class Keys:
             used.open += 1
             return None
 
-    def end(self, digest: bytes) -> None:
+    def end(self, digest: str) -> None:
         """End a request that has begun."""
         with self._lock:
             if (used := self._used.get(digest)) is not None:
                 used.open -= 1
 
-    def spend(self, digest: bytes, tokens: int) -> None:
+    def spend(self, digest: str, tokens: int) -> None:
         """Count the tokens of a complete answer, or of a document that was read."""
         with self._lock:
             limits = self.limits.get(digest)
@@ -186,4 +195,4 @@ class Keys:
 
 
 def _refused(limit: str, got: str, seconds: float) -> ApiError:
-    return ApiError(429, f"{limit}, {got}", code="rate_limit_exceeded", retry=max(1, int(-(-seconds // 1))))
+    return ApiError(429, f"{limit}, {got}", code="rate_limit_exceeded", retry=max(1, math.ceil(seconds)))

@@ -1,7 +1,7 @@
 """OpenAI's /v1/responses: its bodies, which become those of a chat, and its events, which come from a chat's chunks.
 
-Responses are not kept, so a request has the whole conversation in `input`. What the server has read of it before is
-found by its tokens, as in a chat.
+The server does not keep responses, so `input` has the whole conversation. The server finds by its tokens what it has
+read of the conversation before, as in a chat.
 """
 
 import secrets
@@ -69,7 +69,7 @@ class CallItem(Body):
 
 
 class ResultItem(Body):
-    """What a called function has returned."""
+    """The result of a function that the model has called."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -249,7 +249,7 @@ def own_fields(error: ApiError) -> ApiError:
     return error
 
 
-class Reply:
+class ResponseAnswer:
     """The answer to one body, in the form of a response or of the events of its stream."""
 
     def __init__(self, body: ResponsesRequest, chat: Chat, count: Callable[[str], int]) -> None:

@@ -22,7 +22,7 @@ from jshadow.serving.http.answers import DONE, Chat, Completion, stream_response
 from jshadow.serving.http.errors import ApiError, ErrorBody, client_left, too_late
 from jshadow.serving.http.marks import format_of, thoughts_of
 from jshadow.serving.http.prompts import chat_ids, prompts_of
-from jshadow.serving.http.responses import Reply, ResponsesRequest, chat_request, own_fields
+from jshadow.serving.http.responses import ResponseAnswer, ResponsesRequest, chat_request, own_fields
 from jshadow.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -84,8 +84,8 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
         chat = await _asked(request, chat_request(body))
     except ApiError as error:
         raise own_fields(error) from error
-    reply = Reply(body, chat, lambda text: len(service.encode(text, special=False)))
-    return await _respond(request, body.stream, chat.answers, reply)
+    answer = ResponseAnswer(body, chat, lambda text: len(service.encode(text, special=False)))
+    return await _respond(request, body.stream, chat.answers, answer)
 
 
 async def _asked(request: Request, body: ChatRequest) -> Chat:
@@ -175,7 +175,7 @@ def _prompt_of(service: Service, body: ChatRequest, tools: list[dict], sent: lis
 
 
 async def _respond(
-    request: Request, streams: bool, answers: Sequence[Answer], form: Chat | Completion | Reply
+    request: Request, streams: bool, answers: Sequence[Answer], form: Chat | Completion | ResponseAnswer
 ) -> Response:
     """Return the whole response, or a stream. A client that leaves, or time that runs out, cancels the answers."""
     service: Service = request.app.state.service
@@ -186,11 +186,11 @@ async def _respond(
             if answer.complete:
                 report = answer.result(0).report
                 service.metrics.count(report)
-                service.spend(caller_of(request), report.prompt_tokens + report.generated_tokens)
+                service.keys.spend(caller_of(request).client, report.prompt_tokens + report.generated_tokens)
 
     if streams:
         counted, name = service.metrics.count_error, caller_of(request).request
-        last = None if isinstance(form, Reply) else DONE
+        last = None if isinstance(form, ResponseAnswer) else DONE
         return stream_response(form.events(), service.options.seconds, ended, counted, name, last)
     try:
         whole = await _unless_gone(request, form.whole(), service.options.seconds)
@@ -287,7 +287,7 @@ async def add_file(
 
     async def added() -> dict[str, Any]:
         stored = await service.add(Upload(name, data), caller_of(request))
-        service.spend(caller_of(request), stored.tokens)
+        service.keys.spend(caller_of(request).client, stored.tokens)
         return _described(service, stored).model_dump()
 
     return await _unless_gone(request, added(), options.seconds)

@@ -25,7 +25,7 @@ from jshadow.serving import Answer, Engine, Piece, Request
 from jshadow.serving.http.errors import ApiError
 from jshadow.serving.http.forms import form_of, has_form
 from jshadow.serving.http.grammar import Grammars
-from jshadow.serving.http.keys import Keys
+from jshadow.serving.http.keys import ApiKeys
 from jshadow.serving.http.metrics import Metrics
 from jshadow.serving.http.options import ServerOptions
 from jshadow.serving.http.schemas import Drawing
@@ -159,7 +159,7 @@ class Service:
         self.params: Params = engine.params
         self.grammars = Grammars(self.params)
         self.metrics = Metrics(self)
-        self.keys = Keys(options.api_keys, options.api_key_file)
+        self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.created = int(time.time())
         self.draining = self.ready = False
         self.open = 0
@@ -178,11 +178,6 @@ class Service:
     def busy(self) -> bool:
         """Whether a request is open or a state is being written."""
         return bool(self.open or (self.library is not None and self.library.catalog.unwritten_yet()))
-
-    def spend(self, caller: Caller, tokens: int) -> None:
-        """Count tokens for the limits of the key of a request."""
-        if self.keys:
-            self.keys.spend(bytes.fromhex(caller.client), tokens)
 
     # Answers
 

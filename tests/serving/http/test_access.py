@@ -1,4 +1,4 @@
-"""Keys, limits of bodies and time, and clients that leave or read slowly."""
+"""API keys, limits of bodies and time, and clients that leave or read slowly."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from server_cases import COMPLETION, FILES, NAME, client_of, error_of, idle, lis
 
 from jshadow.errors import ConfigError, HostMemoryError
 from jshadow.serving.http import access
-from jshadow.serving.http.keys import KeyLimits, Keys
+from jshadow.serving.http.keys import ApiKeys, KeyLimits
 from jshadow.serving.http.options import ServerOptions
 
 BODY = 20_000
@@ -41,7 +41,7 @@ def told_by(answer):
 
 
 def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypatch):
-    monkeypatch.setattr(service, "keys", Keys(dict.fromkeys(("first", "second"), KeyLimits()), None))
+    monkeypatch.setattr(service, "keys", ApiKeys(dict.fromkeys(("first", "second"), KeyLimits()), None))
     with client_of(service) as client:
         for header in ("", "first", "Bearer", "Bearer other", "Bearer first second", "Basic first", "Bearer \xff"):
             answer = client.get(MODELS, headers={"authorization": header.encode("latin-1")})
@@ -57,7 +57,7 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
 def test_each_request_has_an_id_in_its_response_and_in_the_log(service, monkeypatch, caplog):
     """Refused requests and failures of the server have ids too. A malformed id is replaced. No key is logged."""
     caplog.set_level("INFO", logger=access.ACCESS_LOG)
-    monkeypatch.setattr(service, "keys", Keys({"first": KeyLimits()}, None))
+    monkeypatch.setattr(service, "keys", ApiKeys({"first": KeyLimits()}, None))
     monkeypatch.setattr(service, "check_model", lambda name: 1 / 0)
     key = {"authorization": "Bearer first", "content-type": "application/json"}
     with client_of(service, raise_server_exceptions=False) as client:
@@ -122,7 +122,7 @@ def test_a_web_page_of_another_site_cannot_ask_a_server_without_keys(service, mo
         assert (slash.status_code, slash.headers.get("location")) == (404, None)
     for hosts, keys in ((("*",), {}), ((), {"first": KeyLimits()})):
         monkeypatch.setattr(service, "options", ServerOptions(NAME, allowed_hosts=hosts))
-        monkeypatch.setattr(service, "keys", Keys(keys, None))
+        monkeypatch.setattr(service, "keys", ApiKeys(keys, None))
         with client_of(service) as client:
             headers = {"host": "evil.example", "authorization": "Bearer first"}
             assert client.get(MODELS, headers=headers).status_code == 200

@@ -4,8 +4,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +12,7 @@ import pydantic
 import pytest
 from conftest import CHECKPOINT, REPO
 from demo_text import document
-from server_cases import about, server_process, until
+from server_cases import about, server_process, until_ready
 
 import jshadow
 from jshadow.cli.serve import classes_of
@@ -38,15 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, smollm2_dir):
     with server_process(CHECKPOINT, *ARGUMENTS, "--library", str(folder)) as process:
-
-        def ready():
-            assert process.poll() is None, process.stderr.read()
-            try:
-                return urllib.request.urlopen(f"{process.url}/ready", timeout=30).close() is None
-            except urllib.error.URLError:
-                return False
-
-        until(ready, 600)
+        until_ready(process)
         yield process
 
 

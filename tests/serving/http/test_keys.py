@@ -7,7 +7,7 @@ import pytest
 from server_cases import CHAT, COMPLETION, NAME, client_of, error_of
 
 from jshadow.errors import CheckpointError
-from jshadow.serving.http.keys import KeyLimits, Keys, digest_of, read_keys
+from jshadow.serving.http.keys import ApiKeys, KeyLimits, digest_of, read_keys
 
 MODELS = "/v1/models"
 
@@ -34,7 +34,7 @@ WRONG = {
     "a open=-1\n": "got 'open=-1'",
     "a open\n": "got 'open'",
     "a open=0\n": "line 1 of .*: open must be an integer of at least 1, got 0",
-    "a\n\na open=1\n": "line 3 of .* must have a key of its own",
+    "a\n\na open=1\n": "line 3 of .* must have another key than each line before it",
 }
 
 
@@ -42,7 +42,7 @@ WRONG = {
 def test_a_wrong_file_is_refused_and_the_keys_stay(tmp_path, text, caplog):
     path, clock = tmp_path / "keys", Clock()
     path.write_text("first\n")
-    keys = Keys(read_keys(path), path, clock)
+    keys = ApiKeys(read_keys(path), path, clock)
     path.write_text(text)
     with pytest.raises(CheckpointError, match=WRONG[text]):
         read_keys(path)
@@ -56,7 +56,7 @@ def test_a_wrong_file_is_refused_and_the_keys_stay(tmp_path, text, caplog):
 def test_a_changed_file_is_read_again(tmp_path):
     path, clock = tmp_path / "keys", Clock()
     path.write_text("first open=1\n")
-    keys = Keys(read_keys(path), path, clock)
+    keys = ApiKeys(read_keys(path), path, clock)
     first, second = digest_of(b"first"), digest_of(b"second")
     assert keys.begin(first) is None
     path.write_text("second\n")
@@ -81,7 +81,7 @@ def test_limits_hold_at_random():
     """Beside a plain count of the last minute, in 4,000 events of two keys."""
     rng, clock = random.Random(3), Clock()
     limits = {"a": KeyLimits(requests=5, open=3, tokens=40), "b": KeyLimits(requests=9)}
-    keys = Keys(limits, None, clock)
+    keys = ApiKeys(limits, None, clock)
     begun = {name: [] for name in limits}
     spent = {name: [] for name in limits}
     held = dict.fromkeys(limits, 0)
@@ -123,7 +123,7 @@ def limited(service, monkeypatch):
     clock = Clock()
 
     def make(**limits):
-        monkeypatch.setattr(service, "keys", Keys({"one": KeyLimits(**limits), "other": KeyLimits()}, None, clock))
+        monkeypatch.setattr(service, "keys", ApiKeys({"one": KeyLimits(**limits), "other": KeyLimits()}, None, clock))
         return client_of(service)
 
     return make, clock

@@ -7,11 +7,8 @@ import openai
 import pydantic
 import pytest
 from server_cases import FILES, PARAMS
+from tiny_text import TOOL_TEMPLATE
 
-TEMPLATE = """{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role[0] }}>
-{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}
-{% endfor %}<a>{% if enable_thinking %}<think>{% endif %}{# </think> #}"""
 # What a client may make of an answer before it sends it back.
 DUMPS = {
     "itself": lambda said: said,
@@ -36,7 +33,7 @@ THINKS = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
 
 @pytest.fixture
 def chats(client, monkeypatch):
-    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", TOOL_TEMPLATE)
     options = {"base_url": "http://localhost/v1", "api_key": "none", "max_retries": 0}
     return openai.OpenAI(http_client=client, **options).chat.completions
 

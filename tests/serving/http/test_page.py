@@ -8,6 +8,7 @@ from browser import NAMES, chromium, tab
 from server_cases import listening, tiny_service, until
 
 from jshadow.serving.http.answers import Chat
+from jshadow.serving.http.keys import KeyLimits
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,7 +105,7 @@ def test_a_key_is_asked_for_and_kept_and_a_large_file_refused(tmp_path):
     path = tmp_path / "large.txt"
     path.write_text("a" * 200)
     with (
-        tiny_service(tmp_path / "library", api_keys=("right",), upload_bytes=100) as service,
+        tiny_service(tmp_path / "library", api_keys={"right": KeyLimits()}, upload_bytes=100) as service,
         page_of(service) as page,
     ):
         page.wait("!document.getElementById('key').hidden")

@@ -5,15 +5,11 @@ import json
 import openai
 import pytest
 from server_cases import CHAT, FILES, NAME, PARAMS, posted
+from tiny_text import TOOL_TEMPLATE
 
 from jshadow.serving.http.responses import ResponsesRequest, chat_request
 
 RESPONSES = "/v1/responses"
-# A template with reasoning and tool calls, which a chat may switch on.
-TEMPLATE = """{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role[0] }}>
-{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}
-{% endfor %}<a>{% if enable_thinking %}<think>{% endif %}{# </think> #}"""
 TOWN = {"type": "object", "properties": {"name": {"enum": ["Kiel", "Brest"]}}, "required": ["name"]}
 TOWN |= {"additionalProperties": False}
 FIND = {"name": "find", "description": "Finds a town.", "parameters": TOWN, "strict": True}
@@ -41,7 +37,7 @@ SAME["reasoning"] = (SAME["reasoning"][0], {**ASKED[1], "chat_template_kwargs": 
 
 @pytest.fixture(autouse=True)
 def template(monkeypatch):
-    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", TOOL_TEMPLATE)
 
 
 @pytest.fixture
