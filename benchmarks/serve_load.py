@@ -100,12 +100,20 @@ async def at_once(url: str, bodies: list[dict[str, Any]], clients: int) -> tuple
     return tokens / (time.perf_counter() - begun), firsts
 
 
+def lengths_of(count: int, args: argparse.Namespace, seed: int) -> list[int]:
+    """Return the lengths of prompts. Their logarithms are evenly spread from the fewest tokens to the most."""
+    low, high = args.prompt[0], args.prompt[-1]
+    lengths = [round(low * (high / low) ** ((place + 0.5) / count)) for place in range(count)]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
 def clients_part(url: str, model: str, tokenizer: Any, args: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
     """Return the tokens per second of each run and the seconds to each first token, by the number of clients."""
     found: dict[int, dict[str, list[float]]] = {count: {"rates": [], "firsts": []} for count in args.clients}
     source = documentation(tokenizer, random.Random(0))
     for run, count in itertools.product(range(args.runs + 1), args.clients):
-        prompts = [list(itertools.islice(source, args.prompt)) for _ in range(count * args.requests)]
+        prompts = [list(itertools.islice(source, length)) for length in lengths_of(count * args.requests, args, run)]
         bodies = [{"model": model, "prompt": prompt, "max_tokens": args.new} for prompt in prompts]
         rate, firsts = asyncio.run(at_once(url, bodies, count))
         if run:
@@ -163,18 +171,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--requests", type=int, default=4, help="of each client in a run")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[256], help="tokens of a prompt: a number, or a range")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document and a question")
     parser.add_argument("--slots", type=int, default=8, help="rows of the server")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--part", choices=("all", "clients"), default="all")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     with serving(args) as url:
         [model] = json.loads(asyncio.run(send(url, "GET", "/v1/models"))[2])["data"]
         clients = clients_part(url, model["id"], tokenizer, args)
-        seconds = document_part(url, model["id"], tokenizer, args)
+        seconds = document_part(url, model["id"], tokenizer, args) if args.part == "all" else {}
     if args.json:
         print(json.dumps({"clients": clients, "document_seconds": seconds}))
         return

@@ -24,8 +24,6 @@ from jshadow.policies.full import or_full
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
 
-_LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
-
 
 @dataclasses.dataclass(frozen=True, order=True)
 class RowClass:
@@ -62,9 +60,11 @@ class EngineOptions:
         fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned, or None.
         prefill: the sparse attention of prompts, or None for exact attention.
-        prefill_chunk: number of tokens of a prompt that are taken through a layer between two steps, or as many
-            operations in other units. At least one unit runs.
-        turn_chunk: number of tokens of a stored document's continuation that are fed between two steps.
+        prefill_chunk: number of tokens of a prompt that are taken through a layer in a part, or as many operations in
+            other units. At least one unit runs.
+        turn_chunk: number of tokens of a stored document's continuation that are fed in a part.
+        prompt_parts: number of parts of prompts that are read between two steps. With more, a waiting prompt is read sooner,
+            more rows share a step, and the tokens of an answer come further apart while prompts are read.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
         grammar: whether requests may have a grammar (`Request.allowed`).
@@ -72,7 +72,7 @@ class EngineOptions:
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
-        ConfigError: prefill_chunk or turn_chunk is not an integer of at least 1.
+        ConfigError: prefill_chunk, turn_chunk or prompt_parts is not an integer of at least 1.
     """
 
     fetch: str = "auto"
@@ -80,6 +80,7 @@ class EngineOptions:
     prefill: PrefillAttention | None = None
     prefill_chunk: int = 2048
     turn_chunk: int = 64
+    prompt_parts: int = 4
     penalties: bool = False
     bias_limit: int = 0
     grammar: bool = False
@@ -87,15 +88,17 @@ class EngineOptions:
     threaded: bool = True
 
     def __post_init__(self) -> None:
-        check_integer("prefill_chunk", self.prefill_chunk, least=1)
-        check_integer("turn_chunk", self.turn_chunk, least=1)
+        for name in ("prefill_chunk", "turn_chunk", "prompt_parts"):
+            check_integer(name, getattr(self, name), least=1)
 
     def piece(self, row_class: RowClass) -> int:
-        """Return the maximum number of tokens of a unit: an eighth of the longest prompt, but at least LEAST_PIECE.
+        """Return the maximum number of tokens of a unit, which grows with the longest prompt of the class.
 
-        The last piece of a prompt is padded, so a class of short prompts has short pieces.
+        The last piece of a prompt is padded, so a class of short prompts has short pieces. A GPU takes longer for many
+        short pieces than for a few long ones, because it reads the weights for each. A CPU does not.
         """
-        return min(self.prefill_chunk, max(_LEAST_PIECE, row_class.prompt // 8))
+        least, share = (64, 32) if jax.default_backend() == "cpu" else (256, 8)
+        return min(self.prefill_chunk, max(least, row_class.prompt // share))
 
     def parts(self, params: Params) -> RowParts:
         """Return which arrays the sampling settings of rows have."""

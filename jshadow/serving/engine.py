@@ -215,7 +215,7 @@ class Engine:
     def run_once(self) -> bool:
         """Take the messages of other threads, and run one turn. Return whether there may be more to do.
 
-        A turn steps each group with an active row once, and reads at most one part of a prompt.
+        A turn reads at most one part of a prompt, and steps each group with an active row once if that is due.
 
         Raises:
             ConfigError: the engine has a thread of its own.

@@ -1,4 +1,4 @@
-"""The loop of an engine: it admits requests, steps the groups, and reads one prompt between the steps.
+"""The loop of an engine: it admits requests, steps the groups, and reads parts of prompts between the steps.
 
 Only one thread calls the functions of this module, and JAX runs in no other."""
 
@@ -27,8 +27,8 @@ class Counts:
         finished, failed, cancelled: number of requests that ended in each way.
         tokens: number of drawn tokens.
         steps: number of steps of groups.
-        units: number of turns in which a prompt was read.
-        most_units: the largest number of such turns between two steps of running rows.
+        units: number of parts of prompts that were read.
+        most_units: the largest number of parts between two steps of running rows.
         busy_seconds: seconds in which the engine stepped rows or read prompts.
         queue_seconds, prefill_seconds, decode_seconds: sums over the finished requests, as in `AnswerReport`.
     """
@@ -321,7 +321,11 @@ class Loop:
     # One turn
 
     def run_once(self) -> bool:
-        """Step each group with an active row once, and read at most one part of a prompt. Return whether any ran."""
+        """Read a part of a prompt, and step each group with an active row if that is due. Return whether any ran.
+
+        A step is due after `EngineOptions.prompt_parts` parts, and while no prompt is read. Each turn begins with the messages
+        and the admission, so a short prompt that comes behind long ones is read after at most one part of them.
+        """
         begun = time.monotonic()
         ran = self._run_once()
         self.groups.sweep()
@@ -333,14 +337,16 @@ class Loop:
     def _run_once(self) -> bool:
         self._admit()
         self._prepare()
-        stepping = [group for group in self.groups if group.active.any()]
+        due = not self.readings or self._units >= self.programs.options.prompt_parts
+        stepping = [group for group in self.groups if due and group.active.any()]
         for group in stepping:
             group.start_step()
         for group in stepping:
             self._start_draw(group)
         self.counts.steps += len(stepping)
-        self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
-        self._units = 0
+        if due:
+            self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
+            self._units = 0
         # The part is given to the device before the tokens of the steps are waited for.
         reading, done = self._next_reading(), False
         if reading is not None:

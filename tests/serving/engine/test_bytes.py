@@ -122,7 +122,7 @@ DOCUMENTS = [prompt_of(length, length) for length in range(100, 108)]
 def growth(engine, count, check=lambda: None):
     """Answer many requests, after a sixth of them as a warm-up. Returns the bytes of arrays before and after.
 
-    With a library, those of the groups do not count: empty ones are kept.
+    Those of the groups do not count: empty ones are kept.
     """
     rng, sizes = np.random.default_rng(1), []
     for part in (count // 6, count - count // 6):
@@ -137,8 +137,7 @@ def growth(engine, count, check=lambda: None):
                 engine.submit(Request([*document, *prompt], int(rng.integers(1, 5)), settings, store=store))
             while engine.run_once() or engine.report().waiting:
                 check()
-        groups = engine.report().device_bytes if engine._loop.library is not None else 0
-        sizes.append(sum(by_memory(live())) - groups)
+        sizes.append(sum(by_memory(live())) - engine.report().device_bytes)
     report = engine.report()
     assert (report.counts.finished, report.rows_in_use, report.waiting) == (count, 0, 0)
     return sizes

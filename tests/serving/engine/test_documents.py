@@ -82,7 +82,7 @@ def test_questions_on_a_document_share_its_prompt_half(library, engine):
         assert answer.result(0).report.stored_tokens == len(DOCUMENT)
     assert answers[-1].result(0).tokens == offline(plain).tokens
     report = engine.report()
-    assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, 1)
+    assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, OPTIONS.prompt_parts)
 
 
 def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, engine, poison_row_of):

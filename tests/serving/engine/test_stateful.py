@@ -316,7 +316,7 @@ class Serving(stateful.RuleBasedStateMachine):
         assert all(group.empty for group in self.loop.groups)
         counts = self.loop.counts
         assert counts.finished + counts.failed + counts.cancelled == len(self.answers)
-        assert counts.most_units <= 1
+        assert counts.most_units <= PROGRAMS.options.prompt_parts
         for answer in self.answers:
             tokens, error = expected(answer.request)
             error = errors.RequestCancelled if answer in self.cancelled else error
