@@ -33,6 +33,7 @@ EXTRAS = {
     "cuda13": "NVIDIA GPUs, CUDA 13",
     "gguf": "GGUF files: loading and conversion",
     "serve": "`jshadow serve`: an HTTP server with a page",
+    "traces": "traces of `jshadow serve` for OpenTelemetry",
     "store": "a library of documents in an object store",
     "pdf": "PDF documents of a library",
     "replicas": "several servers behind a router (`examples/replicas`)",

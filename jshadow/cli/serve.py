@@ -51,6 +51,7 @@ class _HttpOptions:
     title: ClassVar[str] = "HTTP"
     host: str = option("address to listen on", "127.0.0.1")
     port: int = option("port; 0 takes a free one", 8000)
+    uds: str | None = option("Unix socket to listen on, in place of an address", metavar="PATH")
     api_key_file: str | None = option("file with an API key and its limits a line (default: none)", metavar="FILE")
     allowed_host: Sequence[str] = option(
         "name that the header Host may have, for a server without keys; may be given again (default: this machine's)",
@@ -63,6 +64,7 @@ class _HttpOptions:
     timeout: float = option("seconds of a request", 600.0, metavar="S")
     drain: float = option("seconds to end in", 60.0, metavar="S")
     access_log: bool = option("write a JSON object for each request on stderr", False)
+    traces: str | None = option("send traces to this OpenTelemetry collector (default: none)", metavar="URL")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,6 +77,7 @@ class _RowOptions:
         f"tokens after a stored document, or new ones (default: {_ROOM:,}, at most a quarter of --max-context)",
     )
     slots: int = option("rows that one step feeds", 8)
+    max_rows: int | None = option("requests that may have a row (default: as many as the memory holds)")
     queue: int = option("requests that may wait", 1024)
     device_gib: float | None = option("device memory of rows (default: what is free)", metavar="GIB")
     host_gib: float | None = option("host memory of rows (default: what is free)", metavar="GIB")
@@ -108,13 +111,15 @@ class Serve(
     def run(self) -> int:
         """Return 0 when a signal has ended the server in order."""
         policy, prefill, options = _check(self)
-        listener = None if self.warm_only else _listening_socket(self.host, self.port)
+        listener = None if self.warm_only else _listening_socket(self.host, self.port, self.uds)
         try:
             service = _service_of(self, policy, prefill, options)
             return _warm(service, as_json=self.json) if listener is None else _serve(self, service, listener)
         finally:
             if listener is not None:
                 listener.close()
+                if self.uds is not None:
+                    Path(self.uds).unlink(missing_ok=True)
 
 
 def _warm(service: "Service", *, as_json: bool) -> int:
@@ -137,8 +142,9 @@ def _serve(args: Serve, service: "Service", listener: socket.socket) -> int:
 
     if args.access_log:
         _log_requests()
-    host, port = listener.getsockname()[:2]
-    known = _about(service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", args)
+    host, port = ("", 0) if args.uds is not None else listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    known = _about(service, url if args.uds is None else f"unix:{args.uds}", args)
     text = json.dumps(known) if args.json else "\n".join(_lines(known))
     try:
         return serve(
@@ -180,6 +186,7 @@ def _end(service: "Service") -> None:
     service.engine.close(drain=False)
     if service.library is not None:
         service.library.close()
+    service.options.traces.close()
     late.cancel()
 
 
@@ -203,9 +210,10 @@ def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.serving.http.keys import read_keys
     from jshadow.serving.http.options import ServerOptions
+    from jshadow.serving.http.traces import Traces
 
     check_least(args, 0, "port", finite=True)
-    check_least(args, 1, "slots", "queue", "room", finite=True)
+    check_least(args, 1, "slots", "queue", "room", "max_rows", finite=True)
     check_least(args, 2, "max_context", finite=True)
     check_least(args, 0, "library_device_gib", "library_host_gib", "library_disk_gib", "drain", finite=True)
     above = ("device_gib", "host_gib", "max_body_mib", "max_upload_mib", "timeout")
@@ -228,6 +236,7 @@ def _check(args: Serve) -> "tuple[Policy, SparsePrefill | None, ServerOptions]":
         body_bytes=int(args.max_body_mib * MIB),
         upload_bytes=int(args.max_upload_mib * MIB),
         seconds=args.timeout,
+        traces=Traces.to(args.traces),
     )
     return policy_of(args), parse_prefill(args.prefill or "exact"), options
 
@@ -236,7 +245,7 @@ def _allowed_hosts_of(args: Serve) -> tuple[str, ...]:
     """Return the hosts by which a server without keys may be named. Raises ConfigError if it needs keys."""
     from jshadow.serving.http.options import ANY_HOST, is_loopback
 
-    if args.api_key_file is not None or is_loopback(args.host):
+    if args.api_key_file is not None or args.uds is not None or is_loopback(args.host):
         return tuple(args.allowed_host)
     if not args.insecure:
         raise ConfigError(
@@ -255,8 +264,10 @@ def _room_of(room: int | None, context: int) -> int:
     return room
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket of an address, which does not listen yet. Raises ConfigError if the address is not free."""
+def _listening_socket(host: str, port: int, path: str | None) -> socket.socket:
+    """Return a socket of an address, or of a path, which does not listen yet. Raises ConfigError if it is not free."""
+    if path is not None:
+        return _unix_socket(path)
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -264,6 +275,27 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise ConfigError(f"--host and --port must name a free address, got {host} and {port}: {error}") from error
+    return found
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Return a Unix socket that only this user can reach. What a killed server has left at its path is removed."""
+    found = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)
+    try:
+        if Path(path).is_socket():
+            with contextlib.suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as other:
+                other.connect(path)
+                raise ConfigError(f"--uds must be a path on which no server listens, got {path}")
+            Path(path).unlink()
+        found.bind(path)
+    except (OSError, ConfigError) as error:
+        found.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--uds must be a path for a new socket, got {path}: {error}") from error
+    finally:
+        os.umask(mask)
     return found
 
 
@@ -347,7 +379,7 @@ def _limits_of(args: Serve, tiers: "TierLimits") -> "Limits":
         device = max(1, free.device_bytes - for_device)
     if host is None and free.host_bytes is not None:
         host = max(1, free.host_bytes - for_host)
-    return Limits(device_bytes=device, host_bytes=host, waiting=args.queue)
+    return Limits(device_bytes=device, host_bytes=host, waiting=args.queue, rows=args.max_rows)
 
 
 def _bytes_of(gib: float | None) -> int | None:

@@ -63,8 +63,8 @@ class EngineOptions:
         prefill_chunk: number of tokens of a prompt that are taken through a layer in a part, or as many operations in
             other units. At least one unit runs.
         turn_chunk: number of tokens of a stored document's continuation that are fed in a part.
-        prompt_parts: number of parts of prompts that are read between two steps. With more, a waiting prompt is read sooner,
-            more rows share a step, and the tokens of an answer come further apart while prompts are read.
+        prompt_parts: number of parts of prompts that are read between two steps. With more, a waiting prompt is read
+            sooner, more rows share a step, and the tokens of an answer come further apart while prompts are read.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
         grammar: whether requests may have a grammar (`Request.allowed`).
@@ -244,6 +244,7 @@ class Limits:
         host_bytes: bytes of host memory for offloaded rows. None: what is free when the engine is made.
         waiting: number of requests that may wait. A further request is refused. A sixteenth of it is for clients of
             which no request waits. None: no limit.
+        rows: number of requests that may have a row. None: as many as the memory holds.
 
     Raises:
         ConfigError: a value is not None and not an integer of at least 1.
@@ -252,6 +253,7 @@ class Limits:
     device_bytes: int | None = None
     host_bytes: int | None = None
     waiting: int | None = None
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -170,6 +170,12 @@ class _Groups:
         """Forget all groups."""
         self._groups = []
 
+    @property
+    def full(self) -> bool:
+        """Whether as many requests have a row as may."""
+        most, rows = self.admission.limits.rows, [job for group in self._groups for job in group.jobs]
+        return most is not None and len(rows) - rows.count(None) >= most
+
     def release(self, job: Job) -> None:
         """Free the row of a job."""
         for group in self._groups:
@@ -323,8 +329,8 @@ class Loop:
     def run_once(self) -> bool:
         """Read a part of a prompt, and step each group with an active row if that is due. Return whether any ran.
 
-        A step is due after `EngineOptions.prompt_parts` parts, and while no prompt is read. Each turn begins with the messages
-        and the admission, so a short prompt that comes behind long ones is read after at most one part of them.
+        A step is due after `EngineOptions.prompt_parts` parts, and while no prompt is read. Each turn begins with the
+        messages and the admission, so a short prompt that comes behind long ones waits for at most one part of them.
         """
         begun = time.monotonic()
         ran = self._run_once()
@@ -429,7 +435,7 @@ class Loop:
         if read is None:
             return
         for twin in [other for other in self.waiting if other.is_twin(job)]:
-            if (slot := group.reserve(twin)) is None:
+            if self.groups.full or (slot := group.reserve(twin)) is None:
                 return
             self.waiting.remove(twin)
             twin.plans = [group.plan]
@@ -477,7 +483,7 @@ class Loop:
         full, paused = set(), [reading.job.plan for reading in self.readings]
         ranks = [(reading.job.priority, reading.reader.rest) for reading in self.readings]
         held: Job | None = None
-        for job in self.waiting if len(self.readings) < _MOST_READINGS else ():
+        for job in self.waiting if len(self.readings) < _MOST_READINGS and not self.groups.full else ():
             if held is not None and job.priority <= held.priority:
                 continue
             if not all(_goes_before(job, *rank) for rank in ranks):

@@ -8,6 +8,7 @@ import pytest
 
 from jshadow.cli import serve
 from jshadow.serving.http import run
+from jshadow.serving.http.options import ServerOptions
 
 SMALL = ["--max-context", "96", "--room", "32", "--slots", "2", "--set", "rank=8", "--set", "outlier_chunks=2"]
 SMALL += ["--dtype", "float32"]
@@ -34,6 +35,10 @@ BAD = [
     (["--host", "::"], "address of this machine alone in a server without keys, got ::"),
     (["--host", "box.lan"], "address of this machine alone in a server without keys, got box.lan"),
     (["--host", "300.0.0.1", "--insecure"], "must name a free address, got 300.0.0.1 and 8000"),
+    (["--uds", "keys"], "--uds must be a path for a new socket, got keys"),
+    (["--uds", "no/such/folder"], "--uds must be a path for a new socket, got no/such/folder"),
+    (["--max-rows", "0"], "--max-rows must be at least 1"),
+    (["--traces", "127.0.0.1:4318"], "--traces must begin with http:// or https://, got '127.0.0.1:4318'"),
     (["--allowed-host", "http://a"], "allowed_hosts must be names or addresses without a port, got 'http://a'"),
 ]
 
@@ -54,6 +59,17 @@ def test_a_port_in_use_is_told_before_the_weights_are_loaded(refused):
         other.listen()
         port = other.getsockname()[1]
         refused(f"must name a free address, got 127.0.0.1 and {port}", "serve", "model", "--port", port)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_unix_socket_in_use_is_told_and_an_abandoned_one_is_replaced(refused, tmp_path):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        refused(f"--uds must be a path on which no server listens, got {path}", "serve", "model", "--uds", str(path))
+    with serve._listening_socket("127.0.0.1", 0, str(path)) as found:
+        assert (found.getsockname(), path.stat().st_mode & 0o777) == (str(path), 0o600)
 
 
 def test_a_context_above_the_model_s_is_refused(tiny_model, refused):
@@ -91,10 +107,10 @@ def test_an_end_that_hangs_ends_the_process(monkeypatch, capsys):
     monkeypatch.setattr(serve, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(serve.os, "_exit", lambda status: exits.append(status) or hangs.set())
     engine = types.SimpleNamespace(close=lambda drain: hangs.wait(20))
-    serve._end(types.SimpleNamespace(engine=engine, library=None))
+    serve._end(types.SimpleNamespace(engine=engine, library=None, options=ServerOptions("tiny")))
     assert exits == [1]
     assert "did not end in 0.05 s" in capsys.readouterr().err
     hangs.clear()
     engine.close = lambda drain: None
-    serve._end(types.SimpleNamespace(engine=engine, library=None))
+    serve._end(types.SimpleNamespace(engine=engine, library=None, options=ServerOptions("tiny")))
     assert not hangs.wait(0.2)

@@ -54,13 +54,14 @@ def client_of(service, **options):
 
 
 @contextlib.contextmanager
-def listening(service, *, drain_seconds=30.0, buffer=None):
+def listening(service, *, drain_seconds=30.0, buffer=None, socket=None):
     """The running `Server` of a service in a thread, with its address as `address`, until the end of the block.
 
-    `buffer` is the number of bytes that the system keeps of what was sent on a connection and was not read.
+    It listens on `socket`, or on a free port. `buffer` is the number of bytes that the system keeps of what was sent on
+    a connection and was not read.
     """
     config = config_of(service, "127.0.0.1", 0)
-    socket, begun = config.bind_socket(), threading.Event()
+    socket, begun = socket or config.bind_socket(), threading.Event()
     if buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, buffer)
     server = Server(config, service, drain_seconds, begun.set)

@@ -8,7 +8,6 @@ import re
 import socket
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,7 +44,8 @@ class Connection(H11Protocol):
         """Begin to wait for a request."""
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         # Without it a token waits until the client has acknowledged the one before, which can take 40 ms.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if transport.get_extra_info("socket").family != socket.AF_UNIX:
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._expect_head()
 
@@ -186,8 +186,7 @@ class Access:
 
     def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
         self.app, self.service, self.options = app, service, service.options
-        self.keys = service.keys
-        self.held: Counter[str] = Counter()  # bytes of the bodies of all open requests, by client
+        self.keys, self.held = service.keys, service.held
 
     async def __call__(self, scope: _Message, receive: _Receive, send: Send) -> None:
         """Answer one request."""
@@ -209,26 +208,28 @@ class Access:
         problem = self._problem(scope)
         counts = problem is None and not _is_open(scope)
         self.service.open += counts
-        try:
-            if problem is None:
-                body.check_length()
-                await self.app(scope, body.receive, noted)
-            else:
-                await response_of(problem)(scope, receive, noted)
-        except _Refused as refused:
-            if not status:
-                await response_of(refused.error)(scope, receive, noted)
-        except Exception:
-            status = status or 500  # the response is made outside
-            raise
-        finally:
-            self.service.open -= counts
-            if counts:
-                self.keys.end(caller.client)
-            body.release()
-            if status >= 400:
-                self.service.metrics.count_error(status)
-            self._note(scope, status, time.monotonic() - begun, body.size)
+        with self.options.traces.request(scope, caller.request) as traced:
+            try:
+                if problem is None:
+                    body.check_length()
+                    await self.app(scope, body.receive, noted)
+                else:
+                    await response_of(problem)(scope, receive, noted)
+            except _Refused as refused:
+                if not status:
+                    await response_of(refused.error)(scope, receive, noted)
+            except Exception:
+                status = status or 500  # the response is made outside
+                raise
+            finally:
+                self.service.open -= counts
+                if counts:
+                    self.keys.end(caller.client)
+                body.release()
+                if status >= 400:
+                    self.service.metrics.count_error(status)
+                traced(status)
+                self._note(scope, status, time.monotonic() - begun, body.size)
 
     def _caller(self, scope: _Message) -> Caller:
         """Return who asks: the digest of the key if keys are asked for, else the address."""

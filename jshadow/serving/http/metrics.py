@@ -137,9 +137,15 @@ class _Live(Collector):
             family.add_metric([name], value)
             return family
 
-        requests = GaugeMetricFamily("jshadow:open_requests", "HTTP requests that are being answered")
-        requests.add_metric([], self.service.open)
-        yield requests
+        service = self.service
+        for metric, text, value in (
+            ("jshadow:open_requests", "HTTP requests that are being answered", service.open),
+            ("jshadow:held_body_bytes", "Bytes of the bodies of open requests", service.held.total()),
+            ("jshadow:uploads", "Requests whose document is being read, or waits for it", service.uploads),
+            ("jshadow:groups", "Groups of rows", report.groups),
+            ("jshadow:rows", "Rows of all groups", report.rows),
+        ):
+            yield GaugeMetricFamily(metric, text, value=value)
         yield gauge("vllm:num_requests_running", "Requests that have a row", report.rows_in_use)
         yield gauge("vllm:num_requests_waiting", "Requests that wait for a row", report.waiting)
         share = report.rows_in_use / report.rows if report.rows else 0.0

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from jshadow.errors import ConfigError, check_integer
 from jshadow.serving.http.keys import KeyLimits
+from jshadow.serving.http.traces import Traces
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:]+:[0-9a-fA-F:]*")
 ANY_HOST = "*"
@@ -28,6 +29,7 @@ class ServerOptions:
         upload_bytes: maximum size of an uploaded file in bytes.
         held_bytes: maximum size of the bodies of all open requests together in bytes. One body may exceed it alone.
         seconds: maximum time of a request in seconds, and of its body. A request that takes longer is cancelled.
+        traces: where spans of requests go.
 
     Raises:
         ConfigError: a value is out of range.
@@ -41,6 +43,7 @@ class ServerOptions:
     upload_bytes: int = 2**26
     held_bytes: int = 2**28
     seconds: float = 600.0
+    traces: Traces = dataclasses.field(default_factory=Traces)
 
     def __post_init__(self) -> None:
         for name in ("body_bytes", "upload_bytes", "held_bytes"):

@@ -17,6 +17,7 @@ from jshadow.engine.text import encode
 from jshadow.errors import CapacityError, CheckpointError, DocumentError
 from jshadow.library import Stored
 from jshadow.serving import Answer
+from jshadow.serving import Request as Generation
 from jshadow.serving.http.access import JsonRoute, caller_of
 from jshadow.serving.http.answers import DONE, Chat, Completion, stream_response, with_stops
 from jshadow.serving.http.errors import ApiError, ErrorBody, client_left, too_late
@@ -38,7 +39,7 @@ from jshadow.serving.http.schemas import (
     Status,
     TokenizeRequest,
 )
-from jshadow.serving.http.service import Service, file_id_of, most_new
+from jshadow.serving.http.service import Service, file_id_of, most_new, pieces
 from jshadow.serving.http.uploads import Upload, decoded, not_kept, plain_name
 from jshadow.weights.templates import template_of
 
@@ -186,6 +187,7 @@ async def _respond(
             if answer.complete:
                 report = answer.result(0).report
                 service.metrics.count(report)
+                service.options.traces.answer(report)
                 service.keys.spend(caller_of(request).client, report.prompt_tokens + report.generated_tokens)
 
     if streams:
@@ -390,6 +392,25 @@ async def health(request: Request) -> Status:
     if request.app.state.service.engine.failure is not None:
         raise _engine_failed()
     return Status(status="ok")
+
+
+@status_router.get("/health/deep", responses=_ERRORS)
+async def deep_health(request: Request) -> Status:
+    """Draw a token, and say that it came. The token takes a row, and its turn as those of other requests do."""
+    service: Service = request.app.state.service
+    await ready(request)
+    [answer] = await service.submit(Generation([0], 1, client=caller_of(request).client, name="health"))
+    try:
+        await _unless_gone(request, _end_of(answer), service.options.seconds)
+    finally:
+        service.cancel([answer])
+    return Status(status="ok")
+
+
+async def _end_of(answer: Answer) -> None:
+    """Wait for the end of an answer. Raises its error if it failed."""
+    async for _ in pieces(answer):
+        pass
 
 
 def _engine_failed() -> ApiError:

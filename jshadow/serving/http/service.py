@@ -7,6 +7,7 @@ import functools
 import secrets
 import subprocess
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,6 +151,7 @@ class Service:
         draining: whether the server is about to end.
         ready: whether all programs are compiled.
         open: number of requests that are being answered, except those of health, metrics and the page.
+        held: bytes of the bodies of all open requests, by client.
         parsing: lets one large body be parsed at a time.
         warm: seconds that the engine was busy before it took requests, and requests that it finished in them.
     """
@@ -162,7 +164,7 @@ class Service:
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.created = int(time.time())
         self.draining = self.ready = False
-        self.open = 0
+        self.open, self.held = 0, Counter[str]()
         self.warm = 0.0, 0
         self._reading: dict[str, _Turn] = {}  # by the key of the document
         self._files = anyio.CapacityLimiter(_READ_AT_ONCE)
@@ -178,6 +180,11 @@ class Service:
     def busy(self) -> bool:
         """Whether a request is open or a state is being written."""
         return bool(self.open or (self.library is not None and self.library.catalog.unwritten_yet()))
+
+    @property
+    def uploads(self) -> int:
+        """Number of requests whose document is being read, or waits for it."""
+        return sum(turn.waiting for turn in list(self._reading.values()))
 
     # Answers
 

@@ -231,6 +231,7 @@ REFUSED = [
     (lambda: RowClass(3, 0), ConfigError, r"row_class\.room"),
     (lambda: engine_of(classes=(RowClass(500, 13),)), CapacityError, "context=512"),
     (lambda: Limits(waiting=0), ConfigError, r"limits\.waiting"),
+    (lambda: Limits(rows=0), ConfigError, r"limits\.rows"),
     (lambda: engine_of(policy=Full(), fitted={"x": 1}), ConfigError, "fitted"),
 ]
 
@@ -338,6 +339,22 @@ def test_requests_with_one_prompt_read_it_once(engine):
     answers_of(engine, [Request(prompt, 1)])
     # Four rows are enough for five answers: that of one token is complete at once. The longer one reads for itself.
     assert units == 3 * (engine.report().counts.units - units)
+
+
+def test_no_more_requests_have_a_row_than_may(engine):
+    """Also of those with one prompt, and after a request was cancelled."""
+    capped = engine_of(limits=Limits(rows=3))
+    requests = [Request(prompt_of(length), new) for length, new in UNEQUAL]
+    requests += [Request(prompt_of(70, 4), 9, RowSettings(WARM.sampler, seed)) for seed in range(5)]
+    answers, most = capped.submit_all(requests), 0
+    capped.cancel(answers[1])
+    while capped.run_once():
+        most = max(most, capped.report().rows_in_use)
+    assert most == 3
+    with pytest.raises(errors.RequestCancelled):
+        answers.pop(1).result(0)
+    want = answers_of(engine, [request for index, request in enumerate(requests) if index != 1])
+    assert [answer.result(0).tokens for answer in answers] == [result.tokens for result in want]
 
 
 # Settings, grammars and log-probabilities of a row

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import http.client
 import json
 import re
 import socket
@@ -12,6 +13,7 @@ import pytest
 from raw_http import ask, asked, completion, connected, message, read_answer, read_head
 from server_cases import COMPLETION, FILES, NAME, client_of, error_of, idle, listening, tiny_service, until
 
+from jshadow.cli.serve import _unix_socket
 from jshadow.errors import ConfigError, HostMemoryError
 from jshadow.serving.http import access
 from jshadow.serving.http.keys import ApiKeys, KeyLimits
@@ -52,6 +54,28 @@ def test_a_key_is_asked_for_except_for_the_state_of_the_server(service, monkeypa
         for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 200), ("/openapi.json", 401)):
             assert client.get(path).status_code == status, path
         assert 'jshadow:requests_refused_total{status="401"} ' in client.get("/metrics").text
+
+
+def test_a_server_listens_on_a_unix_socket(service, tmp_path):
+    path = str(tmp_path / "socket")
+
+    def answer_to(method, place, body=None, host="localhost"):
+        connection = http.client.HTTPConnection(host)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        with contextlib.closing(connection):
+            connection.sock.connect(path)
+            connection.request(method, place, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    with listening(service, socket=_unix_socket(path)):
+        status, text = answer_to("GET", MODELS)
+        assert (status, json.loads(text)["data"][0]["id"]) == (200, NAME)
+        status, text = answer_to(
+            "POST", COMPLETION, json.dumps({"model": NAME, "max_tokens": 3, "stream": True, "prompt": "Hi"})
+        )
+        assert (status, text.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert answer_to("GET", MODELS, host="evil.example")[0] == 403
 
 
 def test_each_request_has_an_id_in_its_response_and_in_the_log(service, monkeypatch, caplog):

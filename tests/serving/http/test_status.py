@@ -1,14 +1,17 @@
 """Health, readiness, models, metrics and the figures of the page."""
 
 import json
+import re
 
 import pytest
+from conftest import REPO
 from prometheus_client.parser import text_string_to_metric_families
-from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, about, client_of, error_of, posted, tiny_service
+from server_cases import CHAT, CLASSES, COMPLETION, FILES, NAME, about, client_of, error_of, posted, tiny_service, until
 
-from jshadow.errors import ServingError
-from jshadow.serving import Request
+from jshadow.errors import NumericalError, ServingError
+from jshadow.serving import Answer, Request
 from jshadow.serving.http import metrics
+from jshadow.serving.http.keys import ApiKeys, KeyLimits
 from jshadow.serving.http.metrics import fetched_a_token
 
 # The names that dashboards and gateways of vLLM read, by the type of each.
@@ -19,6 +22,7 @@ for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_per
     VLLM[f"vllm:{name}"] = "gauge"
 for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"):
     VLLM[f"vllm:{name}"] = "counter"
+JSON = {"content-type": "application/json"}
 TEXT = b"The sea is calm, and the lamp of the harbor burns. " * 2
 
 
@@ -26,7 +30,11 @@ def figures(client):
     """The samples by name and labels except the model's name, and the type of each family. All names are valid."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    families = list(text_string_to_metric_families(answer.text))
+    return samples_of(answer.text)
+
+
+def samples_of(text):
+    families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     assert all(family.documentation for family in families)
     samples = {}
@@ -137,3 +145,58 @@ def test_an_error_in_a_stream_is_told_logged_and_counted(client, service, monkey
     assert "a fault of ours" in caplog.text
     count = "jshadow:requests_refused_total", ("500",)
     assert figures(client)[0][count] == before.get(count, 0) + 1
+
+
+def test_a_token_is_drawn_on_demand(client, service, monkeypatch):
+    before = service.engine.report().counts.finished
+    assert client.get("/health/deep").json() == {"status": "ok"}
+    until(lambda: service.engine.report().counts.finished == before + 1)
+    monkeypatch.setattr(service.engine, "submit_all", lambda _: [answer_that_failed()])
+    assert error_of(client.get("/health/deep"))[0] == 500
+    monkeypatch.setattr(service, "ready", False)
+    assert error_of(client.get("/health/deep")) == (503, "not_ready")
+    monkeypatch.setattr(service, "keys", ApiKeys({"first": KeyLimits()}, None))
+    with client_of(service) as other:
+        assert other.get("/health/deep").status_code == 401
+
+
+def answer_that_failed():
+    answer = Answer(Request([0], 1))
+    answer.end(NumericalError("logits must be numbers, got NaN"))
+    return answer
+
+
+def test_what_the_server_holds_is_told(service, monkeypatch):
+    """While the body of a question and an upload arrive, and afterwards."""
+    monkeypatch.setattr(metrics, "FRESH_SECONDS", 0)
+    names = [("jshadow:held_body_bytes", ()), ("jshadow:uploads", ()), ("jshadow:groups", ()), ("jshadow:rows", ())]
+    with client_of(service) as client:
+        body = json.dumps({"model": NAME, "prompt": "Hi", "max_tokens": 2})
+        during = []
+        submit = service.submit
+
+        async def noted(*requests):
+            during.append(samples_of(service.metrics.text().decode())[0])
+            return await submit(*requests)
+
+        monkeypatch.setattr(service, "submit", noted)
+        assert client.post(COMPLETION, content=body, headers=JSON).status_code == 200
+        assert client.post(FILES, files={"file": ("b.txt", TEXT + b"Another.")}).status_code == 200
+        after = figures(client)[0]
+    assert [found[names[0]] for found in during] == [len(body), during[1][names[0]]]
+    assert during[1][names[0]] > len(TEXT)
+    assert [found[names[1]] for found in during] == [0, 1]
+    assert [after[name] for name in names[:2]] == [0, 0]
+    report = service.engine.report()
+    assert [after[name] for name in names[2:]] == [report.groups, report.rows] != [0, 0]
+
+
+def test_the_dashboard_shows_figures_that_the_server_has(client):
+    samples = {name for name, _ in figures(client)[0]}
+    text = (REPO / "examples" / "monitoring" / "grafana.json").read_text()
+    panels = json.loads(text)["panels"]
+    used = [set(re.findall(r"(?:vllm|jshadow):\w+", target["expr"])) for panel in panels for target in panel["targets"]]
+    assert len(panels) == 12
+    assert all(used)
+    # A counter by status, and the tiers of a library, have no sample before the first one.
+    assert set().union(*used) - samples <= {"jshadow:requests_refused_total"}
