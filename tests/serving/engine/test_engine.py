@@ -63,6 +63,22 @@ def test_unequal_requests_are_answered_as_generate_does(engine):
     assert engine.report().counts.most_units == OPTIONS.prompt_parts
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_are_stepped_after_so_many_parts_of_prompts(parts):
+    engine = engine_of(prompt_parts=parts)
+    running = engine.submit(Request(prompt_of(3), 16))
+    run(engine, running, 1)
+    long = engine.submit(Request(prompt_of(320), 1))
+    while not long.done:
+        pieces, units = len(running._pieces), engine.report().counts.units
+        while len(running._pieces) == pieces and not long.done:
+            engine.run_once()
+        assert engine.report().counts.units - units <= parts
+    assert engine.report().counts.most_units == parts
+    run(engine)
+    assert running.result(0).tokens == offline(running.request).tokens
+
+
 def test_a_seed_draws_the_same_tokens_in_every_slot_and_group(engine):
     seeded = Request(prompt_of(70), 17, WARM)
     others = [Request(prompt_of(80, seed), 13 + seed) for seed in range(3)]
