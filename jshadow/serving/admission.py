@@ -97,7 +97,7 @@ class EngineOptions:
         The last piece of a prompt is padded, so a class of short prompts has short pieces. A GPU takes longer for many
         short pieces than for a few long ones, because it reads the weights for each. A CPU does not.
         """
-        least, share = (64, 32) if jax.default_backend() == "cpu" else (256, 8)
+        least, share = (128, 16) if jax.default_backend() == "cpu" else (256, 8)
         return min(self.prefill_chunk, max(least, row_class.prompt // share))
 
     def parts(self, params: Params) -> RowParts:
