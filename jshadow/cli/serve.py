@@ -279,24 +279,34 @@ def _listening_socket(host: str, port: int, path: str | None) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Return a Unix socket that only this user can reach. What a killed server has left at its path is removed."""
+    """Return a Unix socket that only this user can reach. If a killed server has left its socket there, it is removed.
+
+    Raises ConfigError if the path is not free.
+    """
+    if Path(path).is_socket():
+        if _listens(path):
+            raise ConfigError(f"--uds must be a path on which no server listens, got {path}")
+        Path(path).unlink()
     found = socket.socket(socket.AF_UNIX)
     mask = os.umask(0o177)
     try:
-        if Path(path).is_socket():
-            with contextlib.suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as other:
-                other.connect(path)
-                raise ConfigError(f"--uds must be a path on which no server listens, got {path}")
-            Path(path).unlink()
         found.bind(path)
-    except (OSError, ConfigError) as error:
+    except OSError as error:
         found.close()
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"--uds must be a path for a new socket, got {path}: {error}") from error
     finally:
         os.umask(mask)
     return found
+
+
+def _listens(path: str) -> bool:
+    """Return whether a server listens on a Unix socket. A socket that cannot be asked counts as one in use."""
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(path)
+        except OSError as error:
+            return not isinstance(error, ConnectionRefusedError)
+    return True
 
 
 def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", options: "ServerOptions") -> "Service":

@@ -172,7 +172,7 @@ class _Groups:
 
     @property
     def full(self) -> bool:
-        """Whether as many requests have a row as may."""
+        """Whether no further request may have a row, because of `Limits.rows`."""
         most, rows = self.admission.limits.rows, [job for group in self._groups for job in group.jobs]
         return most is not None and len(rows) - rows.count(None) >= most
 

@@ -85,7 +85,7 @@ def digest_of(key: bytes) -> str:
 
 @dataclasses.dataclass
 class _Used:
-    """What was used with one key.
+    """The use of one key within the last minute.
 
     Attributes:
         requests: when each request of the last minute began.

@@ -39,7 +39,7 @@ from jshadow.serving.http.schemas import (
     Status,
     TokenizeRequest,
 )
-from jshadow.serving.http.service import Service, file_id_of, most_new, pieces
+from jshadow.serving.http.service import Service, end_of, file_id_of, most_new
 from jshadow.serving.http.uploads import Upload, decoded, not_kept, plain_name
 from jshadow.weights.templates import template_of
 
@@ -401,16 +401,10 @@ async def deep_health(request: Request) -> Status:
     await ready(request)
     [answer] = await service.submit(Generation([0], 1, client=caller_of(request).client, name="health"))
     try:
-        await _unless_gone(request, _end_of(answer), service.options.seconds)
+        await _unless_gone(request, end_of(answer), service.options.seconds)
     finally:
         service.cancel([answer])
     return Status(status="ok")
-
-
-async def _end_of(answer: Answer) -> None:
-    """Wait for the end of an answer. Raises its error if it failed."""
-    async for _ in pieces(answer):
-        pass
 
 
 def _engine_failed() -> ApiError:

@@ -126,6 +126,12 @@ async def pieces(answer: Answer) -> AsyncIterator[Piece]:
             await changed.wait()
 
 
+async def end_of(answer: Answer) -> None:
+    """Wait for the end of an answer. Raises its error if the request failed."""
+    async for _ in pieces(answer):
+        pass
+
+
 _T = TypeVar("_T")
 FILE = "file-"
 _KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
@@ -440,8 +446,7 @@ class Service:
         options: dict[str, Any] = {"priority": _READING_PRIORITY, "store": True, "title": name}
         [answer] = await self.submit(Request(ids, 1, client=caller.client, name=caller.request, **options))
         try:
-            async for _ in pieces(answer):
-                pass
+            await end_of(answer)
             report = answer.result(0).report
         finally:
             self.cancel([answer])
