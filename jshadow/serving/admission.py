@@ -9,14 +9,18 @@ import jax
 from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.host_memory import least_limit
 from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import KVState
 from jshadow.cache.system_memory import available_memory
 from jshadow.engine.placement import fetch_for, shards_of
 from jshadow.engine.rows import RowParts, RowSettings, row_of
+from jshadow.engine.speculation.drafter import Drafter, check_state, check_suits
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError, check_integer
 from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import abstract_of
 from jshadow.planner.limits import MemoryLimits
 from jshadow.planner.machine import device_here
+from jshadow.planner.pieces import extend_peak, turn_piece
 from jshadow.planner.sessions import SessionClass, class_plan
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
@@ -69,6 +73,8 @@ class EngineOptions:
         bias_limit: the largest number of biased tokens of a request.
         grammar: whether requests may have a grammar (`Request.allowed`).
         logprobs: whether requests may have log-probabilities (`Request.logprobs`).
+        speculate: a drafter that proposes tokens, or None. It changes no token. An answer that it cannot serve is drawn
+            token by token, and its report says why.
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
@@ -85,6 +91,7 @@ class EngineOptions:
     bias_limit: int = 0
     grammar: bool = False
     logprobs: bool = False
+    speculate: Drafter | None = None
     threaded: bool = True
 
     def __post_init__(self) -> None:
@@ -126,6 +133,21 @@ class GroupBytes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How tokens are proposed for the rows of a class.
+
+    Attributes:
+        drafter: what proposes them, or None.
+        plain: why nothing does, or None.
+        state: the abstract state of one row.
+    """
+
+    drafter: Drafter | None
+    plain: str | None
+    state: KVState
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedClass:
     """A class with all that follows from the model and the policy.
 
@@ -137,6 +159,7 @@ class PlannedClass:
         bytes: the bytes of a group.
         document: the key of the stored document that the rows of the group share, or None.
         specs: the specs of one row on that document, or None.
+        drafting: how tokens are proposed, or None if the engine does not speculate.
     """
 
     row_class: RowClass
@@ -146,6 +169,12 @@ class PlannedClass:
     bytes: GroupBytes
     document: str | None = None
     specs: tuple[CacheSpec, ...] | None = None
+    drafting: Drafting | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What proposes tokens for the rows, or None."""
+        return None if self.drafting is None else self.drafting.drafter
 
     @property
     def key(self) -> tuple[str | None, RowClass]:
@@ -159,9 +188,14 @@ def plan_classes(
     """Return the plans of the classes, by capacity.
 
     Raises:
-        ConfigError: there is no class, an item is not a RowClass, or a setting is out of range.
+        ConfigError: there is no class, an item is not a RowClass, a setting is out of range, or `options.speculate` is
+            no drafter for an engine with this model.
         CapacityError: a class has more tokens than the model's context.
     """
+    if (drafter := options.speculate) is not None:
+        check_suits(drafter, params, 1)
+        if not drafter.in_engines:
+            raise ConfigError(f"speculate must be a drafter that engines can use, got {drafter.name!r}")
     if not classes or not all(isinstance(one, RowClass) for one in classes):
         raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
     ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
@@ -191,7 +225,35 @@ def _plan_class(params: Params, policy: Policy | None, row_class: RowClass, opti
     plan = class_plan(config, resolved, sizes, session, jax.default_backend(), **kinds)
     rows = total([plan.group_bytes, settings_bytes(options.parts(params), row_class.rows)])
     needed = GroupBytes(rows, sum(plan.temporaries.values()), plan.prefill)
-    return PlannedClass(row_class, resolved, fallback, plan.fetch, needed)
+    planned = PlannedClass(row_class, resolved, fallback, plan.fetch, needed)
+    return with_drafting(planned, options.speculate, config, session.specs(config, resolved))
+
+
+def with_drafting(
+    plan: PlannedClass, drafter: Drafter | None, config: ModelConfig, specs: tuple[CacheSpec, ...]
+) -> PlannedClass:
+    """Return the plan with the bytes that a drafter takes, or with the reason why it proposes nothing.
+
+    `specs` are those of one row. Without a drafter, the plan stays as it is.
+    """
+    if drafter is None:
+        return plan
+    count, state = plan.row_class.rows, abstract_of(specs, plan.policy)
+    shared = state.replace(lengths=jax.ShapeDtypeStruct((count,), "int32"))  # by all rows, as in a group on a document
+    try:
+        check_state(drafter, config, state if plan.document is None else shared)
+        if turn_piece(state, 2) == 1:
+            raise ConfigError(f"policy must take the tokens of a turn together to gain by it, got {plan.policy.name}")
+    except ConfigError as error:
+        return dataclasses.replace(plan, drafting=Drafting(None, str(error), state))
+    group = abstract_of(tuple(dataclasses.replace(spec, batch=count) for spec in specs), plan.policy)
+    peak, logits = extend_peak(config, group, drafter.tokens + 1), 4 * count * (drafter.tokens + 1) * config.vocab_size
+    sizes = dataclasses.replace(
+        plan.bytes,
+        rows=total([plan.bytes.rows, drafter.row_bytes(config, state).times(count)]),
+        step=max(plan.bytes.step, peak["piece"] + peak["hooks"] + 2 * logits),
+    )
+    return dataclasses.replace(plan, bytes=sizes, drafting=Drafting(drafter, None, state))
 
 
 def settings_bytes(parts: RowParts, rows: int) -> ByteCount:

@@ -18,7 +18,14 @@ from jshadow.planner.bytes import abstract_of, step_temporaries
 from jshadow.planner.pieces import extend_peak
 from jshadow.planner.sessions import halves
 from jshadow.policies import Policy
-from jshadow.serving.admission import GroupBytes, PlannedClass, RowClass, effective_policy, settings_bytes
+from jshadow.serving.admission import (
+    GroupBytes,
+    PlannedClass,
+    RowClass,
+    effective_policy,
+    settings_bytes,
+    with_drafting,
+)
 from jshadow.serving.groups import Programs
 from jshadow.serving.jobs import Job, typed
 
@@ -93,7 +100,8 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
         reading=total([live, ByteCount(peak["piece"] + peak["hooks"] + peak["logits"])]),
         shared=prompt,
     )
-    return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
+    plan = PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
+    return with_drafting(plan, options.speculate, config, specs)
 
 
 def _rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:

@@ -13,6 +13,7 @@ import jax
 
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows import RowSettings, check_row
+from jshadow.engine.speculation.drafter import Pace
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import ConfigError, JshadowError, QueueFull, ServingError
 from jshadow.policies import Policy
@@ -148,9 +149,13 @@ class Engine:
         """Answer a request of a class, on a document of one token if there is a library."""
         read = 0 if library is None else 1
         most = plan.row_class.room if library is None else min(plan.row_class.room - 1, library.capacity - 2)
+        drafter = self.options.speculate
+        # Each width of speculation has a program of its own. The first token comes before the first step.
+        widths = [] if drafter is None else list(reversed(Pace(drafter.tokens, drafter.cost, 1).widths))
         # A seed of more than 32 bits takes one program more.
-        request = Request(ids, min(3, most), RowSettings(seed=-(2**63)))
+        request = Request(ids, min(max(3, 1 + len(widths)), most), RowSettings(seed=-(2**63)))
         job = Job(Answer(request), ids, TextStream(None), frozenset())
+        job.widths = widths
         job.plans, job.read = [plan], read
         own = self._loop.library
         if own is not None and (library is not None or plan.row_class.capacity == own.capacity):

@@ -10,7 +10,7 @@ from jax import Array
 
 from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine import decode
-from jshadow.engine.placement import commit
+from jshadow.engine.placement import commit, commit_arrays
 from jshadow.engine.prefill.whole import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
 from jshadow.engine.rows import (
     RowSampling,
@@ -23,8 +23,12 @@ from jshadow.engine.rows import (
     set_row,
 )
 from jshadow.engine.sampling import NO_TOKEN
+from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
+from jshadow.engine.speculation.rows import GuessPlan, draw_guessed, guess_rows
+from jshadow.engine.speculation.run import Guesses, hear
 from jshadow.planner.pieces import pieces_of
 from jshadow.serving.admission import EngineOptions, PlannedClass
+from jshadow.serving.drafts import Drafts
 from jshadow.serving.jobs import Job
 from jshadow.serving.requests import FULL_WORD, DrawnToken, read_drawn
 from jshadow.weights.params import Params
@@ -123,8 +127,11 @@ class Programs:
         return draw_rows(rows, logits, None if active is None else jnp.array(active))
 
     def likely(self, logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
-        """Return the log-probabilities of drawn tokens and of the likeliest ones, as `likely_tokens` does."""
-        return likely_tokens(logits, tokens)
+        """Return the log-probabilities of drawn tokens and of the likeliest ones, as `likely_tokens` does.
+
+        The tokens of a row, if there are several, follow one another.
+        """
+        return likely_tokens(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1))
 
     def pool(self, state: KVState, plan: PlannedClass) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
@@ -154,9 +161,73 @@ class Programs:
         logits, writes = row_logits(self.params.weights, fed, reads, writes, config=self.params.config)
         return logits, pool._replace(state=pool.state.join(writes))
 
-    def taken(self, pool: Pool, slot: int, unfed: Sequence[int]) -> KVState:
-        """Return one row of a pool as a state of its own, after further tokens."""
-        return self.fed(pool.state.take([slot]), unfed)
+    def remembered(self, drafter: Drafter, ids: Sequence[int], token: int, state: KVState) -> tuple[Memory, int]:
+        """Return what a drafter remembers of one row, and how many tokens it can propose.
+
+        Args:
+            drafter: the drafter.
+            ids: token ids of the prompt.
+            token: the first new token.
+            state: the state of the row after the prompt. It is only read.
+        """
+        memory = drafter.begin(Text.of([ids], self.params.config), state)
+        memory = memory._replace(live=commit_arrays(memory.live, state.specs[0].shards))
+        memory, ready = hear(drafter, memory, np.array([[token]], np.int32), np.ones(1, np.int32), state)
+        return memory, int(ready[0])
+
+    def with_memory(self, drafter: Drafter, memory: Memory | None, slot: int, one: Memory, rows: int) -> Memory:
+        """Replace a row of what a drafter remembers of `rows` rows. None: nothing yet. This consumes `memory`."""
+        return drafter.inserted(drafter.repeated(one, rows) if memory is None else memory, slot, one)
+
+    def guess(
+        self, pool: Pool, memory: Memory, at: tuple[np.ndarray, np.ndarray], drafting: tuple[Drafter, int]
+    ) -> tuple[Guesses, Pool, Memory]:
+        """Let a drafter propose tokens, and the model read them. This consumes the pool's state and the memory.
+
+        Args:
+            pool: the rows.
+            memory: what the drafter remembers.
+            at: the newest token of each row, and how many more it may get, int32 [rows]. 0: it is not active.
+            drafting: the drafter, and how many tokens it proposes.
+        """
+        reads, writes = pool.state.split()
+        fed, left = map(jnp.array, at)
+        guesses, writes, live = guess_rows(
+            (self.params.weights, memory.fixed),
+            reads,
+            writes,
+            memory.live,
+            (Progress(fed, pool.rows.step, left), pool.rows),
+            config=self.params.config,
+            plan=GuessPlan(drafting[0].traced, drafting[1]),
+        )
+        return guesses, pool._replace(state=pool.state.join(writes)), memory._replace(live=live)
+
+    def draw_guessed(self, pool: Pool, guesses: Guesses, active: np.ndarray) -> tuple[Array, Array, Array, Pool]:
+        """Draw the tokens that follow the guesses, and give wrong guesses back. This consumes the pool.
+
+        Return the tokens int32 [rows, n], how many of them are real [rows], their logits [rows, n, V], and the pool.
+        """
+        reads, writes = pool.state.split()
+        tokens, counts, rows, writes = draw_guessed(pool.rows, guesses, reads, writes, jnp.array(active))
+        return tokens, counts, guesses.logits, Pool(pool.state.join(writes), rows)
+
+    def heard(
+        self, drafter: Drafter, memory: Memory, new: tuple[Array, Any, np.ndarray], state: KVState
+    ) -> tuple[Memory, Array]:
+        """Tell a drafter new tokens. Return its memory, and how many tokens it can propose. This consumes `memory`.
+
+        `new` has the tokens [rows] or [rows, n], how many of them are real [rows], and which rows count, bool [rows].
+        """
+        tokens, counts, takes = new
+        return hear(drafter, memory, tokens.reshape(len(takes), -1), jnp.where(takes, counts, 0), state)
+
+    def taken(self, pool: Pool, slot: int, surplus: int, unfed: Sequence[int]) -> KVState:
+        """Return one row of a pool as a state of its own, without its `surplus` newest tokens, and after others."""
+        state = pool.state.take([slot])
+        if surplus:
+            state = state.rewind(np.asarray(state.lengths) - surplus)
+        return self.fed(state, unfed)
 
     def fork(self, state: KVState) -> KVState:
         """Return a copy of a state that may be consumed."""
@@ -169,9 +240,6 @@ class Programs:
         return state
 
 
-_Drawn = list[tuple[int, list[DrawnToken]]]  # for each active row, its slot and the tokens that a step drew
-
-
 class Group:
     """A pool of rows. A row is free, reserved by a job that is being read, or active.
 
@@ -181,6 +249,7 @@ class Group:
         active: which rows a step feeds, bool [rows].
         pool: the arrays. None before the first row is inserted.
         base: the stored state whose prompt half all rows share, or None.
+        drafts: what proposes tokens for the rows, or None.
     """
 
     def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
@@ -189,6 +258,7 @@ class Group:
         self.jobs: list[Job | None] = [None] * count
         self.active = np.zeros(count, bool)
         self.pool: Pool | None = None
+        self.drafts = None if plan.drafter is None else Drafts(plan.drafter, programs, count)
         self._fed = np.zeros(count, np.int32)
         self._logits: Any = None
         self._drawn: Any = None
@@ -223,6 +293,9 @@ class Group:
         if self.pool is None:
             self.pool = self.programs.pool(state, self.plan)
         self.pool = self.programs.insert(self.pool, slot, state, row)
+        job = self.jobs[slot]
+        if self.drafts is not None and job is not None:
+            self.drafts.insert(slot, job, token, state)
         self._fed[slot], self.active[slot] = token, True
 
     def allow(self, slot: int, words: np.ndarray) -> None:
@@ -240,31 +313,53 @@ class Group:
     def start_step(self) -> None:
         """Start a step of the active rows. `start_draw` ends it."""
         assert self.pool is not None
-        self._logits, self.pool = self.programs.step(self.pool, self._fed, self.active)
+        guessed = None
+        if self.drafts is not None:
+            guessed = self.drafts.guess(self.pool, self._fed, self.jobs, self.active)
+        if guessed is not None:
+            self.pool = guessed
+        else:
+            self._logits, self.pool = self.programs.step(self.pool, self._fed, self.active)
 
     def start_draw(self) -> None:
-        """Start to draw the next tokens from the logits of the step. `drawn` waits for them.
+        """Start to draw the next tokens from the logits of the step. `drawn` waits for them."""
+        pool, counts = self.pool, self.active.astype(np.int32)
+        assert pool is not None
+        if self._words is not None:
+            pool = pool._replace(rows=self.programs.masked(pool.rows, self._words))
+        if self.drafts is not None and self.drafts.width:
+            tokens, counts, logits, pool = self.drafts.draw(pool, self.active)
+        else:
+            logits = self._logits
+            tokens, rows = self.programs.draw(logits, pool.rows, self.active)
+            pool = pool._replace(rows=rows)
+        wanted = any(job is not None and job.request.logprobs is not None for job in self.jobs)
+        self._drawn = tokens, counts, self.programs.likely(logits, tokens) if wanted else None
+        self._logits, self.pool = None, pool
+        if self.drafts is not None:
+            self.drafts.hear(tokens, counts, self.jobs, pool.state)
 
-        A program that draws several tokens of a row at once, such as one with speculation, takes the place of
-        `Programs.draw`. `drawn` then returns all of them.
+    def drawn(self) -> list[tuple[int, list[DrawnToken]]]:
+        """Return the slot and the new tokens of each active row, in order. A row without a token has NO_TOKEN."""
+        tokens, counts, likely = self._drawn
+        found, counts, self._drawn = read_drawn(tokens, likely), np.asarray(counts), None
+        if self.drafts is not None:
+            self.drafts.drawn(counts, self.jobs)
+        most = len(found) // len(counts)
+        new = [(slot, found[slot * most :][: counts[slot]]) for slot in np.flatnonzero(self.active).tolist()]
+        for slot, row in new:
+            self._fed[slot] = 0 if row[-1].token == NO_TOKEN else row[-1].token
+        return new
+
+    def timed(self, seconds: float) -> None:
+        """Take in the time of a step of this group that ran alone."""
+        if self.drafts is not None:
+            self.drafts.pace.timed(self.drafts.width, seconds)
+
+    def row(self, slot: int, surplus: int, unfed: Sequence[int]) -> Any:
+        """Return the state of one row as a state of its own.
+
+        It is without the `surplus` newest tokens, and with those that were drawn but not fed.
         """
         assert self.pool is not None
-        rows, logits = self.pool.rows, self._logits
-        if self._words is not None:
-            rows = self.programs.masked(rows, self._words)
-        tokens, rows = self.programs.draw(logits, rows, self.active)
-        wanted = any(job is not None and job.request.logprobs is not None for job in self.jobs)
-        self._drawn = tokens, self.programs.likely(logits, tokens) if wanted else None
-        self._logits, self.pool = None, self.pool._replace(rows=rows)
-
-    def drawn(self) -> _Drawn:
-        """Return the new tokens of each active row, in order. A row without a token has NO_TOKEN."""
-        found = read_drawn(*self._drawn)
-        self._drawn = None
-        self._fed = np.array([0 if one.token == NO_TOKEN else one.token for one in found], np.int32)
-        return [(slot, [found[slot]]) for slot in np.flatnonzero(self.active).tolist()]
-
-    def row(self, slot: int, unfed: list[int]) -> Any:
-        """Return the state of one row as a state of its own, after the tokens that were drawn but not fed."""
-        assert self.pool is not None
-        return self.programs.taken(self.pool, slot, unfed)
+        return self.programs.taken(self.pool, slot, surplus, unfed)

@@ -62,6 +62,9 @@ class Job:
         rooms: the classes that have the room for the rest of the prompt and the answer.
         keep: stores token ids and the state that holds them. None if nothing is to be stored.
         row: the sampling settings, as arrays of one row. None before the prompt is read.
+        plain: why no tokens are proposed for the answer, or None.
+        proposed, accepted: number of tokens that were proposed by speculation, and of these that were accepted.
+        widths: numbers of proposed tokens that the next steps have, whatever is accepted. For `Engine.warm`.
         stored: the future of the key of the state that was stored last, or None.
         not_stored: why a state that was to be stored was not, or None.
     """
@@ -77,6 +80,9 @@ class Job:
         self.rooms: list[RowClass] = []
         self.keep: Callable[..., Any] | None = None
         self.row: Any = None
+        self.plain: str | None = None
+        self.proposed = self.accepted = 0
+        self.widths: list[int] = []
         self.stored: concurrent.futures.Future[str] | None = None
         self.not_stored: str | None = None
         self.arrived = time.monotonic()
@@ -101,6 +107,11 @@ class Job:
     def plan(self) -> PlannedClass:
         """The class in which the job runs."""
         return self.plans[0]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that the answer may still get."""
+        return self.request.max_new_tokens - len(self.stream.tokens)
 
     @property
     def waits_for_file(self) -> bool:
@@ -150,7 +161,7 @@ class Job:
         else:
             text = stream.push(token)
             finish = "stop" if stream.stopped else ""
-        if not finish and len(stream.tokens) == self.request.max_new_tokens:
+        if not finish and not self.left:
             text += stream.finish()
             finish = "stop" if stream.stopped else "length"
         self.answer.add(Piece(text, token, drawn.logprobs(self.request.logprobs)))
@@ -172,6 +183,9 @@ class Job:
             decode_seconds=now - self.first,
             stored=self.stored,
             not_stored=self.not_stored,
+            proposed_tokens=self.proposed,
+            accepted_tokens=self.accepted,
+            plain=self.plain,
         )
         text = None if stream.tokenizer is None else stream.text
         self.answer.end(AnswerResult(stream.tokens[: stream.kept()], text, report))

@@ -14,6 +14,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import JshadowError, NumericalError, ServingError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission, PlannedClass
+from jshadow.serving.drafts import why_plain
 from jshadow.serving.groups import Group, Programs
 from jshadow.serving.jobs import Job, WaitingQueue, typed
 from jshadow.serving.requests import Answer, DrawnToken, read_drawn
@@ -26,6 +27,8 @@ class Counts:
     Attributes:
         finished, failed, cancelled: number of requests that ended in each way.
         tokens: number of drawn tokens.
+        proposed, accepted: number of tokens that were proposed by speculation, and of these that were accepted, in the
+            answers that have ended.
         steps: number of steps of groups.
         units: number of parts of prompts that were read.
         most_units: the largest number of parts between two steps of running rows.
@@ -37,6 +40,8 @@ class Counts:
     failed: int = 0
     cancelled: int = 0
     tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
     steps: int = 0
     units: int = 0
     most_units: int = 0
@@ -295,6 +300,8 @@ class Loop:
 
     def _drop(self, job: Job) -> None:
         """Take a job out of the queue, of the reading and of its row."""
+        self.counts.proposed += job.proposed
+        self.counts.accepted += job.accepted
         self.waiting.remove(job)
         self.readings = [reading for reading in self.readings if reading.job is not job]
         self.groups.release(job)
@@ -345,6 +352,7 @@ class Loop:
         self._prepare()
         due = not self.readings or self._units >= self.programs.options.prompt_parts
         stepping = [group for group in self.groups if due and group.active.any()]
+        begun = time.monotonic()
         for group in stepping:
             group.start_step()
         for group in stepping:
@@ -361,7 +369,10 @@ class Loop:
             self.counts.units += 1
             self._units += 1
         for group in stepping:
-            for slot, tokens in group.drawn():
+            drawn = group.drawn()
+            if reading is None and len(stepping) == 1:
+                group.timed(time.monotonic() - begun)
+            for slot, tokens in drawn:
                 job = group.jobs[slot]
                 assert job is not None
                 with self._work_for(job):
@@ -393,10 +404,11 @@ class Loop:
 
     def _push(self, job: Job, group: Group, slot: int, tokens: Sequence[DrawnToken]) -> None:
         """Give the tokens that a step drew to the job of a row."""
-        for drawn in tokens:
+        for later, drawn in zip(reversed(range(len(tokens))), tokens, strict=True):
             finish = self._add(job, drawn)
             if finish and job.keeps_answer:
-                documents.keep(job, job.ids + job.stream.tokens, functools.partial(group.row, slot, [drawn.token]))
+                state = functools.partial(group.row, slot, later, [drawn.token])
+                documents.keep(job, job.ids + job.stream.tokens, state)
             if finish or job.answer.done:
                 return self._complete(job, finish)
 
@@ -441,7 +453,7 @@ class Loop:
             twin.plans = [group.plan]
             twin.start()
             with self._work_for(twin):
-                twin.row = self.programs.row(twin.request.settings, twin.ids)
+                twin.row, twin.plain = self.programs.row(twin.request.settings, twin.ids), why_plain(twin)
                 self._begin_answer(twin, group, slot, read)
 
     def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
@@ -495,7 +507,7 @@ class Loop:
             with self._work_for(job):
                 place = self.groups.place(job, paused)
                 if place is not None:
-                    job.row = self.programs.row(job.request.settings, job.ids)
+                    job.row, job.plain = self.programs.row(job.request.settings, job.ids), why_plain(job)
                     self.readings.append(_Reading(self.programs, job, *place))
             if job.answer.done or job.waits_for_file:
                 continue

@@ -127,6 +127,9 @@ class AnswerReport:
         stored: the future of the key of the state that was stored last, or None. It is done when the file is complete.
         not_stored: why a state that was to be stored was not, or None. An error after the end of the answer is told by
             `stored` alone.
+        proposed_tokens: number of tokens that were proposed by speculation.
+        accepted_tokens: number of these that were accepted.
+        plain: why no tokens were proposed in an engine that speculates, or None.
     """
 
     policy: Policy
@@ -141,6 +144,9 @@ class AnswerReport:
     decode_seconds: float
     stored: "concurrent.futures.Future[str] | None" = None
     not_stored: str | None = None
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    plain: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,8 +308,11 @@ class DrawnToken(NamedTuple):
 
 
 def read_drawn(tokens: Array, likely: tuple[Array, Array, Array] | None) -> list[DrawnToken]:
-    """Wait for the tokens of all rows, int32 [rows], and for what `likely_tokens` returned, if anything."""
-    ids = np.asarray(tokens).tolist()
+    """Wait for the tokens of all rows, int32 [rows] or [rows, n], and for what `likely_tokens` returned, if anything.
+
+    The tokens of a row follow one another in the result.
+    """
+    ids = np.ravel(np.asarray(tokens)).tolist()
     if likely is None:
         return [DrawnToken(token) for token in ids]
     return [DrawnToken(*row) for row in zip(ids, *map(np.asarray, likely), strict=True)]

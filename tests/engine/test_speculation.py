@@ -49,7 +49,7 @@ EXACT = {
     "compressed": CompressedDraft(tokens=4, policy=Full()),
     "model": DraftModel(model(), tokens=4),
 }
-TARGET = Target(*[None] * 7)  # prompt lookup does not look at the model
+TARGET = Target(*[None] * 6)  # prompt lookup does not look at the model
 
 
 def generate(name="full", temperature=0.0, config=TINY, **options):
@@ -353,17 +353,35 @@ def test_summaries_follow_the_state():
 
 
 def test_the_pace_follows_what_is_accepted():
-    pace, ready = Pace(8, 0.08), np.full(2, 8)
-    assert pace.choose(ready) == 8
-    assert pace.choose(np.zeros(2)) == 0
+    pace, ready, both = Pace(8, 0.08, 2), np.full(2, 8), np.ones(2, bool)
+    assert pace.choose(ready, both) == 8
+    assert pace.choose(np.zeros(2), both) == 0
     for _ in range(20):
         pace.heard(np.array([8, 8]), np.array([0, 0]))
-    assert pace.choose(ready) == 0
-    widths = [pace.choose(ready) for _ in range(100)]
+    assert pace.choose(ready, both) == 0
+    widths = [pace.choose(ready, both) for _ in range(100)]
     assert {0, 2} == set(widths)  # now and then it tries again
     for _ in range(20):
-        pace.heard(np.array([2, 2]), np.array([2, 2]))
-    assert pace.choose(ready) == 8
+        pace.heard(np.array([2, 0]), np.array([2, 0]))
+    assert [pace.choose(ready, np.array(active)) for active in ([True, False], [False, True])] == [8, 0]
+    pace.begin(1)
+    assert pace.choose(ready, np.array([False, True])) == 8
+
+
+def test_the_pace_follows_the_times_of_cycles():
+    pace, ready, active = Pace(8, 0.08, 1), np.full(1, 8), np.ones(1, bool)
+    for width in pace.widths:
+        pace.timed(width, 60.0)  # with the time to compile
+    pace.timed(0, 1.0)
+    assert pace.choose(ready, active) == 8
+    for seconds in (9.0, 4.0, 5.0):  # as long as five steps
+        pace.timed(8, seconds)
+    assert pace.choose(ready, active) == 2
+    pace.timed(2, 40.0)
+    assert pace.choose(ready, active) == 0
+    for seconds in (1.2, 1.3):
+        pace.timed(2, seconds)  # one long time of three is an exception
+    assert pace.choose(ready, active) == 2
 
 
 # At random: the tokens of plain decoding. The laws have the turns and rewinds of every policy

@@ -4,9 +4,11 @@ B is the number of rows, S the tokens of the longest text, and w the number of t
 """
 
 import abc
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jshadow.cache.accounting import ByteCount
 from jshadow.cache.recurrence import RECENT
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import shards_of
-from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
@@ -51,7 +53,8 @@ class Target(NamedTuple):
         state: its state, which has not read `progress.token`.
         progress: how far each row is.
         wanted: how many tokens are needed for each row, int32 [B], at most the width that is asked for.
-        sampler, key: how the model draws. Token number i of a row is drawn with fold_in(key, i).
+        draw: how the model draws. It maps logits [B, V] and the number of draws before it in this cycle to tokens,
+            int32 [B].
     """
 
     weights: dict
@@ -59,8 +62,7 @@ class Target(NamedTuple):
     state: KVState
     progress: Progress
     wanted: Array
-    sampler: Sampler
-    key: Array
+    draw: Callable[[Array, Array], Array]
 
 
 class Text(NamedTuple):
@@ -123,12 +125,14 @@ class Drafter(abc.ABC):
         name: the name on the command line.
         source: the paper, or the program.
         on_meshes: whether it can serve a model on several devices.
+        in_engines: whether it can propose tokens for rows that come and go (`jshadow.serving.Engine`).
         cost: what a proposed token costs, its check included, in plain steps. It decides how many tokens pay.
     """
 
     tokens: int = dataclasses.field(default=8, kw_only=True)
 
     on_meshes: ClassVar[bool] = False
+    in_engines: ClassVar[bool] = False
     cost: ClassVar[float] = 0.08
 
     name: ClassVar[str] = ""
@@ -152,8 +156,8 @@ class Drafter(abc.ABC):
         """Raise ConfigError if the drafter cannot serve a model with such a state, which may be abstract."""
         return
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError if the drafter's token ids are not those of the model's tokenizer, which may be None."""
+    def check_model(self, params: Params) -> None:
+        """Raise ConfigError if the drafter's token ids are not those of a model."""
         return
 
     @abc.abstractmethod
@@ -182,63 +186,106 @@ class Drafter(abc.ABC):
             state: the target's state, which has read all but the newest token.
         """
 
+    def row_bytes(self, config: ModelConfig, state: KVState) -> ByteCount:
+        """Return the bytes of the memory of one row, without weights. `state` is the target's, and may be abstract."""
+        raise NotImplementedError
+
+    def repeated(self, memory: Memory, rows: int) -> Memory:
+        """Return the memory of `rows` rows, each as the only row of `memory`."""
+        return memory._replace(live=_repeated(memory.live, rows))
+
+    def inserted(self, memory: Memory, row: int, one: Memory) -> Memory:
+        """Return a memory in which row `row` is the only row of `one`. This consumes `memory`."""
+        return memory._replace(live=_inserted(memory.live, np.int32(row), one.live))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeated(live: Any, rows: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), live)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _inserted(live: Any, row: Array, one: Any) -> Any:
+    return jax.tree.map(lambda held, given: held.at[row].set(given[0]), live, one)
+
 
 _FORGET = 0.8  # weight of the older cycles in the share of accepted tokens, for each new one
 _TRY_AGAIN = 32  # after so many cycles without a proposal, a few tokens are proposed to see whether they are accepted
 _PRIOR = (4.0, 1.0)  # accepted and refused tokens before the first cycle
+_TIMES = 5  # of each width, the median of so many times counts
 
 
-@dataclasses.dataclass
 class Pace:
-    """Chooses the number of proposed tokens of each cycle.
+    """Chooses the number of proposed tokens of each cycle, which all rows have in common.
 
     A number is one of `widths`, so that few programs are compiled.
 
     Attributes:
         most: the most tokens that may be proposed.
-        cost: a cycle with w proposed tokens is taken to cost 1 + cost * w plain steps.
-        accepted, refused: proposed tokens that were accepted, and first tokens that were not, with lower weights for
-            older cycles.
+        cost: a cycle with w proposed tokens is taken to cost 1 + cost * w plain steps, until its time is known.
+        accepted, refused: proposed tokens of each row that were accepted, and first tokens that were not, with lower
+            weights for older cycles, float [B].
         idle: number of cycles since the last proposal in which tokens could have been proposed.
+        seconds: the last times of cycles, by width, if they are told.
     """
 
-    most: int
-    cost: float
-    accepted: float = _PRIOR[0]
-    refused: float = _PRIOR[1]
-    idle: int = 0
+    def __init__(self, most: int, cost: float, rows: int) -> None:
+        self.most, self.cost, self.idle = most, cost, 0
+        self.accepted, self.refused = np.full(rows, _PRIOR[0]), np.full(rows, _PRIOR[1])
+        self.seconds: dict[int, collections.deque[float]] = {}
+        self._known: set[int] = set()
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers to choose from: 0, a quarter of the largest, and the largest."""
         return tuple(sorted({0, max(1, self.most // 4), self.most}))
 
-    def choose(self, ready: np.ndarray) -> int:
+    def begin(self, row: int) -> None:
+        """Forget what a row accepted. Another text has its place."""
+        self.accepted[row], self.refused[row] = _PRIOR
+
+    def choose(self, ready: np.ndarray, active: np.ndarray) -> int:
         """Return the number of tokens to propose.
 
         Args:
-            ready: how many tokens can be proposed for each active row, int [n].
+            ready: how many tokens can be proposed for each row, int [B].
+            active: which rows go on, bool [B].
         """
-        if not ready.any():
+        if not ready[active].any():
             return 0
         self.idle += 1
         if self.idle > _TRY_AGAIN:
             self.idle = 0
+            self.seconds.clear()
             return self.widths[1]
-        share = self.accepted / (self.accepted + self.refused)
+        share = (self.accepted / (self.accepted + self.refused))[active]
         gains = []
         for width in self.widths:
-            tokens = 1 + sum(share**place * (ready >= place).mean() for place in range(1, width + 1))
-            gains.append(tokens / (1 + self.cost * width))
+            tokens = 1 + sum((share**place * (ready[active] >= place)).mean() for place in range(1, width + 1))
+            gains.append(tokens / self._time(width))
         best = self.widths[int(np.argmax(gains))]
         self.idle = 0 if best else self.idle
         return best
 
     def heard(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
         """Take in the numbers of proposed and of accepted tokens of each row in a cycle, int [B]."""
-        if proposed.any():
-            self.accepted = _FORGET * self.accepted + int(accepted.sum())
-            self.refused = _FORGET * self.refused + int((accepted < proposed).sum())
+        some = proposed > 0
+        self.accepted = np.where(some, _FORGET * self.accepted + accepted, self.accepted)
+        self.refused = np.where(some, _FORGET * self.refused + (accepted < proposed), self.refused)
+
+    def timed(self, width: int, seconds: float) -> None:
+        """Take in the time of a cycle that ran alone. The first one of a width may have compiled its program."""
+        if width in self._known:
+            self.seconds.setdefault(width, collections.deque(maxlen=_TIMES)).append(seconds)
+        self._known.add(width)
+
+    def _time(self, width: int) -> float:
+        """Return the time of a cycle, in any unit."""
+        known = {other: statistics.median(times) for other, times in self.seconds.items()}
+        if width in known:
+            return known[width]
+        steps = [time / (1 + self.cost * other) for other, time in known.items()]
+        return (1 + self.cost * width) * (statistics.fmean(steps) if steps else 1.0)
 
 
 _TOKENS = 4096  # the capacity at which `rewinding` looks at the policies
@@ -249,14 +296,26 @@ def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequenc
 
     Args:
         drafter: any value. An error is raised if it is not a Drafter.
+        state: the state that the prompts are fed to, which may be abstract.
+        prompts: number of tokens of the prompt of each row.
         new: the most tokens that a row can get.
     """
+    check_suits(drafter, params, state.batch)
+    check_state(drafter, params.config, state)
+    check_gives(drafter, state, prompts, new)
+
+
+def check_suits(drafter: Any, params: Params, batch: int) -> None:
+    """Raise ConfigError unless a value is a Drafter that suits a model, with `batch` rows."""
     if not isinstance(drafter, Drafter):
         raise ConfigError(f"speculate must be a drafter, such as PromptLookup(), got {drafter!r:.80}")
-    config = params.config
-    if shards_of(params, state.batch) is not None and not drafter.on_meshes:
+    if shards_of(params, batch) is not None and not drafter.on_meshes:
         raise ConfigError(f"speculate={drafter.name!r} needs a model on one device, got one on a mesh")
-    drafter.check_tokenizer(params.tokenizer)
+    drafter.check_model(params)
+
+
+def check_state(drafter: Drafter, config: ModelConfig, state: KVState) -> None:
+    """Raise ConfigError unless a state, which may be abstract, can give tokens back, and the drafter suits it."""
     if not _can_rewind(state):
         raise ConfigError(
             f"policy must be able to give tokens back to speculate, as {', '.join(_rewinding(config))} are, got "
@@ -268,6 +327,10 @@ def check_drafter(drafter: Any, params: Params, state: KVState, prompts: Sequenc
             f"of at most {RECENT} tokens, the newest one included, got {drafter.tokens}"
         )
     drafter.check_target(config, state)
+
+
+def check_gives(drafter: Drafter, state: KVState, prompts: Sequence[int], new: int) -> None:
+    """Raise ConfigError unless a state can give back as many tokens as are proposed. See `check_drafter`."""
     is_abstract = isinstance(state.lengths, jax.ShapeDtypeStruct)
     held, reached = (np.zeros((2, len(prompts)), np.int64)) if is_abstract else (state.lengths, state.reached())
     first = np.asarray(held) + np.asarray(prompts)

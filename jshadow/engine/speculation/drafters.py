@@ -31,13 +31,13 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from jshadow.cache import host_memory, offload
+from jshadow.cache.accounting import ByteCount, leaf_bytes
 from jshadow.cache.records import HostWrite, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState, with_room
 from jshadow.engine.checks import check_policy
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.prefill.whole import prefill
-from jshadow.engine.sampling import sample_numbered
 from jshadow.engine.speculation.drafter import Drafter, Memory, Proposal, Target, Text, check_gives_back
 from jshadow.engine.step import LayerWork, append_tokens, step_state
 from jshadow.errors import ConfigError
@@ -87,6 +87,7 @@ class PromptLookup(Drafter):
 
     name = "prompt_lookup"
     on_meshes = True
+    in_engines = True
     source = "github.com/apoorvumang/prompt-lookup-decoding"
 
     def __post_init__(self) -> None:
@@ -98,6 +99,10 @@ class PromptLookup(Drafter):
         tokens[:, : text.tokens.shape[1]] = text.tokens
         none = jnp.full(len(tokens), -1, jnp.int32)
         return Memory(None, _History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none))
+
+    def row_bytes(self, config: ModelConfig, state: KVState) -> ByteCount:
+        """Return the bytes of the text of a row, the number of its tokens and the place."""
+        return ByteCount(4 * (state.capacity + self.tokens + 1 + 2))
 
     def ready(self, memory: Memory) -> Array:
         """Return `tokens` for rows with such a place, and 0 for the others."""
@@ -148,6 +153,7 @@ class SelfDraft(Drafter):
     policy: RetrievalPolicy = Quest(budget=512, unit=16, recent=64, dense_layers=0)  # noqa: RUF009, it is frozen
 
     name = "self"
+    in_engines = True
     cost = 0.2
     source = "arXiv 2408.11049, arXiv 2404.11912"
 
@@ -173,6 +179,12 @@ class SelfDraft(Drafter):
         layers = tuple(self.is_sparse(spec, text.config) for spec in state.specs)
         return Memory(None, all_summaries(state, drafter=self, layers=layers))
 
+    def row_bytes(self, config: ModelConfig, state: KVState) -> ByteCount:
+        """Return the bytes of the summaries of a row."""
+        layers = tuple(self.is_sparse(spec, config) for spec in state.specs)
+        made = jax.eval_shape(functools.partial(all_summaries, drafter=self, layers=layers), state)
+        return ByteCount(sum(map(leaf_bytes, jax.tree.leaves(made))) // state.batch)
+
     def ready(self, memory: Memory) -> Array:
         """Return `tokens` for every row."""
         return jnp.full(jax.tree.leaves(memory.live)[0].shape[0], self.tokens, jnp.int32)
@@ -196,8 +208,7 @@ class SelfDraft(Drafter):
             state, token = carry
             active = (place < target.wanted).astype(jnp.int32)
             logits, state = step_state(target.weights, config, token[:, None], active, state, run_layer=run_layer)
-            drawn = sample_numbered(target.sampler, logits[:, None], target.key, target.progress.number + place)[:, 0]
-            token = jnp.maximum(drawn, 0)  # NO_TOKEN would give logits that are not numbers
+            token = jnp.maximum(target.draw(logits, place), 0)  # NO_TOKEN would give logits that are not numbers
             return (state, token), token
 
         (drafted, _), tokens = lax.scan(body, (target.state, target.progress.token), jnp.arange(width))
@@ -305,8 +316,7 @@ class _ModelSteps(Drafter):
             state, token = carry
             feeds = ((place <= target.wanted) & (target.progress.left > 0)).astype(jnp.int32)
             logits, state = step_state(weights, config, token[:, None], feeds, state)
-            drawn = sample_numbered(target.sampler, logits[:, None], target.key, target.progress.number + place)[:, 0]
-            token = jnp.maximum(drawn, 0)  # NO_TOKEN would give logits that are not numbers
+            token = jnp.maximum(target.draw(logits, place), 0)  # NO_TOKEN would give logits that are not numbers
             return (state, token), token
 
         start = KVState.of(reads, memory.live), target.progress.token
@@ -348,12 +358,7 @@ class DraftModel(_ModelSteps):
         return _ModelSteps(self.params.config, tokens=self.tokens)
 
     def check_target(self, config: ModelConfig, state: KVState) -> None:
-        """Raise ConfigError unless the two models have the same token ids, and the policy can give tokens back."""
-        if config.vocab_size != self.params.config.vocab_size:
-            raise ConfigError(
-                f"draft_model.params must have the tokenizer of the model, with vocab_size={config.vocab_size}, got "
-                f"vocab_size={self.params.config.vocab_size}"
-            )
+        """Raise ConfigError unless the draft model has the context, and its policy can give tokens back."""
         if self.params.config.context < state.capacity:
             raise ConfigError(
                 f"draft_model.params must have a context of at least capacity={state.capacity} tokens, got "
@@ -363,10 +368,15 @@ class DraftModel(_ModelSteps):
         sizes = (state.batch, state.capacity, 1, str(self.params.dtype), first.fetch)
         check_gives_back(self, cache_specs(self.params.config, policy, *sizes), policy, state)
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError if both models have tokenizers, and their tokens differ."""
-        own = self.params.tokenizer
-        if own is not None and tokenizer is not None and own.get_vocab() != tokenizer.get_vocab():
+    def check_model(self, params: Params) -> None:
+        """Raise ConfigError unless the two models have the same number of tokens, and the same tokenizer if both do."""
+        if params.config.vocab_size != self.params.config.vocab_size:
+            raise ConfigError(
+                f"draft_model.params must have the tokenizer of the model, with vocab_size={params.config.vocab_size}, "
+                f"got vocab_size={self.params.config.vocab_size}"
+            )
+        own, its = self.params.tokenizer, params.tokenizer
+        if own is not None and its is not None and own.get_vocab() != its.get_vocab():
             raise ConfigError("draft_model.params must have the tokenizer of the model, got one with other tokens")
 
     def begin(self, text: Text, state: KVState) -> Memory:

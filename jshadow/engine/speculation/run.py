@@ -13,7 +13,7 @@ B rows, w proposed tokens, n steps.
 
 import dataclasses
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,32 +69,78 @@ class _Drawn(NamedTuple):
     ready: Array
 
 
+class Guesses(NamedTuple):
+    """Proposed tokens that the model has read.
+
+    Attributes:
+        tokens: the newest token of each row, and the proposed ones, int32 [B, w + 1].
+        proposed: number of proposed tokens, int32 [B].
+        lengths: number of tokens that the state held before, int32 [B].
+        logits: those that follow each of the tokens, float32 [B, w + 1, V].
+    """
+
+    tokens: Array
+    proposed: Array
+    lengths: Array
+    logits: Array
+
+
+_Draw = Callable[[Array, Array], Array]  # see `Target`
+
+
+def read_guesses(
+    weights: dict,
+    config: ModelConfig,
+    drafting: tuple[Drafter, int],
+    state: KVState,
+    memory: Memory,
+    at: Progress,
+    draw: _Draw,
+) -> tuple[Guesses, KVState, Any]:
+    """Let a drafter propose tokens, and the model read them. `drafting` is the drafter and the width w.
+
+    Return the guesses, the state after them, and the live part of the drafter's memory.
+    """
+    drafter, width = drafting
+    proposed = jnp.minimum(jnp.minimum(drafter.ready(memory), width), jnp.minimum(at.left, state.room()) - 1)
+    proposed = jnp.where(at.left > 0, jnp.maximum(proposed, 0), 0)
+    guesses, state, live = drafter.propose(memory, Target(weights, config, state, at, proposed, draw), width)
+    tokens = jnp.concatenate([at.token[:, None], guesses], axis=1)
+    reads, writes = state.split()
+    size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
+    new = jnp.where(at.left > 0, proposed + 1, 0)
+    logits, writes = scan_tokens(weights, config, tokens, new, reads, writes, Turn(size, "all"))
+    return Guesses(tokens, proposed, state.lengths, logits), state.join(writes), live
+
+
+def without_refused(guesses: Guesses, counts: Array, state: KVState) -> KVState:
+    """Return the state after `read_guesses` without the guesses that were refused.
+
+    `counts` is the number of new tokens of each row, int32 [B]: at least 1 for an active row, else 0.
+    """
+    fed = jnp.take_along_axis(guesses.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    return state.rewound(guesses.lengths + counts, jnp.where(counts > 0, fed, state.last))
+
+
 def cycle(
     weights: dict, config: ModelConfig, plan: CyclePlan, state: KVState, memory: Memory, progress: Progress, key: Array
 ) -> tuple[_Drawn, KVState, Any]:
     """Run one cycle. It can be traced by jit, and checks nothing."""
-    width, lengths = plan.width, state.lengths
-    active = progress.left > 0
-    ready = plan.drafter.ready(memory)
-    proposed = jnp.minimum(jnp.minimum(ready, width), jnp.minimum(progress.left, state.room()) - 1)
-    proposed = jnp.where(active, jnp.maximum(proposed, 0), 0)
-    target = Target(weights, config, state, progress, proposed, plan.sampler, key)
-    guesses, state, live = plan.drafter.propose(memory, target, width)
-    tokens = jnp.concatenate([progress.token[:, None], guesses], axis=1)
-    reads, writes = state.split()
-    size = width + 1 if takes_blocks(reads) else turn_piece(reads, width + 1)
-    new = jnp.where(active, proposed + 1, 0)
-    logits, writes = scan_tokens(weights, config, tokens, new, reads, writes, Turn(size, "all"))
-    drawn = sample_numbered(plan.sampler, logits, key, progress.number)
+    drafter, width = plan.drafter, plan.width
+
+    def draw(logits: Array, place: Array) -> Array:
+        return sample_numbered(plan.sampler, logits[:, None], key, progress.number + place)[:, 0]
+
+    guesses, state, live = read_guesses(weights, config, (drafter, width), state, memory, progress, draw)
+    drawn = sample_numbered(plan.sampler, guesses.logits, key, progress.number)
     ends = functools.reduce(jnp.logical_or, [drawn == token for token in plan.stop], jnp.zeros_like(drawn, bool))
-    goes_on = (drawn[:, :width] == guesses) & (jnp.arange(width) < proposed[:, None]) & ~ends[:, :width]
+    are_drawn = (drawn[:, :width] == guesses.tokens[:, 1:]) & ~ends[:, :width]
+    goes_on = are_drawn & (jnp.arange(width) < guesses.proposed[:, None])
     accepted = jnp.cumprod(goes_on, axis=1, dtype=jnp.int32).sum(axis=1)
-    counts = jnp.where(active, accepted + 1, 0)
-    fed = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-    after = state.join(writes)
-    after = after.rewound(lengths + counts, jnp.where(active, fed, after.last))
-    live = plan.drafter.heard(memory._replace(live=live), drawn, counts, after)
-    found = _Drawn(drawn, counts, proposed, plan.drafter.ready(memory._replace(live=live)))
+    counts = jnp.where(progress.left > 0, accepted + 1, 0)
+    after = without_refused(guesses, counts, state)
+    live = drafter.heard(memory._replace(live=live), drawn, counts, after)
+    found = _Drawn(drawn, counts, guesses.proposed, drafter.ready(memory._replace(live=live)))
     found, live = everywhere((found, live), state.specs[0].shards)
     return found, after, live
 
@@ -143,11 +189,23 @@ class _Tally:
     accepted: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnames="drafter")
-def hear(memory: Memory, tokens: Array, counts: Array, state: KVState, *, drafter: Drafter) -> tuple[Any, Array]:
-    """Return the live part of a drafter's memory after new tokens, and how many tokens it can propose then."""
-    live = drafter.heard(memory, tokens, counts, state)
-    return live, drafter.ready(memory._replace(live=live))
+@functools.partial(jax.jit, static_argnames="drafter", donate_argnames="live")
+def _hear(
+    fixed: Any, live: Any, tokens: Array, counts: Array, state: KVState, *, drafter: Drafter
+) -> tuple[Any, Array]:
+    live = drafter.heard(Memory(fixed, live), tokens, counts, state)
+    return everywhere((live, drafter.ready(Memory(fixed, live))), state.specs[0].shards)
+
+
+def hear(
+    drafter: Drafter, memory: Memory, tokens: np.ndarray | Array, counts: np.ndarray | Array, state: KVState
+) -> tuple[Memory, Array]:
+    """Return a drafter's memory after new tokens, and how many tokens it can propose then. This consumes `memory`.
+
+    The other arguments are those of `Drafter.heard`.
+    """
+    live, ready = _hear(memory.fixed, memory.live, tokens, counts, state, drafter=drafter.traced)
+    return memory._replace(live=commit_arrays(live, state.specs[0].shards)), ready
 
 
 class SpeculativeRun:
@@ -162,7 +220,8 @@ class SpeculativeRun:
         self.params, self.drafter, self.drawing, self.prompts = params, drafter, drawing, prompt
         self.text = Text.of(prompt, params.config)
         self.memory = Memory(None, None)
-        self.pace, self.tally = Pace(drafter.tokens, drafter.cost), _Tally(*np.zeros((3, len(prompt)), np.int64))
+        self.pace = Pace(drafter.tokens, drafter.cost, len(prompt))
+        self.tally = _Tally(*np.zeros((3, len(prompt)), np.int64))
         self.number = np.zeros(len(prompt), np.int32)
         self.ready = np.zeros(len(prompt), np.int32)
 
@@ -171,9 +230,8 @@ class SpeculativeRun:
         self.newest = np.asarray(tokens, np.int32)
         self.number += 1
         memory = self.drafter.begin(self.text, state)
-        live, ready = hear(memory, self.newest[:, None], self.number, state, drafter=self.drafter.traced)
-        live = commit_arrays(live, state.specs[0].shards)
-        self.memory, self.ready = memory._replace(live=live), np.asarray(ready)
+        self.memory, ready = hear(self.drafter, memory, self.newest[:, None], self.number, state)
+        self.ready = np.asarray(ready)
 
     def cycle(self, state: KVState, left: np.ndarray) -> tuple[np.ndarray, np.ndarray, KVState]:
         """Run a cycle. This consumes the state.
@@ -185,7 +243,7 @@ class SpeculativeRun:
             The new tokens int32 [B, n], how many of them are real int32 [B], and the new state.
         """
         active = left > 0
-        width = self.pace.choose(self.ready[active])
+        width = self.pace.choose(self.ready, active)
         plan = CyclePlan(self.drafter.traced, width, self.drawing.sampler, self.drawing.stop)
         progress = Progress(*(jnp.asarray(part, jnp.int32) for part in (self.newest, self.number, left)))
         with consuming(state):
@@ -321,15 +379,13 @@ def speculative_steps(
     """
     check_drafter(drafter, params, state, [0] * state.batch, n)
     memory = drafter.begin(_text_before(params.config, state, before), state)
-    one = np.ones(state.batch, np.int32)
-    live, _ = hear(memory, jnp.asarray(token)[:, None], one, state, drafter=drafter.traced)
-    live = commit_arrays(live, state.specs[0].shards)
+    memory, _ = hear(drafter, memory, jnp.asarray(token)[:, None], np.ones(state.batch, np.int32), state)
     plan = _StepsPlan(CyclePlan(drafter.traced, drafter.tokens, drawing.sampler, drawing.stop), n)
     far = jnp.asarray(token), drawing.key
     with consuming(state):
         reads, writes = state.split()
         models = params.weights, memory.fixed
-        tokens, writes, _ = run_steps(models, reads, writes, live, far, config=params.config, plan=plan)
+        tokens, writes, _ = run_steps(models, reads, writes, memory.live, far, config=params.config, plan=plan)
     return tokens, writes
 
 
