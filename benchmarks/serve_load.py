@@ -8,6 +8,10 @@ percentile. The numbers of clients take turns, and a first turn is not counted.
 
 "document": seconds until the first token of a question about a document of `--tokens` tokens. "read": the document is
 in the request, and is read. "again": it was uploaded before, and is asked by its id. A first document is not counted.
+
+"speculation": two servers, one of them with `--speculate`, answer the same requests in turn. Given is the ratio of
+their tokens per second, with the reading of the prompts, for answers that repeat a part of the prompt and for free text
+(`speed.speculation.texts_of`). The first run is not counted. Answers that differ are counted.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from speed.speculation import texts_of
 from transformers import AutoTokenizer
 
 from jshadow.evaluation.tasks.texts import documentation
@@ -38,12 +43,23 @@ OPTIONS = ["--dtype", "float32", *POLICY, "--port", "0", "--json"]
 
 
 @contextlib.contextmanager
-def serving(args: argparse.Namespace) -> Iterator[str]:
+def serving(args: argparse.Namespace, *options: str) -> Iterator[str]:
     """Start a server that is ready. Yields its URL."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["--max-context", str(args.tokens + 2 * ROOM), "--room", str(ROOM), "--slots", str(args.slots)]
-        command = [sys.executable, "-m", "jshadow", "serve", args.model, "--library", folder, *OPTIONS, *sizes]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "jshadow",
+            "serve",
+            args.model,
+            "--library",
+            folder,
+            *OPTIONS,
+            *sizes,
+            *options,
+        ]
+        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 url = json.loads(process.stdout.readline())["url"]
@@ -75,29 +91,28 @@ async def send(
     return status, seconds, first + rest
 
 
-async def streamed(url: str, path: str, body: dict[str, Any]) -> tuple[float, int]:
-    """Ask for a stream. Return the seconds until its first event, and the number of new tokens."""
+async def streamed(url: str, path: str, body: dict[str, Any]) -> tuple[float, dict[str, Any], str]:
+    """Ask for a stream. Return the seconds until its first event, its usage, and the text of completions."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
     status, seconds, text = await send(url, "POST", path, json.dumps(body).encode())
     events = [line[6:] for line in text.decode().splitlines() if line.startswith("data: {")]
     if status != 200 or not events or "error" in json.loads(events[-1]):
         raise RuntimeError(f"{path} must answer, got {status}: {text[-300:]!r}")
-    return seconds, json.loads(events[-1])["usage"]["completion_tokens"]
+    *parts, last = map(json.loads, events)
+    return seconds, last["usage"], "".join(one["choices"][0]["text"] for one in parts if one["choices"])
 
 
-async def at_once(url: str, bodies: list[dict[str, Any]], clients: int) -> tuple[float, list[float]]:
-    """Send completions, so many at once. Return tokens per second, and the seconds until each first token."""
-    left, firsts, tokens, begun = iter(bodies), [], 0, time.perf_counter()
+async def at_once(url: str, bodies: list[dict[str, Any]], clients: int) -> tuple[float, list[Any]]:
+    """Send completions, so many at once. Return tokens per second, and what `streamed` returned for each."""
+    left, begun = iter(enumerate(bodies)), time.perf_counter()
+    found: list[Any] = [None] * len(bodies)
 
     async def client() -> None:
-        nonlocal tokens
-        for body in left:
-            seconds, new = await streamed(url, "/v1/completions", body)
-            firsts.append(seconds)
-            tokens += new
+        for place, body in left:
+            found[place] = await streamed(url, "/v1/completions", body)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return tokens / (time.perf_counter() - begun), firsts
+    return sum(one[1]["completion_tokens"] for one in found) / (time.perf_counter() - begun), found
 
 
 def lengths_of(count: int, args: argparse.Namespace, seed: int) -> list[int]:
@@ -115,11 +130,32 @@ def clients_part(url: str, model: str, tokenizer: Any, args: argparse.Namespace)
     for run, count in itertools.product(range(args.runs + 1), args.clients):
         prompts = [list(itertools.islice(source, length)) for length in lengths_of(count * args.requests, args, run)]
         bodies = [{"model": model, "prompt": prompt, "max_tokens": args.new} for prompt in prompts]
-        rate, firsts = asyncio.run(at_once(url, bodies, count))
+        rate, answers = asyncio.run(at_once(url, bodies, count))
         if run:
             found[count]["rates"].append(rate)
-            found[count]["firsts"] += firsts
+            found[count]["firsts"] += [first for first, _, _ in answers]
     return found
+
+
+def speculation_part(args: argparse.Namespace, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return a row for each task and number of clients: the ratio of each run, and the share of accepted tokens."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    with serving(args) as plain, serving(args, "--speculate", args.speculate) as guessing:
+        [model] = json.loads(asyncio.run(send(plain, "GET", "/v1/models"))[2])["data"]
+        for run, count in itertools.product(range(args.runs + 1), args.clients):
+            texts = [texts_of(tokenizer, args.prompt[-1], run * 1000 + place) for place in range(count * args.requests)]
+            for same in zip(*texts, strict=True):
+                bodies = [{"model": model["id"], "prompt": text.ids, "max_tokens": args.new} for text in same]
+                (slow, before), (fast, after) = (asyncio.run(at_once(url, bodies, count)) for url in (plain, guessing))
+                row = rows.setdefault((same[0].task, count), {"ratios": [], "kept": 0, "proposed": 0, "other": 0})
+                row["other"] += sum(one[2] != its[2] for one, its in zip(before, after, strict=True))
+                for _, usage, _ in after if run else ():
+                    details = usage["completion_tokens_details"]
+                    row["kept"] += details["accepted_prediction_tokens"]
+                    row["proposed"] += sum(details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected"))
+                row["ratios"] += [fast / slow] if run else []
+                print(f"run {run}, {count} clients, {same[0].task}: {slow:.1f}, {fast:.1f} tokens/s", file=sys.stderr)
+    return [{"task": task, "clients": count, **row} for (task, count), row in rows.items()]
 
 
 def document_part(url: str, model: str, tokenizer: Any, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -176,10 +212,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document and a question")
     parser.add_argument("--slots", type=int, default=8, help="rows of the server")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--part", choices=("all", "clients"), default="all")
+    parser.add_argument("--part", choices=("all", "clients", "speculation"), default="all")
+    parser.add_argument("--speculate", default="prompt_lookup", help="the drafter of the part speculation")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.part == "speculation":
+        rows = speculation_part(args, tokenizer)
+        if args.json:
+            print(json.dumps(rows))
+        for row in () if args.json else rows:
+            middle, ratios = statistics.median(row["ratios"]), row["ratios"]
+            print(
+                f"{row['task']}, {row['clients']} clients: {middle:.2f} times plain ({min(ratios):.2f} to "
+                f"{max(ratios):.2f}), {row['kept']} of {row['proposed']} accepted, {row['other']} other answers"
+            )
+        return
     with serving(args) as url:
         [model] = json.loads(asyncio.run(send(url, "GET", "/v1/models"))[2])["data"]
         clients = clients_part(url, model["id"], tokenizer, args)

@@ -77,6 +77,10 @@ class _RowOptions:
         f"tokens after a stored document, or new ones (default: {_ROOM:,}, at most a quarter of --max-context)",
     )
     slots: int = option("rows that one step feeds", 8)
+    speculate: str | None = option(
+        "propose tokens, and check several of them at once, as in generate; no token changes (default: off)",
+        metavar="NAME[:KEY=VALUE...]",
+    )
     max_rows: int | None = option("requests that may have a row (default: as many as the memory holds)")
     queue: int = option("requests that may wait", 1024)
     device_gib: float | None = option("device memory of rows (default: what is free)", metavar="GIB")
@@ -311,11 +315,13 @@ def _listens(path: str) -> bool:
 
 def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", options: "ServerOptions") -> "Service":
     """Return the service of the options. Raises the errors of `load`, `Library` and `Engine`."""
+    from jshadow.engine.speculation import parse_drafter
     from jshadow.library import Library
     from jshadow.serving import Engine, EngineOptions
     from jshadow.serving.admission import plan_classes
     from jshadow.serving.http.service import Service
 
+    drafter = None if args.speculate is None else parse_drafter(args.speculate, args.dtype)
     with waiting(f"loading {args.model}"):
         params = load_model(args)
     if params.tokenizer is None:
@@ -324,7 +330,7 @@ def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", 
     room = _room_of(args.room, context)
     fitted = fitted_of(args, params, policy)
     parts: dict[str, Any] = {"penalties": True, "bias_limit": _MOST_BIASES, "logprobs": True, "grammar": True}
-    asked = EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, **parts)
+    asked = EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, speculate=drafter, **parts)
     classes = classes_of(context, room, args.slots)
     # The rows of the longest class are stored, so the library and the engine have one fetch mode.
     fetch = plan_classes(params, policy, classes, asked)[-1].fetch

@@ -1,6 +1,7 @@
 """The classes of rows of an engine, the bytes of their groups, and which groups may exist at once."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -226,7 +227,17 @@ def _plan_class(params: Params, policy: Policy | None, row_class: RowClass, opti
     rows = total([plan.group_bytes, settings_bytes(options.parts(params), row_class.rows)])
     needed = GroupBytes(rows, sum(plan.temporaries.values()), plan.prefill)
     planned = PlannedClass(row_class, resolved, fallback, plan.fetch, needed)
-    return with_drafting(planned, options.speculate, config, session.specs(config, resolved))
+    planned = with_drafting(planned, options.speculate, config, session.specs(config, resolved))
+    if planned.drafter is None or planned.drafter.reader is None:
+        return planned
+    own, policy = planned.drafter.reader
+    kinds = {"prefill_chunk": options.piece(row_class)}
+    session, policy = sizes.session(str(own.dtype), "resident"), policy.resolve(own.config, capacity)
+    reading = class_plan(own.config, policy, sizes, session, jax.default_backend(), **kinds).prefill
+    # Both states of the prompt are held while it is read.
+    return dataclasses.replace(
+        planned, bytes=dataclasses.replace(planned.bytes, reading=total([plan.prefill, reading]))
+    )
 
 
 def with_drafting(
@@ -238,22 +249,34 @@ def with_drafting(
     """
     if drafter is None:
         return plan
-    count, state = plan.row_class.rows, abstract_of(specs, plan.policy)
-    shared = state.replace(lengths=jax.ShapeDtypeStruct((count,), "int32"))  # by all rows, as in a group on a document
+    drafting, memory, step = _drafting_of(drafter, config, plan.policy, specs, plan.row_class.rows, bool(plan.specs))
+    sizes = dataclasses.replace(plan.bytes, rows=total([plan.bytes.rows, memory]), step=max(plan.bytes.step, step))
+    return dataclasses.replace(plan, bytes=sizes, drafting=drafting)
+
+
+@functools.lru_cache(maxsize=256)
+def _drafting_of(
+    drafter: Drafter, config: ModelConfig, policy: Policy, specs: tuple[CacheSpec, ...], rows: int, shared: bool
+) -> tuple[Drafting, ByteCount, int]:
+    """Return how tokens are proposed, the bytes of what the drafter remembers, and the device bytes of a step.
+
+    `shared` tells whether the rows of a group share their prompt half.
+    """
+    state = abstract_of(specs, policy)
+    reads, writes = state.split()
+    many = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), writes)
     try:
-        check_state(drafter, config, state if plan.document is None else shared)
+        check_state(drafter, config, KVState.of(reads, many) if shared else state)
+        if shared and drafter.reader is not None:
+            raise ConfigError(f"speculate={drafter.name!r} needs rows with prompts of their own, got a stored document")
         if turn_piece(state, 2) == 1:
-            raise ConfigError(f"policy must take the tokens of a turn together to gain by it, got {plan.policy.name}")
+            raise ConfigError(f"policy must take the tokens of a turn together to gain by it, got {policy.name}")
     except ConfigError as error:
-        return dataclasses.replace(plan, drafting=Drafting(None, str(error), state))
-    group = abstract_of(tuple(dataclasses.replace(spec, batch=count) for spec in specs), plan.policy)
-    peak, logits = extend_peak(config, group, drafter.tokens + 1), 4 * count * (drafter.tokens + 1) * config.vocab_size
-    sizes = dataclasses.replace(
-        plan.bytes,
-        rows=total([plan.bytes.rows, drafter.row_bytes(config, state).times(count)]),
-        step=max(plan.bytes.step, peak["piece"] + peak["hooks"] + 2 * logits),
-    )
-    return dataclasses.replace(plan, bytes=sizes, drafting=Drafting(drafter, None, state))
+        return Drafting(None, str(error), state), _NONE, 0
+    whole = abstract_of(tuple(dataclasses.replace(spec, batch=rows) for spec in specs), policy)
+    peak, logits = extend_peak(config, whole, drafter.tokens + 1), 4 * rows * (drafter.tokens + 1) * config.vocab_size
+    memory = drafter.row_bytes(config, state).times(rows)
+    return Drafting(drafter, None, state), memory, peak["piece"] + peak["hooks"] + 2 * logits
 
 
 def settings_bytes(parts: RowParts, rows: int) -> ByteCount:

@@ -10,7 +10,7 @@ from jshadow.errors import ConfigError
 from jshadow.serving.jobs import Job
 
 if TYPE_CHECKING:
-    from jshadow.serving.groups import Pool, Programs
+    from jshadow.serving.groups import Pool, Programs, ReadPrompt
 
 
 def why_plain(job: Job) -> str | None:
@@ -43,10 +43,10 @@ class Drafts:
         self._ready: Any = np.zeros(rows, np.int32)
         self._guesses: Any = None
 
-    def insert(self, slot: int, job: Job, token: int, state: Any) -> None:
-        """Remember a row. `token` is its first new token, and `state` its state after the prompt. It is only read."""
+    def insert(self, slot: int, job: Job, token: int, read: "ReadPrompt") -> None:
+        """Remember a row. `token` is its first new token, and `read` what its prompt gave."""
         if job.plain is None:
-            one, ready = self.programs.remembered(self.drafter, job.ids, token, state)
+            one, ready = self.programs.remembered(self.drafter, job.ids, token, read)
             self.memory = self.programs.with_memory(self.drafter, self.memory, slot, one, len(self._ready))
             self._ready = np.array(self._ready)
             self._ready[slot] = ready

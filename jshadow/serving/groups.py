@@ -27,7 +27,8 @@ from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
 from jshadow.engine.speculation.rows import GuessPlan, draw_guessed, guess_rows
 from jshadow.engine.speculation.run import Guesses, hear
 from jshadow.planner.pieces import pieces_of
-from jshadow.serving.admission import EngineOptions, PlannedClass
+from jshadow.policies import Policy
+from jshadow.serving.admission import EngineOptions, PlannedClass, RowClass
 from jshadow.serving.drafts import Drafts
 from jshadow.serving.jobs import Job
 from jshadow.serving.requests import FULL_WORD, DrawnToken, read_drawn
@@ -41,6 +42,20 @@ class Pool(NamedTuple):
     rows: RowSampling
 
 
+class ReadPrompt(NamedTuple):
+    """What the reading of a prompt gave.
+
+    Attributes:
+        logits: for the first token, float32 [1, V].
+        state: the state of the row.
+        own: the state of the model that proposes tokens, or None.
+    """
+
+    logits: Any
+    state: Any
+    own: Any = None
+
+
 class Programs:
     """The programs of one model."""
 
@@ -50,30 +65,35 @@ class Programs:
 
     def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
         """Begin to read a prompt into a row of a class."""
-        options, one = self.options, plan.row_class
+        settings: Any = {
+            "fetch": plan.fetch,
+            "fitted": None if plan.fallback else self.options.fitted,
+            "attention": self.options.prefill,
+        }
+        return self._begin(self.params, plan.policy, plan.row_class, ids, settings)
+
+    def begin_draft(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill | None:
+        """Begin to read a prompt into a row of the model that proposes tokens for a class. None: there is no model."""
+        if plan.drafter is None or plan.drafter.reader is None:
+            return None
+        return self._begin(*plan.drafter.reader, plan.row_class, ids, {"fetch": "resident"})
+
+    def _begin(
+        self, params: Params, policy: Policy, one: RowClass, ids: Sequence[int], settings: Any
+    ) -> PartialPrefill:
         tokens = np.zeros((1, one.prompt), np.int32)
         tokens[0, : len(ids)] = ids
-        return begin_prefill(
-            self.params,
-            tokens,
-            [len(ids)],
-            plan.policy,
-            capacity=one.capacity,
-            room=one.room,
-            fetch=plan.fetch,
-            fitted=None if plan.fallback else options.fitted,
-            attention=options.prefill,
-            prefill_chunk=options.piece(one),
-        )
+        sizes: Any = {"capacity": one.capacity, "room": one.room, "prefill_chunk": self.options.piece(one)}
+        return begin_prefill(params, tokens, [len(ids)], policy, **sizes, **settings)
 
     def advance(self, partial: PartialPrefill) -> PartialPrefill:
         """Run the next units of a prefill: as many as take `prefill_chunk` tokens through one layer, at least one."""
         job, begun = partial.job, partial.progress.share
         _, size = pieces_of(job.tokens.shape[1], job.options.prefill_chunk)
         read = -(-int(job.lengths.max()) // size) * size  # tokens, with the padding of the last piece
-        part = self.options.prefill_chunk / (self.params.config.num_layers * read)
+        part = self.options.prefill_chunk / (job.params.config.num_layers * read)
         while True:
-            partial = advance_prefill(self.params, partial)
+            partial = advance_prefill(job.params, partial)
             if partial.done or partial.progress.share - begun >= part * (1 - 1e-6):
                 return partial
 
@@ -83,7 +103,7 @@ class Programs:
 
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
-        return finish_prefill(self.params, partial)
+        return finish_prefill(partial.job.params, partial)
 
     def document(self, library: Any) -> KVState:
         """Return the state of a document of one token, as a library has it."""
@@ -161,16 +181,20 @@ class Programs:
         logits, writes = row_logits(self.params.weights, fed, reads, writes, config=self.params.config)
         return logits, pool._replace(state=pool.state.join(writes))
 
-    def remembered(self, drafter: Drafter, ids: Sequence[int], token: int, state: KVState) -> tuple[Memory, int]:
+    def remembered(self, drafter: Drafter, ids: Sequence[int], token: int, read: ReadPrompt) -> tuple[Memory, int]:
         """Return what a drafter remembers of one row, and how many tokens it can propose.
 
         Args:
             drafter: the drafter.
             ids: token ids of the prompt.
             token: the first new token.
-            state: the state of the row after the prompt. It is only read.
+            read: what the prompt gave. It is only read.
         """
-        memory = drafter.begin(Text.of([ids], self.params.config), state)
+        state = read.state
+        if read.own is not None:
+            memory = drafter.begun(read.own.fork())
+        else:
+            memory = drafter.begin(Text.of([ids], self.params.config), state)
         memory = memory._replace(live=commit_arrays(memory.live, state.specs[0].shards))
         memory, ready = hear(drafter, memory, np.array([[token]], np.int32), np.ones(1, np.int32), state)
         return memory, int(ready[0])
@@ -281,21 +305,21 @@ class Group:
             self.jobs[slot] = job
         return slot
 
-    def insert(self, slot: int, state: Any, row: Any, token: int) -> None:
+    def insert(self, slot: int, read: ReadPrompt, row: Any, token: int) -> None:
         """Make a reserved row active.
 
         Args:
             slot: the row.
-            state: the state of the row after its prompt. It is only read.
+            read: what its prompt gave. It is only read.
             row: the sampling settings of the row after its first draw.
             token: its first token, which the next step feeds.
         """
         if self.pool is None:
-            self.pool = self.programs.pool(state, self.plan)
-        self.pool = self.programs.insert(self.pool, slot, state, row)
+            self.pool = self.programs.pool(read.state, self.plan)
+        self.pool = self.programs.insert(self.pool, slot, read.state, row)
         job = self.jobs[slot]
         if self.drafts is not None and job is not None:
-            self.drafts.insert(slot, job, token, state)
+            self.drafts.insert(slot, job, token, read)
         self._fed[slot], self.active[slot] = token, True
 
     def allow(self, slot: int, words: np.ndarray) -> None:

@@ -183,7 +183,7 @@ class Job:
             decode_seconds=now - self.first,
             stored=self.stored,
             not_stored=self.not_stored,
-            proposed_tokens=self.proposed,
+            proposed_tokens=None if plan.drafting is None else self.proposed,
             accepted_tokens=self.accepted,
             plain=self.plain,
         )

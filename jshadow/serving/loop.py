@@ -15,7 +15,7 @@ from jshadow.errors import JshadowError, NumericalError, ServingError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission, PlannedClass
 from jshadow.serving.drafts import why_plain
-from jshadow.serving.groups import Group, Programs
+from jshadow.serving.groups import Group, Programs, ReadPrompt
 from jshadow.serving.jobs import Job, WaitingQueue, typed
 from jshadow.serving.requests import Answer, DrawnToken, read_drawn
 
@@ -88,30 +88,36 @@ class _Reader(Protocol):
     def advance(self) -> bool:
         """Read the next part. Return whether it was the last one."""
 
-    def end(self) -> tuple[Any, Any]:
-        """Return the logits [1, V] for the first token, and the state of the row."""
+    def end(self) -> ReadPrompt:
+        """Return what the prompt gave."""
 
 
 class _PromptReader:
-    """A prompt that is read from its beginning: a part is that of `Programs.advance`."""
+    """A prompt that is read from its beginning: a part is that of `Programs.advance`.
+
+    A model that proposes tokens reads the prompt too, after the other one.
+    """
 
     def __init__(self, programs: Programs, job: Job) -> None:
         self.programs = programs
-        self.partial = programs.begin(job.plan, job.ids)
+        own = None if job.plain is not None else programs.begin_draft(job.plan, job.ids)
+        self.parts = [programs.begin(job.plan, job.ids), *([] if own is None else [own])]
 
     @property
     def rest(self) -> float:
         """The tokens that are still to be read."""
-        return self.programs.rest(self.partial)
+        return sum(map(self.programs.rest, self.parts))
 
     def advance(self) -> bool:
         """Read the next part. Return whether it was the last one."""
-        self.partial = self.programs.advance(self.partial)
-        return self.partial.done
+        place = next(place for place, part in enumerate(self.parts) if not part.done)
+        self.parts[place] = self.programs.advance(self.parts[place])
+        return self.parts[-1].done
 
-    def end(self) -> tuple[Any, Any]:
-        """Return the logits [1, V] for the first token, and the state of the row."""
-        return self.programs.finish(self.partial)
+    def end(self) -> ReadPrompt:
+        """Return what the prompt gave."""
+        (logits, state), *own = map(self.programs.finish, self.parts)
+        return ReadPrompt(logits, state, own[0][1] if own else None)
 
 
 class _DocumentReader:
@@ -135,9 +141,9 @@ class _DocumentReader:
         self.ids = self.ids[count:]
         return not self.ids
 
-    def end(self) -> tuple[Any, Any]:
-        """Return the logits [1, V] for the first token, and the state of the row."""
-        return self.logits, self.state
+    def end(self) -> ReadPrompt:
+        """Return what the prompt gave."""
+        return ReadPrompt(self.logits, self.state)
 
 
 class _Reading:
@@ -456,9 +462,9 @@ class Loop:
                 twin.row, twin.plain = self.programs.row(twin.request.settings, twin.ids), why_plain(twin)
                 self._begin_answer(twin, group, slot, read)
 
-    def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
-        """Draw the first token after a prompt, and make the row active. `read` has the logits [1, V] and the state."""
-        (logits, state), programs, row = read, self.programs, job.row
+    def _begin_answer(self, job: Job, group: Group, slot: int, read: ReadPrompt) -> None:
+        """Draw the first token after a prompt, and make the row active."""
+        logits, state, programs, row = read.logits, read.state, self.programs, job.row
         if job.request.allowed is not None:
             row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
         tokens, row = programs.draw(logits, row)
@@ -471,7 +477,7 @@ class Loop:
             documents.keep(job, [*job.ids, drawn.token], lambda: programs.fed(programs.fork(state), [drawn.token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
-        group.insert(slot, state, row, drawn.token)
+        group.insert(slot, read, row, drawn.token)
 
     # Admission
 

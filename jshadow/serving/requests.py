@@ -127,7 +127,7 @@ class AnswerReport:
         stored: the future of the key of the state that was stored last, or None. It is done when the file is complete.
         not_stored: why a state that was to be stored was not, or None. An error after the end of the answer is told by
             `stored` alone.
-        proposed_tokens: number of tokens that were proposed by speculation.
+        proposed_tokens: number of tokens that were proposed by speculation. None: the engine does not speculate.
         accepted_tokens: number of these that were accepted.
         plain: why no tokens were proposed in an engine that speculates, or None.
     """
@@ -144,7 +144,7 @@ class AnswerReport:
     decode_seconds: float
     stored: "concurrent.futures.Future[str] | None" = None
     not_stored: str | None = None
-    proposed_tokens: int = 0
+    proposed_tokens: int | None = None
     accepted_tokens: int = 0
     plain: str | None = None
 

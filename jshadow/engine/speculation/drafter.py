@@ -152,6 +152,11 @@ class Drafter(abc.ABC):
         """The drafter that programs are traced with: one without arrays, and equal to others that trace the same."""
         return self
 
+    @property
+    def reader(self) -> tuple[Params, Policy] | None:
+        """The model that reads the prompts in a state of its own, and the policy of this state, or None."""
+        return None
+
     def check_target(self, config: ModelConfig, state: KVState) -> None:
         """Raise ConfigError if the drafter cannot serve a model with such a state, which may be abstract."""
         return
@@ -166,6 +171,10 @@ class Drafter(abc.ABC):
 
         The shapes of its arrays should depend on the state and not on the text, or each text compiles programs anew.
         """
+
+    def begun(self, own: KVState) -> Memory:
+        """Return the memory after the model of `reader` has read the texts. `own` is its state."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def ready(self, memory: Memory) -> Array:

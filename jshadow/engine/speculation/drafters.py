@@ -31,11 +31,12 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from jshadow.cache import host_memory, offload
-from jshadow.cache.accounting import ByteCount, leaf_bytes
+from jshadow.cache.accounting import ByteCount, leaf_bytes, state_nbytes, total
 from jshadow.cache.records import HostWrite, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState, with_room
 from jshadow.engine.checks import check_policy
+from jshadow.engine.placement import commit
 from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.prefill.whole import prefill
 from jshadow.engine.speculation.drafter import Drafter, Memory, Proposal, Target, Text, check_gives_back
@@ -45,7 +46,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import top_k
 from jshadow.ops.rope import inverse_frequencies, rotate, rotation
-from jshadow.planner.bytes import cache_specs
+from jshadow.planner.bytes import abstract_of, cache_specs
 from jshadow.policies import WRAPPERS, Full, Policy, Quest, ShadowKV, parse_policy, parse_settings
 from jshadow.policies.capabilities import HasAll, Speculates, attention_of, capability
 from jshadow.policies.checks import check_sinks, reads_fitted
@@ -298,6 +299,7 @@ class _ModelSteps(Drafter):
     name = "draft_model"
     source = "arXiv 2211.17192"
     cost = 0.3
+    in_engines = True
 
     def begin(self, text: Text, state: KVState) -> Memory:
         """Not used: the weights are those of `DraftModel`."""
@@ -328,6 +330,21 @@ class _ModelSteps(Drafter):
         own = KVState.of(memory.fixed[1], memory.live)
         return own.rewound(jnp.minimum(own.lengths, state.lengths), state.last).split()[1]
 
+    def repeated(self, memory: Memory, rows: int) -> Memory:
+        """Return the memory of `rows` rows, each as the only row of `memory`."""
+        return _with_state(memory, KVState.of(memory.fixed[1], memory.live).take([0] * rows))
+
+    def inserted(self, memory: Memory, row: int, one: Memory) -> Memory:
+        """Return a memory in which row `row` is the only row of `one`. This consumes `memory`."""
+        own, other = (KVState.of(part.fixed[1], part.live) for part in (memory, one))
+        return _with_state(memory, own.insert(row, other, consume=True))
+
+
+def _with_state(memory: Memory, own: KVState) -> Memory:
+    """Return a memory of `_ModelSteps` with another state of the draft model."""
+    reads, writes = commit(own).split()
+    return Memory((memory.fixed[0], reads), writes)
+
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(_ModelSteps):
@@ -356,6 +373,11 @@ class DraftModel(_ModelSteps):
     def traced(self) -> Drafter:
         """The steps of the model, without its weights."""
         return _ModelSteps(self.params.config, tokens=self.tokens)
+
+    @property
+    def reader(self) -> tuple[Params, Policy]:
+        """The draft model, and its policy."""
+        return self.params, self.policy
 
     def check_target(self, config: ModelConfig, state: KVState) -> None:
         """Raise ConfigError unless the draft model has the context, and its policy can give tokens back."""
@@ -388,6 +410,17 @@ class DraftModel(_ModelSteps):
                 f"{text.lengths.tolist()}: a state does not have its tokens"
             )
         _, own = prefill(self.params, text.tokens, text.lengths, self.policy, capacity=state.capacity)
+        return self.begun(own)
+
+    def row_bytes(self, config: ModelConfig, state: KVState) -> ByteCount:
+        """Return the bytes of the draft model's state of a row."""
+        own = self.params
+        policy = self.policy.resolve(own.config, state.capacity)
+        specs = cache_specs(own.config, policy, 1, state.capacity, 1, str(own.dtype), "resident")
+        return total(state_nbytes(abstract_of(specs, policy)).values())
+
+    def begun(self, own: KVState) -> Memory:
+        """Return the memory after the draft model has read the texts. `own` is its state."""
         reads, writes = own.split()
         return Memory((self.params.weights, reads), writes)
 
@@ -408,6 +441,7 @@ class CompressedDraft(_ModelSteps):
     name = "compressed"
     source = "arXiv 2605.17613"
     cost = 0.1
+    in_engines = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,26 +68,25 @@ def _reports_of(answers: Sequence[Answer]) -> list[AnswerReport]:
     return [answer.result(0).report for answer in answers]
 
 
-def _usage_of(reports: Sequence[AnswerReport]) -> dict[str, Any]:
-    """Return OpenAI's `usage` of the choices of one prompt. The tokens of the prompt count once."""
-    first, new = reports[0], sum(report.generated_tokens for report in reports)
-    return {
-        "prompt_tokens": first.prompt_tokens,
+def _usage_of(*prompts: Sequence[AnswerReport]) -> dict[str, Any]:
+    """Return OpenAI's `usage` of prompts, each with the figures of its choices. The tokens of a prompt count once.
+
+    An engine that speculates tells of it too.
+    """
+    reports = [report for choices in prompts for report in choices]
+    read, new = sum(choices[0].prompt_tokens for choices in prompts), sum(one.generated_tokens for one in reports)
+    usage: dict[str, Any] = {
+        "prompt_tokens": read,
         "completion_tokens": new,
-        "total_tokens": first.prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": first.stored_tokens},
+        "total_tokens": read + new,
+        "prompt_tokens_details": {"cached_tokens": sum(choices[0].stored_tokens for choices in prompts)},
     }
-
-
-def _total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of the `usage` of several prompts."""
-    if len(usages) == 1:
-        return usages[0]
-    total: dict[str, Any] = {
-        name: sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    stored = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    return total | {"prompt_tokens_details": {"cached_tokens": stored}}
+    if any(one.proposed_tokens is not None for one in reports):
+        kept, proposed = sum(one.accepted_tokens for one in reports), sum(one.proposed_tokens or 0 for one in reports)
+        details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": proposed - kept}
+        reasons = [one.plain for one in reports if one.plain is not None]
+        usage["completion_tokens_details"] = details | ({"not_speculated": reasons[0]} if reasons else {})
+    return usage
 
 
 def chat_logprobs(tokenizer: Any, pieces: list[Piece]) -> dict[str, Any]:
@@ -315,7 +314,7 @@ class Completion:
     def _usage(self) -> dict[str, Any]:
         reports, count = _reports_of(self.answers), self.body.n or 1
         groups = [reports[first : first + count] for first in range(0, len(reports), count)]
-        return _total_usage([_usage_of(group) for group in groups])
+        return _usage_of(*groups)
 
     def _choice(self, index: int, text: str, pieces: list[Piece], finish: str | None) -> dict[str, Any]:
         asked = self.body.logprobs is not None and pieces

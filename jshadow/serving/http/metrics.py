@@ -164,6 +164,8 @@ class _Live(Collector):
         for metric, text, value in (
             ("jshadow:steps", "Steps of groups of rows", counts.steps),
             ("jshadow:prompt_units", "Units of prompts that were read", counts.units),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens that speculation proposed", counts.proposed),
+            ("vllm:spec_decode_num_accepted_tokens", "Of these, the accepted ones", counts.accepted),
             ("jshadow:requests_failed", "Requests that failed", counts.failed),
             ("jshadow:requests_cancelled", "Requests that were cancelled", counts.cancelled),
             ("jshadow:programs_compiled", "Programs that were compiled", report.programs),

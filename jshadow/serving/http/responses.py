@@ -302,11 +302,12 @@ class ResponseAnswer:
             if output:
                 output[-1]["status"] = "incomplete"
         if usage is not None:
+            details = {"reasoning_tokens": self.count(thoughts) if thoughts else 0}
             more["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self.count(thoughts) if thoughts else 0},
+                "output_tokens_details": details | usage.get("completion_tokens_details", {}),
                 "total_tokens": usage["total_tokens"],
             }
         return self.head | more

@@ -89,6 +89,7 @@ class Traces:
             "gen_ai.usage.output_tokens": report.generated_tokens,
             "gen_ai.response.finish_reasons": [report.finish],
             "jshadow.stored_tokens": report.stored_tokens,
+            "jshadow.accepted_tokens": report.accepted_tokens,
             "jshadow.policy": report.policy.name,
         }
         for phase, seconds in phases.items():
