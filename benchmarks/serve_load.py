@@ -38,8 +38,8 @@ from jshadow.weights.templates import frame
 
 QUESTION = "What is this text about?"
 ROOM = 256
-POLICY = ["--policy", "shadowkv", "--set", "rank=32", "--set", "budget=256", "--fetch", "resident"]
-OPTIONS = ["--dtype", "float32", *POLICY, "--port", "0", "--json"]
+POLICIES = {"shadowkv": ["--set", "rank=32", "--set", "budget=256"], "full": []}
+OPTIONS = ["--dtype", "float32", "--fetch", "resident", "--port", "0", "--json"]
 
 
 @contextlib.contextmanager
@@ -47,19 +47,9 @@ def serving(args: argparse.Namespace, *options: str) -> Iterator[str]:
     """Start a server that is ready. Yields its URL."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["--max-context", str(args.tokens + 2 * ROOM), "--room", str(ROOM), "--slots", str(args.slots)]
-        command = [
-            sys.executable,
-            "-m",
-            "jshadow",
-            "serve",
-            args.model,
-            "--library",
-            folder,
-            *OPTIONS,
-            *sizes,
-            *options,
-        ]
-        with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        command = [sys.executable, "-m", "jshadow", "serve", args.model, "--library", folder, *OPTIONS, *sizes]
+        command += ["--policy", args.policy, *POLICIES[args.policy], *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 url = json.loads(process.stdout.readline())["url"]
@@ -210,6 +200,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[256], help="tokens of a prompt: a number, or a range")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document and a question")
+    parser.add_argument("--policy", choices=POLICIES, default="shadowkv")
     parser.add_argument("--slots", type=int, default=8, help="rows of the server")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--part", choices=("all", "clients", "speculation"), default="all")

@@ -315,6 +315,18 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
     return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
 
 
+def moved(tier: HostTier, fetch: str) -> HostTier:
+    """Start to copy a tier to the memory of a fetch mode, and return without waiting. What is there is shared."""
+
+    def put(part: HostArray | None) -> HostArray | None:
+        memory = _memory_of(fetch)
+        if part is None or part.memory == memory:
+            return part
+        return HostArray(jax.device_put(part.array, part.array.sharding.with_memory_kind(memory)), memory)
+
+    return HostTier(put(tier.prompt), put(tier.tail))
+
+
 def _place_on_devices(shards: Shards, shapes: HostTier, prompt: HostWrite | None) -> HostTier:
     """Do what `place` does on a mesh. `shapes` is the tier of one device, with ShapeDtypeStructs."""
 

@@ -15,6 +15,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jshadow.cache import offload
 from jshadow.cache.records import HostArray as HostArray
 from jshadow.cache.records import HostTier as HostTier
 from jshadow.cache.records import LayerState as LayerState
@@ -310,6 +311,25 @@ class KVState(struct.PyTreeNode):
         rest = jax.tree.map(lambda leaf: leaf.copy(), rest)
         return self.join(rest.replace(layers=tuple(layers))).replace(specs=specs)
 
+    def with_fetch(self, fetch: str) -> "KVState":
+        """Return a state whose offloaded rows lie where another fetch mode has them. Its steps give the same results.
+
+        Only these rows are copied, and the copies may still be on their way. All other arrays are shared, so a step on
+        one of the two states consumes both.
+
+        Raises:
+            ConfigError: `fetch` is not the name of a fetch mode, or its steps need other arrays than this state has.
+            StateMismatch: a step or an insert has already consumed this state.
+        """
+        self.check_alive()
+        if fetch == "auto":
+            raise ConfigError("fetch must be the name of a fetch mode, got 'auto'")
+        specs = specs_with_fetch(self.specs, fetch, self.fitted)
+        if specs is None:
+            raise ConfigError(f"fetch must be a mode that has the arrays of {self.fetch!r}, got {fetch!r}")
+        layers = tuple(layer.replace(host=offload.moved(layer.host, fetch)) for layer in self.layers)
+        return self.replace(layers=layers, specs=specs)
+
     def rewind(self, lengths: Any, last: Any = None) -> "KVState":
         """Return the state after each row gave back its newest tokens. Later steps are those of a state without them.
 
@@ -509,6 +529,23 @@ def _window_with_room(cache: Any, capacity: int, room: int) -> int:
     A row still holds at most `capacity` tokens. `cache` is the `LayerCache` of a layer.
     """
     return max(cache.window_slots(min(prompt + room, capacity), prompt) for prompt in range(1, capacity + 1))
+
+
+def specs_with_fetch(specs: tuple[CacheSpec, ...], fetch: str, fitted: Any = None) -> tuple[CacheSpec, ...] | None:
+    """Return the specs of `KVState.with_fetch`, or None if steps in that mode need other arrays.
+
+    Raises:
+        ConfigError: `fetch` is not a fetch mode, or no kernel serves the policy's settings with "zero_copy" on a GPU.
+    """
+    offload.check_fetch(fetch)
+    keep = offload.keeps(fetch, jax.default_backend())
+    after = tuple(dataclasses.replace(spec, fetch=fetch, keep=keep) for spec in specs)
+
+    def live(specs: tuple[CacheSpec, ...]) -> Any:
+        shapes = [layer_shapes(spec, of_layer(fitted, index)) for index, spec in enumerate(specs)]
+        return jax.tree.structure([one.live for one in shapes])
+
+    return after if live(specs) == live(after) else None
 
 
 def check_room_size(room: Any) -> None:

@@ -81,6 +81,7 @@ class _RowOptions:
         "propose tokens, and check several of them at once, as in generate; no token changes (default: off)",
         metavar="NAME[:KEY=VALUE...]",
     )
+    spill: bool = option("begin with all of a row on the device, and move parts to the host when it is full", False)
     max_rows: int | None = option("requests that may have a row (default: as many as the memory holds)")
     queue: int = option("requests that may wait", 1024)
     device_gib: float | None = option("device memory of rows (default: what is free)", metavar="GIB")
@@ -330,7 +331,9 @@ def _service_of(args: Serve, policy: "Policy", prefill: "SparsePrefill | None", 
     room = _room_of(args.room, context)
     fitted = fitted_of(args, params, policy)
     parts: dict[str, Any] = {"penalties": True, "bias_limit": _MOST_BIASES, "logprobs": True, "grammar": True}
-    asked = EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, speculate=drafter, **parts)
+    asked = EngineOptions(
+        fetch=args.fetch, fitted=fitted, prefill=prefill, speculate=drafter, spill=args.spill, **parts
+    )
     classes = classes_of(context, room, args.slots)
     # The rows of the longest class are stored, so the library and the engine have one fetch mode.
     fetch = plan_classes(params, policy, classes, asked)[-1].fetch

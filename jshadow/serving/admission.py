@@ -1,5 +1,6 @@
 """The classes of rows of an engine, the bytes of their groups, and which groups may exist at once."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,9 @@ import jax
 
 from jshadow.cache.accounting import ByteCount, total
 from jshadow.cache.host_memory import least_limit
+from jshadow.cache.offload import host_bytes
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, specs_with_fetch
 from jshadow.cache.system_memory import available_memory
 from jshadow.engine.placement import fetch_for, shards_of
 from jshadow.engine.rows import RowParts, RowSettings, row_of
@@ -76,6 +78,8 @@ class EngineOptions:
         logprobs: whether requests may have log-probabilities (`Request.logprobs`).
         speculate: a drafter that proposes tokens, or None. It changes no token. An answer that it cannot serve is drawn
             token by token, and its report says why.
+        spill: whether rows begin with all arrays in device memory (`fetch` "resident"), and the rows that a fetch mode
+            keeps in host memory move there when device memory is short, and back later. It changes no token.
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
@@ -93,6 +97,7 @@ class EngineOptions:
     grammar: bool = False
     logprobs: bool = False
     speculate: Drafter | None = None
+    spill: bool = False
     threaded: bool = True
 
     def __post_init__(self) -> None:
@@ -161,6 +166,7 @@ class PlannedClass:
         document: the key of the stored document that the rows of the group share, or None.
         specs: the specs of one row on that document, or None.
         drafting: how tokens are proposed, or None if the engine does not speculate.
+        spilled: the same class after its rows have moved to host memory, or None if they cannot.
     """
 
     row_class: RowClass
@@ -171,6 +177,7 @@ class PlannedClass:
     document: str | None = None
     specs: tuple[CacheSpec, ...] | None = None
     drafting: Drafting | None = dataclasses.field(default=None, compare=False, repr=False)
+    spilled: "PlannedClass | None" = None
 
     @property
     def drafter(self) -> Drafter | None:
@@ -200,7 +207,31 @@ def plan_classes(
     if not classes or not all(isinstance(one, RowClass) for one in classes):
         raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
     ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
-    return tuple(_plan_class(params, policy, one, options) for one in ordered)
+    if not options.spill:
+        return tuple(_plan_class(params, policy, one, options) for one in ordered)
+    if options.fetch not in ("auto", "resident"):
+        raise ConfigError(f"fetch must be 'auto' or 'resident' for rows that spill, got {options.fetch!r}")
+    options = dataclasses.replace(options, fetch="resident")
+    plans = tuple(_with_spilled(_plan_class(params, policy, one, options), params, policy, options) for one in ordered)
+    if not any(plan.spilled for plan in plans):
+        raise ConfigError(f"policy must keep rows in host memory with another fetch mode to spill, got {policy}")
+    return plans
+
+
+def _with_spilled(plan: PlannedClass, params: Params, policy: Policy | None, options: EngineOptions) -> PlannedClass:
+    """Return the plan of a class with that of its rows in host memory, if a fetch mode has the same other arrays."""
+    sizes = SessionClass(plan.row_class.prompt, plan.row_class.room, plan.row_class.rows)
+    specs = sizes.session(str(params.dtype), plan.fetch, shards_of(params, 1)).specs(params.config, plan.policy)
+    fitted = None if plan.fallback else options.fitted
+    for mode in ("zero_copy", "device_put"):
+        with contextlib.suppress(ConfigError):  # no kernel serves the settings
+            other = specs_with_fetch(specs, mode, fitted)
+            if other is not None and host_bytes(other):
+                spilled = _plan_class(params, policy, plan.row_class, dataclasses.replace(options, fetch=mode))
+                # A prompt is read into device memory.
+                needed = dataclasses.replace(spilled.bytes, reading=plan.bytes.reading)
+                return dataclasses.replace(plan, spilled=dataclasses.replace(spilled, bytes=needed))
+    return plan
 
 
 def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:

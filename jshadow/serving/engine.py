@@ -123,29 +123,36 @@ class Engine:
         with self._lock:
             self._messages.put(lambda: self._loop.cancel(answer))
 
-    def warm(self) -> None:
+    def warm(self, told: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Compile the programs of each class, so that later requests compile nothing.
 
         Requests of a few tokens run in each class, and on a document with the room of each class if the engine has a
         library. Two things may compile later: the change of an answer's window when it is stored (`Request.store`), and
         rows on a stored answer that need more room than their class has.
 
+        Args:
+            told: called before each part of the work with the number of parts that are done, and that of all parts.
+
         Raises:
             CapacityError: no group of a class fits the limits.
             ServingError: the engine is closed or has failed.
         """
+        parts: list[Callable[[], None]] = []
         for plan in self.plans:
             self.admission.check(plan)
             one = plan.row_class
-            self._warm(plan, [0] * min(one.prompt, 2 * self.options.piece(one)))  # at most two pieces
-        library = self._loop.library
-        if library is None:
-            return
-        for plan in {plan.row_class.room: plan for plan in reversed(self.plans)}.values():
-            if min(plan.row_class.room, library.capacity - 1) >= 2:
-                self._warm(plan, [0, 0], library)
+            ids = [0] * min(one.prompt, 2 * self.options.piece(one))  # at most two pieces
+            for spills in (False, True) if plan.spilled else (False,):
+                parts.append(functools.partial(self._warm, plan, ids, spills=spills))
+        library, rooms = self._loop.library, {plan.row_class.room: plan for plan in reversed(self.plans)}
+        for room, plan in rooms.items() if library is not None else ():
+            if min(room, library.capacity - 1) >= 2:
+                parts.append(functools.partial(self._warm, plan, [0, 0], library))
+        for done, part in enumerate(parts):
+            told(done, len(parts))
+            part()
 
-    def _warm(self, plan: PlannedClass, ids: list[int], library: Any = None) -> None:
+    def _warm(self, plan: PlannedClass, ids: list[int], library: Any = None, *, spills: bool = False) -> None:
         """Answer a request of a class, on a document of one token if there is a library."""
         read = 0 if library is None else 1
         most = plan.row_class.room if library is None else min(plan.row_class.room - 1, library.capacity - 2)
@@ -155,7 +162,7 @@ class Engine:
         # A seed of more than 32 bits takes one program more.
         request = Request(ids, min(max(3, 1 + len(widths)), most), RowSettings(seed=-(2**63)))
         job = Job(Answer(request), ids, TextStream(None), frozenset())
-        job.widths = widths
+        job.widths, job.spills = widths, spills
         job.plans, job.read = [plan], read
         own = self._loop.library
         if own is not None and (library is not None or plan.row_class.capacity == own.capacity):
@@ -186,6 +193,9 @@ class Engine:
             groups=len(groups),
             rows=sum(len(group.jobs) for group in groups),
             rows_in_use=sum(job is not None for group in groups for job in group.jobs),
+            rows_spilled=sum(
+                len(group.jobs) - group.jobs.count(None) for group in groups if group.plan is not group.home
+            ),
             device_bytes=device,
             host_bytes=host,
             programs=CompileClock.programs - self._compiled,
@@ -260,7 +270,7 @@ class Engine:
 
     def _possible(self, plans: Sequence[PlannedClass]) -> list[PlannedClass]:
         """Return the plans of which a group fits the limits. Raises CapacityError if there is none."""
-        possible = [plan for plan in plans if self.admission.fits([plan])]
+        possible = [plan for plan in plans if any(one and self.admission.fits([one]) for one in (plan, plan.spilled))]
         if not possible:
             self.admission.check(plans[0])
         return possible

@@ -155,14 +155,18 @@ class Programs:
 
     def pool(self, state: KVState, plan: PlannedClass) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
-        count = plan.row_class.rows
+        count, state = plan.row_class.rows, _in(plan.fetch, state)
         held = commit(state.take([0] * count) if plan.document is None else state.share(count))
         # The settings are committed too, as those that a step returns.
         return Pool(held, jax.device_put(idle_rows(self.parts, count), held.lengths.sharding))
 
     def insert(self, pool: Pool, slot: int, state: KVState, row: RowSampling) -> Pool:
         """Replace a row of a pool. This consumes the pool."""
-        return Pool(pool.state.insert(slot, state, consume=True), set_row(pool.rows, slot, row))
+        return Pool(pool.state.insert(slot, _in(pool.state.fetch, state), consume=True), set_row(pool.rows, slot, row))
+
+    def moved(self, pool: Pool, fetch: str) -> Pool:
+        """Return a pool whose offloaded rows lie in the memory of a fetch mode. It shares its other arrays."""
+        return pool._replace(state=_in(fetch, pool.state))
 
     def consumed(self, pool: Pool) -> bool:
         """Whether a call has consumed arrays of a pool."""
@@ -246,9 +250,12 @@ class Programs:
         tokens, counts, takes = new
         return hear(drafter, memory, tokens.reshape(len(takes), -1), jnp.where(takes, counts, 0), state)
 
-    def taken(self, pool: Pool, slot: int, surplus: int, unfed: Sequence[int]) -> KVState:
-        """Return one row of a pool as a state of its own, without its `surplus` newest tokens, and after others."""
-        state = pool.state.take([slot])
+    def taken(self, pool: Pool, slot: int, change: tuple[int, Sequence[int]], fetch: str) -> KVState:
+        """Return one row of a pool as a state of its own, with a fetch mode.
+
+        `change` is how many of its newest tokens it gives back, and the tokens that it is fed then.
+        """
+        (surplus, unfed), state = change, _in(fetch, pool.state.take([slot]))
         if surplus:
             state = state.rewind(np.asarray(state.lengths) - surplus)
         return self.fed(state, unfed)
@@ -264,11 +271,17 @@ class Programs:
         return state
 
 
+def _in(fetch: str, state: KVState) -> KVState:
+    """Return a state with a fetch mode."""
+    return state if state.fetch == fetch else commit(state.with_fetch(fetch))
+
+
 class Group:
     """A pool of rows. A row is free, reserved by a job that is being read, or active.
 
     Attributes:
-        plan: the class of the rows.
+        plan: the class of the rows, as they lie in memory now.
+        home: their class as long as device memory is not short.
         jobs: the job of each row, or None for a free row.
         active: which rows a step feeds, bool [rows].
         pool: the arrays. None before the first row is inserted.
@@ -277,7 +290,8 @@ class Group:
     """
 
     def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
-        self.plan, self.programs, self.base = plan, programs, base
+        self.plan = self.home = plan
+        self.programs, self.base = programs, base
         count = plan.row_class.rows
         self.jobs: list[Job | None] = [None] * count
         self.active = np.zeros(count, bool)
@@ -303,6 +317,7 @@ class Group:
         slot = next((slot for slot, other in enumerate(self.jobs) if other is None), None)
         if slot is not None:
             self.jobs[slot] = job
+            job.spilled = self.plan is not self.home
         return slot
 
     def insert(self, slot: int, read: ReadPrompt, row: Any, token: int) -> None:
@@ -386,4 +401,13 @@ class Group:
         It is without the `surplus` newest tokens, and with those that were drawn but not fed.
         """
         assert self.pool is not None
-        return self.programs.taken(self.pool, slot, surplus, unfed)
+        return self.programs.taken(self.pool, slot, (surplus, unfed), self.home.fetch)
+
+    def move(self, plan: PlannedClass) -> None:
+        """Move the rows to where another plan of their class has them: `home` or `home.spilled`."""
+        if self.pool is not None:
+            self.pool = self.programs.moved(self.pool, plan.fetch)
+        self.plan = plan
+        for job in self.jobs:
+            if job is not None:
+                job.spilled = job.spilled or plan is not self.home

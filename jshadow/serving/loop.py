@@ -62,6 +62,7 @@ class EngineReport:
         groups: number of groups.
         rows: number of their rows.
         rows_in_use: number of these that a request has, including the row of the prompt that is being read.
+        rows_spilled: number of the rows in use that are in host memory because device memory is short.
         device_bytes: planned bytes of the groups in device memory.
         host_bytes: planned bytes of the groups in host memory.
         programs: number of programs that the process has compiled since the engine was made.
@@ -73,6 +74,7 @@ class EngineReport:
     groups: int
     rows: int
     rows_in_use: int
+    rows_spilled: int
     device_bytes: int
     host_bytes: int
     programs: int
@@ -222,13 +224,10 @@ class _Groups:
             fits = group.plan.key == job.plan.key and (not paused or self.admission.fits(plans, paused))
             if fits and (slot := group.reserve(job)) is not None:
                 return group, slot
-        kept = [group.plan for group in self._groups if not group.empty]
-        if not self.admission.fits([*kept, job.plan], paused):
+        affordable = self._spill_for(job.plan, paused)
+        if affordable is None:
             return None
-        for group in [group for group in self._groups if group.empty]:
-            if self.admission.fits([*(other.plan for other in self._groups), job.plan], paused):
-                break
-            self._groups.remove(group)
+        self._drop_empty(affordable, paused)
         if job.document is not None and base is None:
             base = self._base(job)
             if base is None:
@@ -237,7 +236,45 @@ class _Groups:
         self._groups.append(group)
         slot = group.reserve(job)
         assert slot is not None
+        if affordable is not job.plan:
+            group.move(affordable)
         return group, slot
+
+    def _spill_for(self, plan: PlannedClass, paused: Sequence[PlannedClass]) -> PlannedClass | None:
+        """Move as few groups to host memory as suffice for another group. Return its plan, or None if nothing does.
+
+        The other group begins in host memory itself before any group is moved. The oldest groups move first.
+        """
+        kept = [group for group in self._groups if not group.empty]
+        moving: list[Group] = []
+        for group in [None, *(group for group in kept if group.plan.spilled is not None)]:
+            moving += [] if group is None else [group]
+            plans = [one.plan.spilled or one.plan if one in moving else one.plan for one in kept]
+            for fresh in (plan, plan.spilled):
+                if fresh is not None and self.admission.fits([*plans, fresh], paused):
+                    for one in moving:
+                        assert one.plan.spilled is not None
+                        one.move(one.plan.spilled)
+                    return fresh
+        return None
+
+    def _drop_empty(self, plan: PlannedClass, paused: Sequence[PlannedClass] = ()) -> None:
+        """Drop groups without a job until a further group of a plan fits."""
+        for group in [group for group in self._groups if group.empty]:
+            if self.admission.fits([*(other.plan for other in self._groups), plan], paused):
+                break
+            self._groups.remove(group)
+
+    def unspill(self) -> None:
+        """Move a group back to device memory, if one has left it and all fit."""
+        for group in self._groups:
+            others = [other.plan for other in self._groups if other is not group and not other.empty]
+            stays = group.plan is group.home or any(job is not None and job.spills for job in group.jobs)
+            if not stays and self.admission.fits([*others, group.home]):
+                self._groups.remove(group)
+                self._drop_empty(group.home)
+                self._groups.append(group)
+                return group.move(group.home)
 
     def _base(self, job: Job) -> Any:
         """Return the stored state of a job's document. If a group has it, its prompt half is not loaded again."""
@@ -356,6 +393,8 @@ class Loop:
     def _run_once(self) -> bool:
         self._admit()
         self._prepare()
+        if not self.readings and not len(self.waiting):
+            self.groups.unspill()
         due = not self.readings or self._units >= self.programs.options.prompt_parts
         stepping = [group for group in self.groups if due and group.active.any()]
         begun = time.monotonic()
@@ -460,6 +499,8 @@ class Loop:
             twin.start()
             with self._work_for(twin):
                 twin.row, twin.plain = self.programs.row(twin.request.settings, twin.ids), why_plain(twin)
+                if group.plan.drafter is not None and group.plan.drafter.reader is not None:
+                    twin.plain = twin.plain or job.plain  # the model of the drafter has not read this prompt
                 self._begin_answer(twin, group, slot, read)
 
     def _begin_answer(self, job: Job, group: Group, slot: int, read: ReadPrompt) -> None:
@@ -515,6 +556,9 @@ class Loop:
                 if place is not None:
                     job.row, job.plain = self.programs.row(job.request.settings, job.ids), why_plain(job)
                     self.readings.append(_Reading(self.programs, job, *place))
+                    if job.spills and not place[0].active.any() and place[0].home.spilled is not None:
+                        place[0].pool = None  # it is made anew, in host memory
+                        place[0].move(place[0].home.spilled)
             if job.answer.done or job.waits_for_file:
                 continue
             if place is not None:

@@ -87,11 +87,11 @@ def continuation(text, ngram, width):
         if length >= ngram:
             best = max(best, (length, place))
     if best[1] < 0:
-        return None
+        return None, 0
     again = [*text]
     for j in range(width):
         again.append(again[best[1] + j])
-    return again[len(text) :]
+    return again[len(text) :], best[0]
 
 
 def test_the_longest_and_newest_agreement_is_found():
@@ -115,8 +115,8 @@ def test_the_longest_and_newest_agreement_is_found():
         lengths = lengths + counts
         for lookup, (guesses, ready) in zip(lookups, jax.tree.map(np.asarray, proposed), strict=True):
             for row, length in enumerate(lengths):
-                want = continuation(texts[row, :length].tolist(), lookup.ngram, 6)
-                assert ready[row] == (0 if want is None else 6)
+                want, agreeing = continuation(texts[row, :length].tolist(), lookup.ngram, 6)
+                assert ready[row] == (0 if want is None else min(6, 2 * (agreeing - lookup.ngram + 1)))
                 assert want is None or guesses[row].tolist() == want
                 found += want is not None
         more, counts = rng.integers(0, 4, (60, 5)).astype(np.int32), rng.integers(0, 6, 60).astype(np.int32)

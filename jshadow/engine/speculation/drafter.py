@@ -218,9 +218,9 @@ def _inserted(live: Any, row: Array, one: Any) -> Any:
     return jax.tree.map(lambda held, given: held.at[row].set(given[0]), live, one)
 
 
-_FORGET = 0.8  # weight of the older cycles in the share of accepted tokens, for each new one
+_SHARE = 0.8  # of the proposed tokens that is taken to be accepted before the first cycle
+_NEWEST = 0.3  # weight of the newest cycle in the share of accepted tokens
 _TRY_AGAIN = 32  # after so many cycles without a proposal, a few tokens are proposed to see whether they are accepted
-_PRIOR = (4.0, 1.0)  # accepted and refused tokens before the first cycle
 _TIMES = 5  # of each width, the median of so many times counts
 
 
@@ -232,15 +232,14 @@ class Pace:
     Attributes:
         most: the most tokens that may be proposed.
         cost: a cycle with w proposed tokens is taken to cost 1 + cost * w plain steps, until its time is known.
-        accepted, refused: proposed tokens of each row that were accepted, and first tokens that were not, with lower
-            weights for older cycles, float [B].
+        share: the share of each row's proposed tokens that is accepted, with lower weights for older cycles, float [B].
         idle: number of cycles since the last proposal in which tokens could have been proposed.
         seconds: the last times of cycles, by width, if they are told.
     """
 
     def __init__(self, most: int, cost: float, rows: int) -> None:
         self.most, self.cost, self.idle = most, cost, 0
-        self.accepted, self.refused = np.full(rows, _PRIOR[0]), np.full(rows, _PRIOR[1])
+        self.share = np.full(rows, _SHARE)
         self.seconds: dict[int, collections.deque[float]] = {}
         self._known: set[int] = set()
 
@@ -251,7 +250,7 @@ class Pace:
 
     def begin(self, row: int) -> None:
         """Forget what a row accepted. Another text has its place."""
-        self.accepted[row], self.refused[row] = _PRIOR
+        self.share[row] = _SHARE
 
     def choose(self, ready: np.ndarray, active: np.ndarray) -> int:
         """Return the number of tokens to propose.
@@ -267,8 +266,7 @@ class Pace:
             self.idle = 0
             self.seconds.clear()
             return self.widths[1]
-        share = (self.accepted / (self.accepted + self.refused))[active]
-        gains = []
+        share, gains = self.share[active], []
         for width in self.widths:
             tokens = 1 + sum((share**place * (ready[active] >= place)).mean() for place in range(1, width + 1))
             gains.append(tokens / self._time(width))
@@ -278,9 +276,9 @@ class Pace:
 
     def heard(self, proposed: np.ndarray, accepted: np.ndarray) -> None:
         """Take in the numbers of proposed and of accepted tokens of each row in a cycle, int [B]."""
-        some = proposed > 0
-        self.accepted = np.where(some, _FORGET * self.accepted + accepted, self.accepted)
-        self.refused = np.where(some, _FORGET * self.refused + (accepted < proposed), self.refused)
+        # The first refused token tells that the share is below 1, and those behind it tell nothing.
+        share = accepted / np.maximum(accepted + (accepted < proposed), 1)
+        self.share = np.where(proposed > 0, (1 - _NEWEST) * self.share + _NEWEST * share, self.share)
 
     def timed(self, width: int, seconds: float) -> None:
         """Take in the time of a cycle that ran alone. The first one of a width may have compiled its program."""

@@ -56,6 +56,7 @@ from jshadow.policies.settings import with_settings
 from jshadow.weights.params import Params, load
 
 _LONGEST_MATCH = 16  # agreements of more tokens count as this many
+_FOR_EACH_TOKEN = 2  # tokens that are proposed for the shortest agreement, and for each further token that agrees
 
 
 class _History(NamedTuple):
@@ -65,11 +66,13 @@ class _History(NamedTuple):
         tokens: int32 [B, H].
         counts: number of tokens of each row, int32 [B].
         places: index of the token to propose first, int32 [B]. -1: no place agrees with the newest tokens.
+        agreeing: number of tokens before this place that agree with the newest ones, int32 [B].
     """
 
     tokens: Array
     counts: Array
     places: Array
+    agreeing: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +102,17 @@ class PromptLookup(Drafter):
         tokens = np.zeros((len(text.tokens), state.capacity + self.tokens + 1), np.int32)
         tokens[:, : text.tokens.shape[1]] = text.tokens
         none = jnp.full(len(tokens), -1, jnp.int32)
-        return Memory(None, _History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none))
+        return Memory(None, _History(jnp.asarray(tokens), jnp.asarray(text.lengths, jnp.int32), none, none))
 
     def row_bytes(self, config: ModelConfig, state: KVState) -> ByteCount:
-        """Return the bytes of the text of a row, the number of its tokens and the place."""
-        return ByteCount(4 * (state.capacity + self.tokens + 1 + 2))
+        """Return the bytes of the text of a row, the number of its tokens, the place and the agreement."""
+        return ByteCount(4 * (state.capacity + self.tokens + 1 + 3))
 
     def ready(self, memory: Memory) -> Array:
-        """Return `tokens` for rows with such a place, and 0 for the others."""
-        return jnp.where(memory.live.places >= 0, self.tokens, 0)
+        """Return 0 for rows without such a place, and more tokens for others the more tokens agree there."""
+        history: _History = memory.live
+        sure = jnp.minimum(self.tokens, _FOR_EACH_TOKEN * (history.agreeing - self.ngram + 1))
+        return jnp.where(history.places >= 0, sure, 0)
 
     def propose(self, memory: Memory, target: Target, width: int) -> Proposal:
         """Return the tokens from the place on. At the end of the text, go on at the place."""
@@ -124,10 +129,10 @@ class PromptLookup(Drafter):
         index = jnp.where(index < 0, history.tokens.shape[1], index)  # an index past the end is dropped
         text = history.tokens.at[rows, index].set(tokens, mode="drop")
         held = history.counts + counts
-        return _History(text, held, self.search(text, held))
+        return _History(text, held, *self.search(text, held))
 
-    def search(self, tokens: Int[Array, "B H"], counts: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Return the index after the best agreement with the newest tokens, or -1."""
+    def search(self, tokens: Int[Array, "B H"], counts: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """Return the index after the best agreement with the newest tokens, or -1, and how many tokens agree."""
         width, places = tokens.shape[1], jnp.arange(tokens.shape[1])
         agree, length = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32)
         for back in range(1, max(_LONGEST_MATCH, self.ngram) + 1):
@@ -138,7 +143,8 @@ class PromptLookup(Drafter):
         good = (length >= self.ngram) & (places < counts[:, None])
         score = jnp.where(good, length * width + places, -1)
         best = score.argmax(axis=1)
-        return jnp.where(score.max(axis=1) >= 0, best, -1).astype(jnp.int32)
+        agreeing = jnp.take_along_axis(length, best[:, None], axis=1)[:, 0]
+        return jnp.where(score.max(axis=1) >= 0, best, -1).astype(jnp.int32), agreeing
 
 
 @dataclasses.dataclass(frozen=True)

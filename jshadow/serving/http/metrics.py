@@ -144,6 +144,7 @@ class _Live(Collector):
             ("jshadow:uploads", "Requests whose document is being read, or waits for it", service.uploads),
             ("jshadow:groups", "Groups of rows", report.groups),
             ("jshadow:rows", "Rows of all groups", report.rows),
+            ("jshadow:rows_spilled", "Rows of requests that have moved to host memory", report.rows_spilled),
         ):
             yield GaugeMetricFamily(metric, text, value=value)
         yield gauge("vllm:num_requests_running", "Requests that have a row", report.rows_in_use)

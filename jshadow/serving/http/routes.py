@@ -421,7 +421,7 @@ async def ready(request: Request) -> Status:
         return Status(status="ready")
     if service.engine.failure is not None:
         raise _engine_failed()
-    raise ApiError(503, "the server ends" if service.draining else "the server compiles its programs", code="not_ready")
+    raise ApiError(503, "the server ends" if service.draining else service.unready, code="not_ready")
 
 
 @status_router.get("/metrics", response_class=Response, responses=_PLAIN | {500: _ERRORS[500]})

@@ -103,7 +103,7 @@ def serve(
     def compile_all() -> None:
         try:
             with warming():
-                service.engine.warm()
+                service.engine.warm(service.compiling)
             gc.collect()
             gc.freeze()  # the model and its programs: looking through them again would stop all threads for a while
             service.begin()

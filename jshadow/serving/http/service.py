@@ -156,6 +156,8 @@ class Service:
         created: when the server started, in seconds since 1970.
         draining: whether the server is about to end.
         ready: whether all programs are compiled.
+        started: when their compilation began, by `time.monotonic`.
+        compiled: how many parts of it are done, and how many there are.
         open: number of requests that are being answered, except those of health, metrics and the page.
         held: bytes of the bodies of all open requests, by client.
         parsing: lets one large body be parsed at a time.
@@ -170,6 +172,7 @@ class Service:
         self.keys = ApiKeys(options.api_keys, options.api_key_file)
         self.created = int(time.time())
         self.draining = self.ready = False
+        self.started, self.compiled = time.monotonic(), (0, 0)
         self.open, self.held = 0, Counter[str]()
         self.warm = 0.0, 0
         self._reading: dict[str, _Turn] = {}  # by the key of the document
@@ -181,6 +184,19 @@ class Service:
         counts = self.engine.report().counts
         self.warm = counts.busy_seconds, counts.finished
         self.ready = True
+
+    def compiling(self, done: int, count: int) -> None:
+        """Note how many parts of the compilation are done, of how many."""
+        if not done:
+            self.started = time.monotonic()
+        self.compiled = done, count
+
+    @property
+    def unready(self) -> str:
+        """Why the server is not ready yet, with a guess of the seconds that are left."""
+        (done, count), seconds = self.compiled, time.monotonic() - self.started
+        left = f", about {seconds * (count - done) / done:.0f} s are left" if done else ""
+        return f"the server compiles its programs: {done} of {count} parts are done after {seconds:.0f} s{left}"
 
     @property
     def busy(self) -> bool:

@@ -99,7 +99,7 @@ def test_a_drafter_that_no_engine_can_use_is_refused():
 def test_the_bytes_of_a_step_and_of_the_memory_are_planned():
     plain, [guessing] = engine_of(classes=LONG).plans[0].bytes, speculating().plans
     rows, capacity = LONG[0].rows, LONG[0].capacity
-    assert guessing.bytes.rows.device - plain.rows.device == rows * 4 * (capacity + LOOKUP.tokens + 3)
+    assert guessing.bytes.rows.device - plain.rows.device == rows * 4 * (capacity + LOOKUP.tokens + 4)
     assert guessing.bytes.step > plain.step + 4 * rows * LOOKUP.tokens * PARAMS.config.vocab_size
 
 

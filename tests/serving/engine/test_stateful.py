@@ -1,9 +1,10 @@
 """Slots, groups, the queue, the admission and the tiers of a library, at random, against a plain model of them.
 
-The model and the library are of plain Python. A state is a list of tokens.
+The model, the drafter and the library are of plain Python. A state is a list of tokens.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import types
 from unittest import mock
@@ -21,9 +22,10 @@ from jshadow.engine.text import TextStream
 from jshadow.library.shelf import Stored
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, TierLimits
 from jshadow.policies import Full
-from jshadow.serving import documents
+from jshadow.serving import documents, drafts
 from jshadow.serving.admission import (
     Admission,
+    Drafting,
     EngineOptions,
     GroupBytes,
     Limits,
@@ -41,6 +43,16 @@ PLANS = tuple(
     PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(ByteCount(size), 1, ByteCount(2)))
     for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
 )
+HOST_LIMIT = 30
+
+
+def spilled_of(plan):
+    """The plan of rows that have moved: half of their bytes are in host memory."""
+    size = plan.bytes.rows.device
+    sizes = dataclasses.replace(plan.bytes, rows=ByteCount(size - size // 2, size // 2))
+    return dataclasses.replace(plan, fetch="device_put", bytes=sizes)
+
+
 STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read
 WORDS = 50
 
@@ -101,6 +113,75 @@ def insert(pool, slot, state, row):
     return pool._replace(state=[state if place == slot else held for place, held in enumerate(pool.state)])
 
 
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+    """The guesses of a step: the tokens of the rows before it, the newest token of each, and how many were proposed."""
+
+    held: list
+    tokens: list
+    proposed: list
+
+
+def remembered(drafter, ids, token, read):
+    assert read.state == ids
+    return [*ids, token], drafter.tokens
+
+
+def with_memory(drafter, memory, slot, one, rows):
+    memory = list(memory or [one] * rows)
+    memory[slot] = one
+    return memory
+
+
+def guess(pool, memory, at, drafting):
+    """Two of three guesses are right, as long as those before them are."""
+    tokens, proposed, state = [], [], []
+    for held, token, left in zip(pool.state, *at, strict=True):
+        row = [int(token)]
+        for place in range(drafting[1]):
+            right = left > 0 and hash((place, *held)) % 3
+            row.append(next_token([*held, *row]) if right else 0)
+        tokens.append(row)
+        proposed.append(max(0, min(drafting[1], int(left) - 1)))
+        state.append([*held, *row[: proposed[-1] + 1]] if left else held)
+    return Guesses(pool.state, tokens, np.array(proposed)), pool._replace(state=state), memory
+
+
+def draw_guessed(pool, guesses, active):
+    counts, drawn, state = [], np.zeros(np.shape(guesses.tokens), int), []
+    for slot, (held, row, most) in enumerate(zip(guesses.held, guesses.tokens, guesses.proposed, strict=True)):
+        counts.append(0)
+        while active[slot] and counts[-1] <= most:
+            place = counts[-1]
+            drawn[slot, place] = next_token([*held, *row[: place + 1]])
+            counts[-1] += 1
+            if place == most or drawn[slot, place] != row[place + 1]:
+                break
+        if active[slot]:
+            state.append([*held, *row[: counts[-1]]])
+            assert state[-1] == pool.state[slot][: len(state[-1])]
+        else:
+            state.append(held)
+    return drawn, np.array(counts), None, pool._replace(state=state)
+
+
+def heard(drafter, memory, new, state):
+    """The drafter remembers what the row holds, and the newest token."""
+    memory = list(memory)
+    for slot, (tokens, count, takes) in enumerate(zip(*new, strict=True)):
+        if takes and count:
+            memory[slot] = [*memory[slot], *np.atleast_1d(tokens)[:count].tolist()]
+            assert memory[slot][:-1] == state[slot]
+    return memory, np.array([drafter.tokens * (len(row) % 4 > 0) for row in memory])
+
+
+def taken(pool, slot, change, fetch):
+    (surplus, unfed), held = change, pool.state[slot]
+    assert fetch == "resident"
+    return [*held[: len(held) - surplus], *unfed]
+
+
+DRAFTER = types.SimpleNamespace(tokens=3, cost=0.1, reader=None)
 PROGRAMS = types.SimpleNamespace(
     options=EngineOptions(turn_chunk=2),
     parts=types.SimpleNamespace(vocab_size=WORDS),
@@ -116,8 +197,15 @@ PROGRAMS = types.SimpleNamespace(
     row=lambda settings, ids: "row",
     draw=lambda logits, rows, active=None: (np.atleast_1d(logits), rows),
     pool=lambda state, plan: Pool([None] * plan.row_class.rows, "rows"),
+    moved=lambda pool, fetch: pool,
     consumed=lambda pool: False,
-    taken=lambda pool, slot, unfed: [*pool.state[slot], *unfed],
+    taken=taken,
+    begin_draft=lambda plan, ids: None,
+    remembered=remembered,
+    with_memory=with_memory,
+    guess=guess,
+    draw_guessed=draw_guessed,
+    heard=heard,
     fork=list,
     fed=lambda state, unfed: [*state, *unfed],
 )
@@ -127,7 +215,9 @@ def plan_rows(programs, job, base):
     """The plan of rows on a document. The prompt half takes a byte for each token."""
     one = min(job.rooms, key=lambda row_class: row_class.room)
     sizes = GroupBytes(ByteCount(5 * one.rows), 1, ByteCount(2), ByteCount(len(base)))
-    return PlannedClass(RowClass(job.read, one.room, one.rows), Full(), None, "resident", sizes, job.document)
+    drafting = job.plan.drafting
+    plan = PlannedClass(RowClass(job.read, one.room, one.rows), Full(), None, "resident", sizes, job.document)
+    return dataclasses.replace(plan, drafting=drafting)
 
 
 def done(result):
@@ -202,9 +292,19 @@ class PlainLibrary:
         assert set(self.files) == set(self.recent)
 
 
-def plain_documents():
-    """Let a stored state be a list of tokens, which lies on no device."""
-    return mock.patch.multiple(documents, plan_rows=plan_rows, commit=lambda state: state)
+@contextlib.contextmanager
+def plain_world():
+    """Let a stored state be a list of tokens, on no device. The width of a step depends on its rows alone."""
+
+    def choose(pace, ready, active):
+        return int(ready[active].sum()) % (DRAFTER.tokens + 1)
+
+    with (
+        mock.patch.multiple(documents, plan_rows=plan_rows, commit=lambda state: state),
+        mock.patch.object(drafts, "check_gives"),
+        mock.patch.object(drafts.Pace, "choose", choose),
+    ):
+        yield
 
 
 PROMPT = st.lists(st.integers(0, 49), min_size=1, max_size=9)
@@ -218,23 +318,33 @@ def stored_beginnings(machine):
 
 
 class Serving(stateful.RuleBasedStateMachine):
-    @stateful.initialize(budget=st.integers(50, 100), device=st.integers(0, 30), host=st.integers(0, 30))
-    def begin(self, budget, device, host):
-        self.plain = plain_documents()
+    @stateful.initialize(
+        budget=st.integers(50, 100),
+        device=st.integers(0, 30),
+        host=st.integers(0, 30),
+        drafter=st.sampled_from([None, DRAFTER]),
+        spills=st.booleans(),
+    )
+    def begin(self, budget, device, host, drafter, spills):
+        self.plain = plain_world()
         self.plain.__enter__()
+        drafting = None if drafter is None else Drafting(drafter, None, None)
+        plans = (dataclasses.replace(plan, drafting=drafting) for plan in PLANS)
+        self.plans = tuple(dataclasses.replace(plan, spilled=spilled_of(plan) if spills else None) for plan in plans)
         self.library = PlainLibrary(device, host)
-        self.loop = Loop(PROGRAMS, Admission(Limits(device_bytes=budget)), self.library, lambda: None)
+        limits = Limits(device_bytes=budget, host_bytes=HOST_LIMIT)
+        self.loop = Loop(PROGRAMS, Admission(limits), self.library, lambda: None)
         self.answers, self.cancelled = [], []
 
     def ask(self, prompt, new, rank, store, stop=(), most=None):
         grammar = None if most is None else Grammar(most)
         answer = Answer(Request(prompt, new, priority=rank, store=store, stop=stop, allowed=grammar))
         job = Job(answer, prompt, TextStream(None), frozenset({STOP, *stop}))
-        job.plans = fitting(PLANS, len(prompt), new)
+        job.plans = fitting(self.plans, len(prompt), new)
         if store:
             library = self.library
             job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.start_store
-        documents.find_stored(self.library, job, PLANS)
+        documents.find_stored(self.library, job, self.plans)
         self.loop.accept(job)
         self.answers.append(answer)
 
@@ -300,7 +410,9 @@ class Serving(stateful.RuleBasedStateMachine):
         assert loop.groups.admission.fits([group.plan for group in loop.groups], [one.plan for one in reading[:-1]])
         for group in loop.groups:
             assert group.active.tolist() == [job is not None and job not in reading for job in group.jobs]
-            assert all(job is None or job.plan == group.plan for job in group.jobs)
+            assert all(job is None or job.plan == group.home for job in group.jobs)
+            assert group.plan in (group.home, group.home.spilled)
+            assert group.plan is group.home or all(job is None or job.spilled for job in group.jobs)
         for answer in self.answers:
             tokens = [token for _, token, _ in answer._pieces]
             assert tokens == expected(answer.request)[0][: len(tokens)]
@@ -316,6 +428,7 @@ class Serving(stateful.RuleBasedStateMachine):
         assert all(group.empty for group in self.loop.groups)
         counts = self.loop.counts
         assert counts.finished + counts.failed + counts.cancelled == len(self.answers)
+        assert counts.accepted <= counts.proposed
         assert counts.most_units <= PROGRAMS.options.prompt_parts
         for answer in self.answers:
             tokens, error = expected(answer.request)
