@@ -32,7 +32,7 @@ serve: $(BIN)/.serve
 	@mkdir -p .cache
 	@$(BIN)/python tools/demo_text.py > .cache/demo.txt
 	@$(BIN)/jshadow serve $(MODEL) --library .cache/documents --max-context 4096 --room 1024 --slots 4 --policy shadowkv \
-	    --set rank=32 --set budget=256 --dtype float32 $(SERVE_OPTIONS)
+	    --set preset=packed --dtype float32 $(SERVE_OPTIONS)
 
 setup: $(BIN)/.setup
 

@@ -71,7 +71,7 @@ def guess_rows(
     return guesses, state.split()[1], live
 
 
-@functools.partial(jax.jit, donate_argnames=("rows", "writes"))
+@functools.partial(jax.jit, donate_argnames=("rows", "writes"), compiler_options=COMPILER_OPTIONS)
 def draw_guessed(
     rows: RowSampling, guesses: Guesses, reads: Reads, writes: Writes, active: Array
 ) -> tuple[Array, Array, RowSampling, Writes]:

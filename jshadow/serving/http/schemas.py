@@ -357,6 +357,7 @@ class Gauge(BaseModel):
     tiers: list[TierFigures]
     rows: RowFigures
     rows_in_use: int
+    rows_spilled: int
     waiting: int
     stored_documents: int
     stored_tokens: int

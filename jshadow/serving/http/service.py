@@ -326,6 +326,7 @@ class Service:
             "tiers": [{"tier": tier, "bytes": used, "limit": limit} for tier, used, limit in self.tiers()],
             "rows": {"device": report.device_bytes, "host": report.host_bytes},
             "rows_in_use": report.rows_in_use,
+            "rows_spilled": report.rows_spilled,
             "waiting": report.waiting,
             "stored_documents": len(documents),
             "stored_tokens": tokens,

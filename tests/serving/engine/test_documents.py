@@ -267,3 +267,20 @@ def test_more_documents_than_are_read_ahead(tmp_path):
             with pytest.raises(DocumentError):
                 answer.result(60)
         assert [call.args[0] for call in read.call_args_list][4:] == keys[4:]
+
+
+@pytest.mark.slow
+def test_an_agent_session_of_twenty_turns_reads_each_token_once(tmp_path):
+    """A turn has the session so far, with its answers, and a few new tokens. Each answer is stored."""
+    with library_in(tmp_path) as library:
+        engine, session, read = engine_of(library=library, classes=CLASSES[1:]), prompt_of(40), []
+        for turn in range(20):
+            asked = Request([*session, *prompt_of(1 + turn % 5, turn)], 4 + turn % 3, store=True)
+            answer = engine.submit(asked)
+            finish(engine)
+            result = answer.result(0)
+            assert result.report.not_stored is None
+            result.report.stored.result()
+            read.append(result.report.prompt_tokens - result.report.stored_tokens)
+            session = [*asked.prompt, *result.tokens]
+        assert read == [40 + 1, *(1 + turn % 5 for turn in range(1, 20))]

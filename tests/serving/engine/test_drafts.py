@@ -12,6 +12,7 @@ from jshadow.engine.report import CompileClock
 from jshadow.engine.rows import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.speculation import CompressedDraft, DraftModel, PromptLookup, SelfDraft
+from jshadow.engine.speculation.drafter import Pace
 from jshadow.errors import ConfigError
 from jshadow.policies import H2O, Full, Quest
 from jshadow.serving import Request
@@ -19,6 +20,12 @@ from jshadow.serving import Request
 LOOKUP = PromptLookup(tokens=4, ngram=1)
 LONG = CLASSES[1:]
 GREEDY, DRAWN = RowSettings(), RowSettings(Sampler(0.5), seed=4)
+
+
+@pytest.fixture(autouse=True)
+def no_times(monkeypatch):
+    """The widths of steps depend on what was accepted alone."""
+    monkeypatch.setattr(Pace, "timed", lambda pace, width, seconds: None)
 
 
 def looping(length, period=7, seed=0):
@@ -48,7 +55,6 @@ def test_unequal_requests_are_answered_as_generate_does():
     assert [one.tokens for one in results] == [offline(request).tokens for request in requests]
     counts, accepted = engine.report().counts, [one.report.accepted_tokens for one in results]
     assert 0 < sum(accepted) == counts.accepted <= counts.proposed
-    assert counts.steps < counts.tokens / 3
     assert not any(one.report.proposed_tokens for one in results if len(one.tokens) < 3)
 
 

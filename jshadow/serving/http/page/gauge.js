@@ -22,12 +22,13 @@ const percent = (share) => `${share > 0 && share < 0.01 ? "<1" : Math.round(100 
 /** Show the figures of /v1/gauge. */
 export function showGauge(figures) {
   showHeld(figures);
-  const { rows, rows_in_use: running, waiting } = figures;
+  const { rows, rows_in_use: running, rows_spilled: spilled, waiting } = figures;
   const sizes = ["device", "host"].filter((place) => rows[place]).map((place) => `${bytes(rows[place])} ${place}`);
+  const moved = spilled ? ` (${count(spilled)} moved to host memory)` : "";
   at("tiers").replaceChildren(
     ...figures.tiers.map(tierLine),
     wordLine("rows", sizes.join(", ") || "none yet"),
-    wordLine("requests", `${count(running)} running, ${count(waiting)} waiting`),
+    wordLine("requests", `${count(running)} running${moved}, ${count(waiting)} waiting`),
   );
   at("hits").textContent = figures.first_token_seconds === null ? NONE : percent(figures.hit_share);
   const engine = figures.busy_seconds_a_request;

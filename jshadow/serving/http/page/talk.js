@@ -148,6 +148,8 @@ function noteOf({ start, first, last, usage, finish }) {
   else if (finish !== "stop") notes.push(finish);
   if (wait !== null) notes.push(`first token after ${seconds(wait)}`);
   if (usage) notes.push(`${count(tokens)} new tokens`, `${count(cached)} of ${count(usage.prompt_tokens)} cached`);
+  const guesses = usage?.completion_tokens_details;
+  if (guesses?.accepted_prediction_tokens) notes.push(`${count(guesses.accepted_prediction_tokens)} of them guessed`);
   return notes.join(" · ");
 }
 
