@@ -317,7 +317,7 @@ class Group:
         slot = next((slot for slot, other in enumerate(self.jobs) if other is None), None)
         if slot is not None:
             self.jobs[slot] = job
-            job.spilled = self.plan is not self.home
+            job.spilled = None if self.plan is self.home else self.plan.fetch
         return slot
 
     def insert(self, slot: int, read: ReadPrompt, row: Any, token: int) -> None:
@@ -410,4 +410,4 @@ class Group:
         self.plan = plan
         for job in self.jobs:
             if job is not None:
-                job.spilled = job.spilled or plan is not self.home
+                job.spilled = job.spilled or (None if plan is self.home else plan.fetch)

@@ -64,7 +64,7 @@ class Job:
         row: the sampling settings, as arrays of one row. None before the prompt is read.
         plain: why no tokens are proposed for the answer, or None.
         proposed, accepted: number of tokens that were proposed by speculation, and of these that were accepted.
-        spilled: whether the row was in host memory for a while, because device memory was short.
+        spilled: the fetch mode while device memory was short and the row was in host memory, or None.
         spills: whether its group moves there as soon as it has a row, and stays there. For `Engine.warm`.
         widths: numbers of proposed tokens that the next steps have, whatever is accepted. For `Engine.warm`.
         stored: the future of the key of the state that was stored last, or None.
@@ -84,7 +84,8 @@ class Job:
         self.row: Any = None
         self.plain: str | None = None
         self.proposed = self.accepted = 0
-        self.spilled = self.spills = False
+        self.spilled: str | None = None
+        self.spills = False
         self.widths: list[int] = []
         self.stored: concurrent.futures.Future[str] | None = None
         self.not_stored: str | None = None

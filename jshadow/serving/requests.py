@@ -129,7 +129,7 @@ class AnswerReport:
             `stored` alone.
         proposed_tokens: number of tokens that were proposed by speculation. None: the engine does not speculate.
         accepted_tokens: number of these that were accepted.
-        spilled: whether rows that are fetched moved to host memory for a while, because device memory was short.
+        spilled: the fetch mode while device memory was short and the row was in host memory, or None.
         plain: why no tokens were proposed in an engine that speculates, or None.
     """
 
@@ -148,7 +148,7 @@ class AnswerReport:
     proposed_tokens: int | None = None
     accepted_tokens: int = 0
     plain: str | None = None
-    spilled: bool = False
+    spilled: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,8 +93,10 @@ class Metrics:
         self.prefill.observe(report.prefill_seconds)
         self.decode.observe(report.decode_seconds)
         self.ended.labels(self.name, report.finish).inc()
-        if report.fetch != "resident":
-            self.fetched.inc(self._fetched_a_token(report.policy, report.fetch) * report.generated_tokens)
+        fetch = report.spilled or report.fetch
+        if fetch != "resident":
+            refused = (report.proposed_tokens or 0) - report.accepted_tokens  # the model read these too
+            self.fetched.inc(self._fetched_a_token(report.policy, fetch) * (report.generated_tokens + refused))
 
     @property
     def hit_share(self) -> float:

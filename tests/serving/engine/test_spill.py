@@ -46,7 +46,7 @@ def test_rows_that_do_not_fit_the_device_move_to_the_host_and_back():
     for request, answer in zip([*first, *later], answers, strict=True):
         result = answer.result(0)
         assert result.tokens == offline(request).tokens
-        assert result.report.spilled
+        assert (result.report.fetch, result.report.spilled) == ("resident", "device_put")
     [alone] = answers_of(engine, first[:1])
     assert not alone.report.spilled
 
