@@ -32,7 +32,7 @@ class Drafts:
 
     Attributes:
         memory: what the drafter remembers. None before the first row that takes proposals.
-        width: how many tokens the newest step proposes for each row. 0: it is a plain step.
+        width: how many tokens the newest step proposes for each row.
     """
 
     def __init__(self, drafter: Drafter, programs: "Programs", rows: int) -> None:
@@ -42,6 +42,11 @@ class Drafts:
         self.pace = Pace(drafter.tokens, drafter.cost, rows)
         self._ready: Any = np.zeros(rows, np.int32)
         self._guesses: Any = None
+
+    @property
+    def guessing(self) -> bool:
+        """Whether the step that runs is one of `guess`."""
+        return self._guesses is not None
 
     def insert(self, slot: int, job: Job, token: int, read: "ReadPrompt") -> None:
         """Remember a row. `token` is its first new token, and `read` what its prompt gave."""
@@ -53,7 +58,9 @@ class Drafts:
             self.pace.begin(slot)
 
     def guess(self, pool: "Pool", fed: np.ndarray, jobs: Sequence[Job | None], active: np.ndarray) -> "Pool | None":
-        """Choose the width of the next step. Unless it is 0, start the step, and return the pool after it.
+        """Choose the width of the next step. Unless a plain step does the same, start it, and return the pool after it.
+
+        A model that proposes tokens reads the newest one even if it proposes none.
 
         `fed` has the newest token of each row, int32 [rows]. The arguments `jobs` and `active` are those of a `Group`.
         """
@@ -64,8 +71,9 @@ class Drafts:
                 takes[slot] = job.plain is None
                 left[slot] = job.left if takes[slot] and not job.widths else 1  # with 1, nothing is proposed
                 forced = job.widths.pop(0) if job.widths else forced
-        self.width = self.pace.choose(takes * self._ready, active) if forced is None else forced
-        if not self.width or self.memory is None:
+        ready = takes * np.minimum(self._ready, np.maximum(left - 1, 0))
+        self.width = self.pace.choose(ready, active) if forced is None else forced
+        if self.memory is None or not (self.width or self.drafter.reader):
             self.width = 0
             return None
         drafting = self.drafter, self.width
@@ -89,7 +97,7 @@ class Drafts:
     def drawn(self, counts: np.ndarray, jobs: Sequence[Job | None]) -> None:
         """Take in how many tokens of each row were drawn, int [rows]."""
         self._ready = np.asarray(self._ready)
-        if self.width:
+        if self.guessing:
             proposed = np.asarray(self._guesses.proposed)
             accepted = np.maximum(counts - 1, 0)
             self.pace.heard(proposed, accepted)

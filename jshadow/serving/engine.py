@@ -138,12 +138,12 @@ class Engine:
             ServingError: the engine is closed or has failed.
         """
         parts: list[Callable[[], None]] = []
-        for plan in self.plans:
-            self.admission.check(plan)
+        for [plan] in (self._possible([plan]) for plan in self.plans):
             one = plan.row_class
             ids = [0] * min(one.prompt, 2 * self.options.piece(one))  # at most two pieces
-            for spills in (False, True) if plan.spilled else (False,):
-                parts.append(functools.partial(self._warm, plan, ids, spills=spills))
+            for place in (plan, plan.spilled):
+                if place is not None and self.admission.fits([place]):
+                    parts.append(functools.partial(self._warm, plan, ids, spills=place is not plan))
         library, rooms = self._loop.library, {plan.row_class.room: plan for plan in reversed(self.plans)}
         for room, plan in rooms.items() if library is not None else ():
             if min(room, library.capacity - 1) >= 2:
@@ -153,17 +153,27 @@ class Engine:
             part()
 
     def _warm(self, plan: PlannedClass, ids: list[int], library: Any = None, *, spills: bool = False) -> None:
-        """Answer a request of a class, on a document of one token if there is a library."""
-        read = 0 if library is None else 1
+        """Answer requests of a class, on a document of one token if there is a library.
+
+        Each width of speculation has a program of its own, so a request takes as many steps as there are widths. If
+        the room is too short for this, there are several requests.
+        """
         most = plan.row_class.room if library is None else min(plan.row_class.room - 1, library.capacity - 2)
         drafter = self.options.speculate
-        # Each width of speculation has a program of its own. The first token comes before the first step.
         widths = [] if drafter is None else list(reversed(Pace(drafter.tokens, drafter.cost, 1).widths))
+        steps = max(1, most - 1)  # the first token comes before the first step
+        for first in range(0, max(1, len(widths)), steps):
+            self._warm_with(plan, ids, widths[first : first + steps], most, library, spills)
+
+    def _warm_with(
+        self, plan: PlannedClass, ids: list[int], widths: list[int], most: int, library: Any, spills: bool
+    ) -> None:
+        """Answer a request of at most `most` tokens, whose steps propose so many tokens."""
         # A seed of more than 32 bits takes one program more.
         request = Request(ids, min(max(3, 1 + len(widths)), most), RowSettings(seed=-(2**63)))
         job = Job(Answer(request), ids, TextStream(None), frozenset())
         job.widths, job.spills = widths, spills
-        job.plans, job.read = [plan], read
+        job.plans, job.read = [plan], 0 if library is None else 1
         own = self._loop.library
         if own is not None and (library is not None or plan.row_class.capacity == own.capacity):
             job.keep = not_kept

@@ -366,7 +366,7 @@ class Group:
         assert pool is not None
         if self._words is not None:
             pool = pool._replace(rows=self.programs.masked(pool.rows, self._words))
-        if self.drafts is not None and self.drafts.width:
+        if self.drafts is not None and self.drafts.guessing:
             tokens, counts, logits, pool = self.drafts.draw(pool, self.active)
         else:
             logits = self._logits

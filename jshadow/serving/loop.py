@@ -265,6 +265,13 @@ class _Groups:
                 break
             self._groups.remove(group)
 
+    def spill_empty(self, group: Group) -> None:
+        """Move a group without active rows to host memory, and make its arrays anew there, if all groups fit then."""
+        others, plan = [other.plan for other in self._groups if other is not group], group.home.spilled
+        if plan is not None and not group.active.any() and self.admission.fits([*others, plan]):
+            group.pool = None
+            group.move(plan)
+
     def unspill(self) -> None:
         """Move a group back to device memory, if one has left it and all fit."""
         for group in self._groups:
@@ -282,6 +289,7 @@ class _Groups:
 
 
 _LOG = logging.getLogger(__name__)
+_NOT_READ = "the model that proposes tokens has not read the prompt, which an earlier request shares that has a grammar"
 _MOST_READINGS = 3  # prompts that are being read at once. A turn reads a part of one of them.
 _MOST_PASSED = 7  # turns in a row that a prompt gives way to others that are being read
 _SHORTER = 2  # how many times fewer tokens a prompt has that is read before one that is being read
@@ -331,6 +339,7 @@ class Loop:
         """End all jobs, and all that come later, with an error."""
         self.closed = error
         for job in list(self._jobs()):
+            self._count_guesses(job)
             job.answer.end(error)
             self.counts.failed += 1
         self.waiting, self.readings = WaitingQueue(), []
@@ -343,11 +352,14 @@ class Loop:
 
     def _drop(self, job: Job) -> None:
         """Take a job out of the queue, of the reading and of its row."""
-        self.counts.proposed += job.proposed
-        self.counts.accepted += job.accepted
+        self._count_guesses(job)
         self.waiting.remove(job)
         self.readings = [reading for reading in self.readings if reading.job is not job]
         self.groups.release(job)
+
+    def _count_guesses(self, job: Job) -> None:
+        self.counts.proposed += job.proposed
+        self.counts.accepted += job.accepted
 
     def _fail(self, job: Job, error: JshadowError) -> None:
         self._drop(job)
@@ -455,6 +467,7 @@ class Loop:
                 state = functools.partial(group.row, slot, later, [drawn.token])
                 documents.keep(job, job.ids + job.stream.tokens, state)
             if finish or job.answer.done:
+                job.accepted -= max(0, later - 1)  # behind the end; the last of these was drawn and not guessed
                 return self._complete(job, finish)
 
     def _add(self, job: Job, drawn: DrawnToken) -> str:
@@ -495,12 +508,12 @@ class Loop:
             if self.groups.full or (slot := group.reserve(twin)) is None:
                 return
             self.waiting.remove(twin)
-            twin.plans = [group.plan]
+            twin.plans = [group.home]
             twin.start()
             with self._work_for(twin):
                 twin.row, twin.plain = self.programs.row(twin.request.settings, twin.ids), why_plain(twin)
                 if group.plan.drafter is not None and group.plan.drafter.reader is not None:
-                    twin.plain = twin.plain or job.plain  # the model of the drafter has not read this prompt
+                    twin.plain = twin.plain or (_NOT_READ if read.own is None else None)
                 self._begin_answer(twin, group, slot, read)
 
     def _begin_answer(self, job: Job, group: Group, slot: int, read: ReadPrompt) -> None:
@@ -556,9 +569,8 @@ class Loop:
                 if place is not None:
                     job.row, job.plain = self.programs.row(job.request.settings, job.ids), why_plain(job)
                     self.readings.append(_Reading(self.programs, job, *place))
-                    if job.spills and not place[0].active.any() and place[0].home.spilled is not None:
-                        place[0].pool = None  # it is made anew, in host memory
-                        place[0].move(place[0].home.spilled)
+                    if job.spills:
+                        self.groups.spill_empty(place[0])
             if job.answer.done or job.waits_for_file:
                 continue
             if place is not None:

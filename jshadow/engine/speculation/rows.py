@@ -28,7 +28,7 @@ class GuessPlan:
     """The static arguments of `guess_rows`.
 
     Attributes:
-        width: number of proposed tokens w, at least 1.
+        width: number of proposed tokens w.
     """
 
     drafter: Drafter

@@ -1,6 +1,7 @@
 """An engine with speculation draws the tokens of one without it, and of `generate`."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from jshadow.engine.speculation import CompressedDraft, DraftModel, PromptLookup
 from jshadow.engine.speculation.drafter import Pace
 from jshadow.errors import ConfigError
 from jshadow.policies import H2O, Full, Quest
-from jshadow.serving import Request
+from jshadow.serving import Request, RowClass
 
 LOOKUP = PromptLookup(tokens=4, ngram=1)
 LONG = CLASSES[1:]
@@ -35,6 +36,10 @@ def looping(length, period=7, seed=0):
 
 def speculating(**options):
     return engine_of(**{"speculate": LOOKUP, "classes": LONG} | options)
+
+
+def kept(results):
+    return sum(one.report.accepted_tokens for one in results)
 
 
 def pieces_of(engine, requests):
@@ -75,6 +80,17 @@ def test_every_setting_of_a_row_holds_inside_a_cycle():
         assert [[token for token, _ in one.logprobs.top[:1]] for one in got] == [
             [token for token, _ in one.logprobs.top[:1]] for one in want
         ]
+
+
+def test_guesses_behind_the_end_of_an_answer_do_not_count():
+    engine, request = speculating(), Request(looping(90), 40)
+    [whole] = answers_of(engine, [request])
+    stops = [dataclasses.replace(request, stop=whole.tokens[place]) for place in range(12)]
+    results = answers_of(engine, stops)
+    assert all(one.report.accepted_tokens < one.report.generated_tokens for one in results)
+    assert {one.report.finish for one in results} == {"stop"}
+    counts = engine.report().counts
+    assert counts.accepted == kept([whole, *results]) > 0
 
 
 def test_a_request_that_cannot_be_guessed_says_why():
@@ -128,6 +144,37 @@ def test_after_warm_up_random_requests_compile_nothing(policy, drafter):
     plain = answers_of(engine_of(policy=policy), requests)
     assert [one.tokens for one in results] == [one.tokens for one in plain]
     assert engine.report().counts.accepted > 0
+
+
+@pytest.mark.slow
+def test_a_draft_model_reads_the_tokens_of_steps_without_proposals(monkeypatch):
+    """It is the model itself, so it guesses all tokens as long as it has read those before them."""
+    widths = itertools.cycle([0, 0, 4, 0, 1])
+    monkeypatch.setattr(Pace, "choose", lambda pace, ready, active: next(widths) if ready[active].any() else 0)
+    requests = [Request(prompt_of(70 + place, place), 30) for place in range(4)]
+    requests.insert(0, dataclasses.replace(requests[0], allowed=lambda tokens: np.ones(PARAMS.config.vocab_size, bool)))
+    results = answers_of(speculating(policy=Full(), speculate=SAME), requests)
+    plain = answers_of(engine_of(policy=Full(), classes=LONG), requests)
+    assert [one.tokens for one in results] == [one.tokens for one in plain]
+    whole = [one.report for one in results if one.report.finish == "length"]
+    assert sum(report.accepted_tokens for report in whole) == sum(report.proposed_tokens for report in whole) > 20
+    assert [one.report.plain is None for one in results] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]  # a twin shares its reading
+    assert "has not read the prompt" in results[1].report.plain
+
+
+@pytest.mark.slow
+def test_a_class_with_little_room_compiles_nothing_after_warm_up():
+    engine = speculating(classes=[RowClass(32, 2, 2), RowClass(40, 3, 2)])
+    engine.warm()
+    compiled = CompileClock.programs
+    answers_of(engine, [Request(looping(30), 2), Request(looping(31), 3), Request(looping(29), 1)])
+    assert CompileClock.programs == compiled
 
 
 @pytest.mark.slow

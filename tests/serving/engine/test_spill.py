@@ -88,6 +88,19 @@ def test_a_state_moves_between_the_memories_of_fetch_modes():
 
 
 @pytest.mark.slow
+def test_warm_up_stays_within_the_limits():
+    """One group fits only in both memories, or only on the device."""
+    for limits, spilled in (((SHORT.device, 1), None), ((needed_bytes([PLAN]).device - 1, SHORT.host), "device_put")):
+        engine = spilling(*limits)
+        engine.warm()
+        compiled = CompileClock.programs
+        twins = answers_of(engine, [Request(prompt_of(70), 9)] * 3)
+        assert CompileClock.programs == compiled
+        assert [(one.report.fetch, one.report.spilled) for one in twins] == [("resident", spilled)] * 3
+        assert engine.report().host_bytes <= limits[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, PromptLookup(tokens=4, ngram=1)], ids=["plain", "speculating"])
 def test_moves_at_random_change_no_token_and_compile_nothing(drafter):
     engine = spilling(10 * SHORT.device, 10 * SHORT.host, speculate=drafter)
