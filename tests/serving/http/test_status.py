@@ -22,6 +22,8 @@ for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_per
     VLLM[f"vllm:{name}"] = "gauge"
 for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"):
     VLLM[f"vllm:{name}"] = "counter"
+for name in ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"):
+    VLLM[f"vllm:{name}"] = "counter"
 JSON = {"content-type": "application/json"}
 TEXT = b"The sea is calm, and the lamp of the harbor burns. " * 2
 
@@ -196,7 +198,7 @@ def test_the_dashboard_shows_figures_that_the_server_has(client):
     text = (REPO / "examples" / "monitoring" / "grafana.json").read_text()
     panels = json.loads(text)["panels"]
     used = [set(re.findall(r"(?:vllm|jshadow):\w+", target["expr"])) for panel in panels for target in panel["targets"]]
-    assert len(panels) == 12
+    assert len(panels) == 13
     assert all(used)
     # A counter by status, and the tiers of a library, have no sample before the first one.
     assert set().union(*used) - samples <= {"jshadow:requests_refused_total"}
