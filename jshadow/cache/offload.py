@@ -316,7 +316,10 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
 
 
 def moved(tier: HostTier, fetch: str) -> HostTier:
-    """Start to copy a tier to the memory of a fetch mode, and return without waiting. What is there is shared."""
+    """Start to copy a tier to the memory of a fetch mode, and return without waiting.
+
+    An array that lies in this memory already is shared and not copied.
+    """
 
     def put(part: HostArray | None) -> HostArray | None:
         memory = _memory_of(fetch)

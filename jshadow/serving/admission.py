@@ -181,7 +181,7 @@ class PlannedClass:
 
     @property
     def drafter(self) -> Drafter | None:
-        """What proposes tokens for the rows, or None."""
+        """The drafter of the rows. None: no tokens are proposed for them."""
         return None if self.drafting is None else self.drafting.drafter
 
     @property

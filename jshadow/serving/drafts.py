@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jshadow.engine.speculation.drafter import Drafter, Memory, Pace, check_gives
+from jshadow.engine.speculation.run import GuessPlan
 from jshadow.errors import ConfigError
 from jshadow.serving.jobs import Job
 
@@ -45,11 +46,11 @@ class Drafts:
 
     @property
     def guessing(self) -> bool:
-        """Whether the step that runs is one of `guess`."""
+        """Whether `guess` has started a step whose tokens `drawn` has not taken in yet."""
         return self._guesses is not None
 
     def insert(self, slot: int, job: Job, token: int, read: "ReadPrompt") -> None:
-        """Remember a row. `token` is its first new token, and `read` what its prompt gave."""
+        """Remember a row. `token` is its first new token, and `read` the result of reading its prompt."""
         if job.plain is None:
             one, ready = self.programs.remembered(self.drafter, job.ids, token, read)
             self.memory = self.programs.with_memory(self.drafter, self.memory, slot, one, len(self._ready))
@@ -76,8 +77,8 @@ class Drafts:
         if self.memory is None or not (self.width or self.drafter.reader):
             self.width = 0
             return None
-        drafting = self.drafter, self.width
-        self._guesses, pool, self.memory = self.programs.guess(pool, self.memory, (fed, left), drafting)
+        plan = GuessPlan(self.drafter, self.width)
+        self._guesses, pool, self.memory = self.programs.guess(pool, self.memory, (fed, left), plan)
         return pool
 
     def draw(self, pool: "Pool", active: np.ndarray) -> tuple[Any, Any, Any, "Pool"]:

@@ -123,7 +123,7 @@ class Engine:
         with self._lock:
             self._messages.put(lambda: self._loop.cancel(answer))
 
-    def warm(self, told: Callable[[int, int], None] = lambda done, count: None) -> None:
+    def warm(self, told: Callable[[int, int], None] | None = None) -> None:
         """Compile the programs of each class, so that later requests compile nothing.
 
         Requests of a few tokens run in each class, and on a document with the room of each class if the engine has a
@@ -131,7 +131,8 @@ class Engine:
         rows on a stored answer that need more room than their class has.
 
         Args:
-            told: called before each part of the work with the number of parts that are done, and that of all parts.
+            told: called before each part of the work with the number of parts that are done, and the number of all
+                parts. None: nothing is called.
 
         Raises:
             CapacityError: no group of a class fits the limits.
@@ -149,14 +150,15 @@ class Engine:
             if min(room, library.capacity - 1) >= 2:
                 parts.append(functools.partial(self._warm, plan, [0, 0], library))
         for done, part in enumerate(parts):
-            told(done, len(parts))
+            if told is not None:
+                told(done, len(parts))
             part()
 
     def _warm(self, plan: PlannedClass, ids: list[int], library: Any = None, *, spills: bool = False) -> None:
         """Answer requests of a class, on a document of one token if there is a library.
 
-        Each width of speculation has a program of its own, so a request takes as many steps as there are widths. If
-        the room is too short for this, there are several requests.
+        A group compiles a program for each number of tokens that a step may propose. So a request takes a step with
+        each of these numbers. If its room is too short for all of these steps, several requests share them.
         """
         most = plan.row_class.room if library is None else min(plan.row_class.room - 1, library.capacity - 2)
         drafter = self.options.speculate

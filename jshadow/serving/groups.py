@@ -24,8 +24,8 @@ from jshadow.engine.rows import (
 )
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.engine.speculation.drafter import Drafter, Memory, Progress, Text
-from jshadow.engine.speculation.rows import GuessPlan, draw_guessed, guess_rows
-from jshadow.engine.speculation.run import Guesses, hear
+from jshadow.engine.speculation.rows import draw_guessed, guess_rows
+from jshadow.engine.speculation.run import Guesses, GuessPlan, hear
 from jshadow.planner.pieces import pieces_of
 from jshadow.policies import Policy
 from jshadow.serving.admission import EngineOptions, PlannedClass, RowClass
@@ -43,7 +43,7 @@ class Pool(NamedTuple):
 
 
 class ReadPrompt(NamedTuple):
-    """What the reading of a prompt gave.
+    """The result of reading a prompt.
 
     Attributes:
         logits: for the first token, float32 [1, V].
@@ -192,7 +192,7 @@ class Programs:
             drafter: the drafter.
             ids: token ids of the prompt.
             token: the first new token.
-            read: what the prompt gave. It is only read.
+            read: the result of reading the prompt. Its states are not changed.
         """
         state = read.state
         if read.own is not None:
@@ -208,7 +208,7 @@ class Programs:
         return drafter.inserted(drafter.repeated(one, rows) if memory is None else memory, slot, one)
 
     def guess(
-        self, pool: Pool, memory: Memory, at: tuple[np.ndarray, np.ndarray], drafting: tuple[Drafter, int]
+        self, pool: Pool, memory: Memory, at: tuple[np.ndarray, np.ndarray], plan: GuessPlan
     ) -> tuple[Guesses, Pool, Memory]:
         """Let a drafter propose tokens, and the model read them. This consumes the pool's state and the memory.
 
@@ -216,7 +216,7 @@ class Programs:
             pool: the rows.
             memory: what the drafter remembers.
             at: the newest token of each row, and how many more it may get, int32 [rows]. 0: it is not active.
-            drafting: the drafter, and how many tokens it proposes.
+            plan: the drafter, and how many tokens it proposes.
         """
         reads, writes = pool.state.split()
         fed, left = map(jnp.array, at)
@@ -227,7 +227,7 @@ class Programs:
             memory.live,
             (Progress(fed, pool.rows.step, left), pool.rows),
             config=self.params.config,
-            plan=GuessPlan(drafting[0].traced, drafting[1]),
+            plan=GuessPlan(plan.drafter.traced, plan.width),
         )
         return guesses, pool._replace(state=pool.state.join(writes)), memory._replace(live=live)
 
@@ -251,9 +251,9 @@ class Programs:
         return hear(drafter, memory, tokens.reshape(len(takes), -1), jnp.where(takes, counts, 0), state)
 
     def taken(self, pool: Pool, slot: int, change: tuple[int, Sequence[int]], fetch: str) -> KVState:
-        """Return one row of a pool as a state of its own, with a fetch mode.
+        """Return a copy of one row of a pool, as a state of one row with this fetch mode.
 
-        `change` is how many of its newest tokens it gives back, and the tokens that it is fed then.
+        `change` is the number of its newest tokens that the copy gives back, and the tokens that it reads then.
         """
         (surplus, unfed), state = change, _in(fetch, pool.state.take([slot]))
         if surplus:
@@ -325,7 +325,7 @@ class Group:
 
         Args:
             slot: the row.
-            read: what its prompt gave. It is only read.
+            read: the result of reading its prompt. Its states are not changed.
             row: the sampling settings of the row after its first draw.
             token: its first token, which the next step feeds.
         """
@@ -396,9 +396,9 @@ class Group:
             self.drafts.pace.timed(self.drafts.width, seconds)
 
     def row(self, slot: int, surplus: int, unfed: Sequence[int]) -> Any:
-        """Return the state of one row as a state of its own.
+        """Return a copy of one row, as a state of one row with the fetch mode of `home`.
 
-        It is without the `surplus` newest tokens, and with those that were drawn but not fed.
+        The copy gives back its `surplus` newest tokens, and then reads the tokens `unfed`.
         """
         assert self.pool is not None
         return self.programs.taken(self.pool, slot, (surplus, unfed), self.home.fetch)

@@ -91,7 +91,7 @@ class _Reader(Protocol):
         """Read the next part. Return whether it was the last one."""
 
     def end(self) -> ReadPrompt:
-        """Return what the prompt gave."""
+        """Return the result of reading the prompt."""
 
 
 class _PromptReader:
@@ -117,7 +117,7 @@ class _PromptReader:
         return self.parts[-1].done
 
     def end(self) -> ReadPrompt:
-        """Return what the prompt gave."""
+        """Return the result of reading the prompt."""
         (logits, state), *own = map(self.programs.finish, self.parts)
         return ReadPrompt(logits, state, own[0][1] if own else None)
 
@@ -144,7 +144,7 @@ class _DocumentReader:
         return not self.ids
 
     def end(self) -> ReadPrompt:
-        """Return what the prompt gave."""
+        """Return the result of reading the prompt."""
         return ReadPrompt(self.logits, self.state)
 
 
@@ -185,7 +185,7 @@ class _Groups:
 
     @property
     def full(self) -> bool:
-        """Whether no further request may have a row, because of `Limits.rows`."""
+        """Whether as many requests have a row as `Limits.rows` allows."""
         most, rows = self.admission.limits.rows, [job for group in self._groups for job in group.jobs]
         return most is not None and len(rows) - rows.count(None) >= most
 

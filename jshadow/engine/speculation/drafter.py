@@ -154,7 +154,10 @@ class Drafter(abc.ABC):
 
     @property
     def reader(self) -> tuple[Params, Policy] | None:
-        """The model that reads the prompts in a state of its own, and the policy of this state, or None."""
+        """The draft model, which reads each prompt into a state of its own, and the policy of this state.
+
+        None: the drafter has no such model.
+        """
         return None
 
     def check_target(self, config: ModelConfig, state: KVState) -> None:

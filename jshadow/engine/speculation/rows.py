@@ -6,7 +6,6 @@ caller can find the tokens that a grammar allows while the first one runs.
 B rows, w proposed tokens, V tokens in the vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,22 +16,10 @@ from jax import Array, lax
 from jshadow.cache.spec import everywhere
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.rows import RowSampling, draw
-from jshadow.engine.speculation.drafter import Drafter, Memory, Progress
-from jshadow.engine.speculation.run import Guesses, read_guesses, without_refused
+from jshadow.engine.speculation.drafter import Memory, Progress
+from jshadow.engine.speculation.run import Guesses, GuessPlan, read_guesses, without_refused
 from jshadow.engine.step import COMPILER_OPTIONS
 from jshadow.models.config import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class GuessPlan:
-    """The static arguments of `guess_rows`.
-
-    Attributes:
-        width: number of proposed tokens w.
-    """
-
-    drafter: Drafter
-    width: int
 
 
 @functools.partial(
@@ -65,8 +52,7 @@ def guess_rows(
     def draw_next(logits: Array, place: Array) -> Array:
         return draw(rows.replace(step=rows.step + place), logits)[0]
 
-    drafting = plan.drafter, plan.width
-    guesses, state, live = read_guesses(weights, config, drafting, state, Memory(fixed, live), at, draw_next)
+    guesses, state, live = read_guesses(weights, config, plan, state, Memory(fixed, live), at, draw_next)
     guesses, live = everywhere((guesses, live), reads.specs[0].shards)
     return guesses, state.split()[1], live
 

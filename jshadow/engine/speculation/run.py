@@ -39,16 +39,25 @@ from jshadow.weights.params import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class CyclePlan:
-    """The static arguments of a cycle.
+class GuessPlan:
+    """The static arguments of `read_guesses`.
 
     Attributes:
         width: number of proposed tokens w. 0: a plain step.
-        stop: token ids that end a row. No token is kept after one of them.
     """
 
     drafter: Drafter
     width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclePlan(GuessPlan):
+    """The static arguments of a cycle.
+
+    Attributes:
+        stop: token ids that end a row. No token is kept after one of them.
+    """
+
     sampler: Sampler
     stop: tuple[int, ...] = ()
 
@@ -91,17 +100,17 @@ _Draw = Callable[[Array, Array], Array]  # see `Target`
 def read_guesses(
     weights: dict,
     config: ModelConfig,
-    drafting: tuple[Drafter, int],
+    plan: GuessPlan,
     state: KVState,
     memory: Memory,
     at: Progress,
     draw: _Draw,
 ) -> tuple[Guesses, KVState, Any]:
-    """Let a drafter propose tokens, and the model read them. `drafting` is the drafter and the width w.
+    """Let a drafter propose tokens, and the model read them.
 
     Return the guesses, the state after them, and the live part of the drafter's memory.
     """
-    drafter, width = drafting
+    drafter, width = plan.drafter, plan.width
     proposed = jnp.minimum(jnp.minimum(drafter.ready(memory), width), jnp.minimum(at.left, state.room()) - 1)
     proposed = jnp.where(at.left > 0, jnp.maximum(proposed, 0), 0)
     guesses, state, live = drafter.propose(memory, Target(weights, config, state, at, proposed, draw), width)
@@ -131,7 +140,7 @@ def cycle(
     def draw(logits: Array, place: Array) -> Array:
         return sample_numbered(plan.sampler, logits[:, None], key, progress.number + place)[:, 0]
 
-    guesses, state, live = read_guesses(weights, config, (drafter, width), state, memory, progress, draw)
+    guesses, state, live = read_guesses(weights, config, plan, state, memory, progress, draw)
     drawn = sample_numbered(plan.sampler, guesses.logits, key, progress.number)
     ends = functools.reduce(jnp.logical_or, [drawn == token for token in plan.stop], jnp.zeros_like(drawn, bool))
     are_drawn = (drawn[:, :width] == guesses.tokens[:, 1:]) & ~ends[:, :width]

@@ -133,16 +133,16 @@ def with_memory(drafter, memory, slot, one, rows):
     return memory
 
 
-def guess(pool, memory, at, drafting):
+def guess(pool, memory, at, plan):
     """Two of three guesses are right, as long as those before them are."""
     tokens, proposed, state = [], [], []
     for held, token, left in zip(pool.state, *at, strict=True):
         row = [int(token)]
-        for place in range(drafting[1]):
+        for place in range(plan.width):
             right = left > 0 and hash((place, *held)) % 3
             row.append(next_token([*held, *row]) if right else 0)
         tokens.append(row)
-        proposed.append(max(0, min(drafting[1], int(left) - 1)))
+        proposed.append(max(0, min(plan.width, int(left) - 1)))
         state.append([*held, *row[: proposed[-1] + 1]] if left else held)
     return Guesses(pool.state, tokens, np.array(proposed)), pool._replace(state=state), memory
 
